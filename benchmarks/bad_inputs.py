@@ -61,8 +61,8 @@ SYNTAX = [
     bad("training.deterministic=perhaps", says=["training.deterministic=perhaps", "bool"]),
     bad("data.train=3", says=["data.train=3", "list of str"]),
     bad("optimizer.lr=fast", says=["optimizer.lr=fast", "float"]),
-    bad("model.num_layers=2,4", says=["model.num_layers=2,4", "must be one value"]),
-    bad("training.seed=${nowhere}", says=["training.seed=${nowhere}", "must be an interpolation"]),
+    bad("model.num_layers=2,4", says=["model.num_layers=2,4", "must be a single value"]),
+    bad("training.seed=${nowhere}", says=["training.seed=${nowhere}", "must refer only to keys"]),
     bad("~model.num_layers", says=["~model.num_layers", "must not be deleted"]),
     bad("model.num_layers 3", says=["model.num_layers 3", "must be key=value"]),
     bad("--num-layers=3", says=["--num-layers=3", "model.num_layers=3"]),
@@ -105,7 +105,7 @@ LAYOUT = [
         "model.num_query_groups=1",
         says=["model.num_query_groups=1", "multiple of parallel.tensor_model_parallel_size=2"],
     ),
-    bad("control.interface=0.0.0.0", says=["control.interface=0.0.0.0", "must not be all interfaces"]),
+    bad("control.interface=0.0.0.0", says=["control.interface=0.0.0.0", "must not mean all interfaces"]),
     bad("testing.failpoints=['explode()']", says=["testing.failpoints=explode()", "must"]),
     bad(
         "testing.failpoints=['kill(rank=5,phase=\"forward\")']",
@@ -148,7 +148,7 @@ VALUES = [
     bad("run.name=../up", says=["run.name=../up", "must be"]),
     bad("run.resume=must", says=["run.name=null", "must be given"]),
     bad("data.train=[]", says=["data.train=[]", "at least one source"]),
-    bad("data.train_weights=[1,2]", says=["data.train_weights=[1.0, 2.0]", "one weight for each"]),
+    bad("data.train_weights=[1,2]", says=["data.train_weights=[1.0, 2.0]", "as many weights"]),
     bad("data.tokenizer=gpt2", says=["data.vocab_file=null", "must be given"]),
 ]
 

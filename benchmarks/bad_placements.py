@@ -27,7 +27,7 @@ PLACEMENT = [
     bad(
         *REPLICAS,
         "parallel.expert_model_parallel_size=2",
-        says=["parallel.expert_model_parallel_size=2", "must be 1 with replica slots"],
+        says=["parallel.expert_model_parallel_size=2", "must be 1 with placement.algorithm"],
     ),
     bad(
         *REPLICAS,
@@ -49,7 +49,7 @@ PLACEMENT = [
         "model.router_trace_file=x.json",
         "model.moe_router_load_balancing_type=sinkhorn",
         "model.moe_aux_loss_coeff=0",
-        says=["model.moe_router_load_balancing_type=sinkhorn", "must not be set with model.router=trace"],
+        says=["model.moe_router_load_balancing_type=sinkhorn", "must keep its default with model.router=trace"],
     ),
 ]
 
@@ -75,7 +75,7 @@ def _loads_cases(folder: Path) -> list[Case]:
 
     negative, not_a_number = [[-1] * 8, *good[1:]], [*good[:3], [float("nan")] * 8]
     return [
-        refused(_loads(folder, "negative.json", negative), "layer 0, expert 0 is -1", "0 or more"),
+        refused(_loads(folder, "negative.json", negative), "layer 0, expert 0 is -1", "at least 0"),
         refused(_loads(folder, "nan.json", not_a_number), "layer 3, expert 0 is nan", "finite"),
         refused(_loads(folder, "cut.json", json.dumps(good)[:-9]), "is not JSON"),
         refused(_loads(folder, "ragged.json", [*good[:3], [1] * 7]), "layer 3 has 7 loads", "as many as layer 0"),

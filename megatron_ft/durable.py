@@ -22,10 +22,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, which is created if it does not exist, and sync it.
+    """Append a line to a file, which is created if it does not exist, and sync the file.
 
-    If that fails, no part of the line stays in the file. Half a line that a writer left which was killed is removed
-    first. Only one process at a time may append with this function.
+    If the write fails, no part of the line stays in the file. An incomplete last line, left by a writer that was
+    killed, is removed first. Only one process at a time may append to a file with this function.
 
     Raises:
         OSError: the write failed.
@@ -47,8 +47,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def cut_half_line(descriptor: int) -> int:
-    """Remove the text after the last newline of a file that is open for reading and writing. Return the number of
-    bytes.
+    """Remove an incomplete last line from a file open for reading and writing. Return the number of bytes.
 
     Raises:
         OSError: the file cannot be read or cut.
@@ -67,15 +66,18 @@ def cut_half_line(descriptor: int) -> int:
 
 
 def write_whole(descriptor: int, content: bytes) -> None:
-    """Write all bytes, in several calls if necessary. Raises OSError, also after a part of them was written (disk
-    full)."""
+    """Write all bytes of ``content``, in several calls if necessary.
+
+    Raises:
+        OSError: a call failed, for instance on a full disk; a part of the bytes may be written.
+    """
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file, or create it, and sync it: readers find the old or the new content, also after a power failure.
+    """Replace or create a file and sync it. Readers find the old or the new content, also after a power failure.
 
     Only one process at a time may write a file with this function.
 

@@ -11,13 +11,13 @@ class MegatronFtError(Exception):
 
 
 class ConfigError(MegatronFtError):
-    """A configuration that cannot run. Raised before any rank starts."""
+    """An invalid configuration. Raised before any rank starts."""
 
     exit_code = 2
 
     @classmethod
     def of(cls, key: str, value: object, constraint: str) -> "ConfigError":
-        """Make the error that ``key=value`` violates ``constraint``, a clause such as ``must be at least 1``."""
+        """Make an error with the message ``key=value: constraint``. The constraint is like ``must be at least 1``."""
         return cls(f"{key}={value}: {constraint}")
 
 
@@ -28,52 +28,52 @@ class DataError(ConfigError):
 
 
 class SoftwareError(MegatronFtError):
-    """The installed software cannot run the configuration (incomplete Transformer Engine, ...)."""
+    """Installed software that cannot run the configuration, e.g. an incomplete Transformer Engine."""
 
     exit_code = 4
 
 
 class CheckpointError(MegatronFtError):
-    """A checkpoint that is damaged, foreign or missing."""
+    """A checkpoint that is missing, damaged, or of another run."""
 
     exit_code = 5
 
 
 class TrainingStopped(MegatronFtError):
-    """A policy stopped the run (non-finite values, loss spike, too many skipped updates)."""
+    """A stop of the run by a policy: non-finite values, a loss spike, or too many skipped updates."""
 
     exit_code = 6
 
 
 class RankFailed(MegatronFtError):
-    """A rank died or raised."""
+    """A failed rank: its process died or raised an error."""
 
     exit_code = 7
 
 
 class RankLost(RankFailed):
-    """A rank cannot continue because of its own process; the others treat it as killed."""
+    """A rank that cannot continue because of its own process; other ranks recover as if it had been killed."""
 
 
 class ControlError(MegatronFtError):
-    """The control plane rejected or lost a peer."""
+    """A process of the control plane that rejected another process or lost the connection to it."""
 
     exit_code = 8
 
 
 class RecoveryError(MegatronFtError):
-    """State cannot be restored, or was not restored to the same bits."""
+    """A failed recovery: state could not be restored, or its bits differ from the state before the failure."""
 
     exit_code = 9
 
 
 EXIT_OK = 0
 EXIT_INTERRUPTED = 130
-"""Stopped by Ctrl-C or SIGTERM; the run can be resumed."""
+"""Exit code after Ctrl-C or SIGTERM; the run can be resumed."""
 
 # ``slurm/pretrain_array.sbatch`` repeats their codes as a pattern; a test compares both.
 FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
-"""Errors that a restart of the ranks or the job would raise again."""
+"""Errors that would occur again if the ranks or the job were restarted."""
 FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)
 
 EXIT_CODES: dict[int, str] = {

@@ -1,4 +1,4 @@
-"""Every record of a run: ranks and the control plane report them; sinks, reports and tests read them.
+"""All records of a run. Ranks and processes of the control plane report them; sinks, reports and tests read them.
 
 An event is a frozen dataclass: its docstring and those of its fields are its row in ``docs/telemetry.md``, and
 ``describe()`` is its line on the terminal and in a report. A sink needs no change for a new event.
@@ -18,12 +18,12 @@ from megatron_ft.strict_json import JsonValue, decode, to_number
 
 # A job of thousands of ranks would fill the terminal.
 _MOST_PROCESSES_NAMED = 8
-"""Limit of processes named on one line of the terminal."""
+"""Largest number of ranks whose process ids are shown on one line of the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(Record):
-    """Figures of one committed iteration; in JSON they are top-level keys beside ``iteration``.
+    """Metrics of one committed iteration. In JSON each metric is a top-level key beside ``iteration``.
 
     Names, units and meanings are in ``megatron_ft/telemetry/metrics.py``.
     """
@@ -32,9 +32,9 @@ class Metrics(Record):
     durable: ClassVar[bool] = False
 
     iteration: int
-    """Iteration of the figures, counted from 1."""
+    """Iteration of the metrics, counted from 1."""
     values: dict[str, float]
-    """Metric name to figure."""
+    """Value of each metric, by name."""
 
     def to_record(self) -> dict[str, JsonValue]:
         record = super(Metrics, self).to_record()
@@ -57,7 +57,7 @@ class Metrics(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Record):
-    """A run, or another attempt of it, starts."""
+    """A job starts a run or continues it."""
 
     run_name: str
     """Name of the run and of its folder."""
@@ -68,7 +68,7 @@ class RunStarted(Record):
     num_nodes: int | None = None
     """Number of nodes of the job."""
     train_iterations: int | None = None
-    """Last iteration of the run, as configured."""
+    """Last iteration of the run, from ``training.train_iterations``."""
     device: str | None = None
     """Device of the ranks, e.g. ``cpu`` or ``cuda: NVIDIA H200``."""
     versions: dict[str, str] | None = None
@@ -76,11 +76,11 @@ class RunStarted(Record):
     config_digest: str | None = None
     """Digest of the resolved configuration, hexadecimal."""
     resumed_from: str | None = None
-    """Checkpoint or window from which the run continues; absent for a new run."""
+    """Checkpoint or window from which the job continues the run; absent for a new run."""
     resumed_from_iteration: int | None = None
-    """Last iteration of that state. Later iterations of older attempts are void."""
+    """Last iteration of the state in ``resumed_from``. Records of later iterations that earlier jobs wrote are void."""
     schema_version: int = SCHEMA_VERSION
-    """Version of these records."""
+    """Version of the format of the records."""
 
     def describe(self) -> Note:
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
@@ -100,24 +100,25 @@ class RanksReady(Record):
     world_size: int | None = None
     """Number of ranks that are ready."""
     process_ids: tuple[int, ...] | None = None
-    """Process of each rank, numbered by its node's operating system."""
+    """Process id of each rank on its node."""
 
     def describe(self) -> Note:
         named = self.process_ids or ()
-        shown = f"; process ids by rank: {' '.join(map(str, named))}" if 0 < len(named) <= _MOST_PROCESSES_NAMED else ""
+        ids = " ".join(map(str, named))
+        shown = f"; process ids by rank: {ids}" if 0 < len(named) <= _MOST_PROCESSES_NAMED else ""
         return Note("info", f"all ranks ready after {seconds(self.seconds)}{shown}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSkipped(Record):
-    """The vote did not commit an iteration: weights did not change."""
+    """An iteration did not change the weights, because the ranks voted to skip its update."""
 
     iteration: int
     """Iteration that was skipped."""
     reason: str
     """Reason, e.g. ``non_finite`` or ``loss_spike``."""
     values: dict[str, float] | None = None
-    """Figures on which the decision is based."""
+    """Metrics on which the decision is based."""
 
     def describe(self) -> Note:
         return Note("warning", f"iteration {self.iteration} skipped: {self.reason}")
@@ -132,7 +133,7 @@ class Evaluation(Record):
     loss: float
     """Mean loss per token, in nats."""
     num_tokens: int | None = None
-    """Number of tokens of the mean."""
+    """Number of tokens over which the mean was taken."""
     seconds: float | None = None
     """Duration of the evaluation in seconds."""
 
@@ -142,16 +143,16 @@ class Evaluation(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad(Record):
-    """Tokens that the router gave each expert, over all ranks and microbatches of an iteration."""
+    """Number of tokens that the router sent to each expert in one iteration, summed over all ranks and microbatches."""
 
     durable: ClassVar[bool] = False
 
     iteration: int
     """Iteration in which the tokens were counted."""
     layers: tuple[tuple[int, ...], ...]
-    """Tokens per expert, one row per MoE layer from the bottom up."""
+    """Tokens per expert: one row for each MoE layer, the first layer first."""
     layer_numbers: tuple[int, ...] | None = None
-    """Megatron's number (from 1) of the layer of each row; absent if every layer is an MoE layer."""
+    """Megatron's layer number, counted from 1, for each row of ``layers``; absent if every layer is an MoE layer."""
 
     def describe(self) -> None:
         return None
@@ -159,46 +160,47 @@ class ExpertLoad(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInForce(Record):
-    """The placement of expert replicas changes; the plan is in ``placements/`` of the run."""
+    """Expert replicas get a new placement; the run's folder ``placements/`` contains the plan."""
 
     iteration: int
     """First iteration with this placement."""
     reason: str
-    """``first``, ``resumed``, ``scripted``, ``membership``, or the gain of a rebalance."""
+    """Reason for the placement: ``first``, ``resumed``, ``scripted``, ``membership``, or the gain of a rebalance."""
     stages: tuple[str, ...]
-    """One line per pipeline stage."""
+    """Description of the placement, one line for each pipeline stage."""
     moved_bytes: int | None = None
     """Bytes of expert weights and optimizer state that moved."""
     gain: float | None = None
-    """Predicted saving, as a share of the busiest ranks' tokens."""
+    """Predicted decrease of the number of tokens of the busiest ranks, as a share of this number."""
     imbalance_before: float | None = None
-    """Tokens of the busiest rank over the mean rank, by smoothed loads, in the worst layer, before the change."""
+    """Tokens of the busiest rank over the mean of ranks, from smoothed loads, in the worst layer, before the change."""
     imbalance_after: float | None = None
     """The same ratio after the change."""
     seconds: float | None = None
     """Seconds for which the change paused training."""
     single_loss_survival: float | None = None
-    """Probability that the job survives the loss of one failure domain, all being equally likely: every expert keeps a
-    copy, and enough nodes remain. Absent if there is one domain, or if a lost node ends the job."""
+    """Probability that the job survives the loss of one failure domain if each domain is equally likely to fail. The
+    job survives if every expert keeps a replica and enough nodes remain. Absent with one domain, or if losses end the
+    job."""
     fewest_replicas: int | None = None
-    """Number of copies of the expert with the fewest, over all layers."""
+    """Number of replicas of the expert with the fewest replicas, over all layers."""
     mean_replicas: float | None = None
-    """Mean number of copies of an expert."""
+    """Mean number of replicas of an expert."""
     most_replicas: int | None = None
-    """Number of copies of the expert with the most."""
+    """Number of replicas of the expert with the most replicas."""
     file_error: str | None = None
-    """Why the file of the placement could not be written; training continues without it."""
+    """Error because of which the placement could not be written to a file; training continues."""
 
     def describe(self) -> Note:
         found = f"new placement from iteration {self.iteration} on: {self.reason}"
         if self.file_error is not None:
-            return Note("bad", f"{found}; its file in placements/ could not be written: {self.file_error}")
+            return Note("bad", f"{found}; it could not be written to placements/: {self.file_error}")
         return Note("info", found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Record):
-    """A dense checkpoint is complete, verified on disk, and ``latest`` points to it."""
+    """A dense checkpoint was saved: it is complete, its files were verified on disk, and ``latest`` points to it."""
 
     iteration: int
     """Newest iteration in the checkpoint."""
@@ -220,7 +222,7 @@ class CheckpointSaved(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Record):
-    """A dense checkpoint could not be written; ``latest`` did not change."""
+    """A dense checkpoint could not be written; ``latest`` still points to the previous one."""
 
     iteration: int
     """Iteration of the checkpoint."""
@@ -244,9 +246,10 @@ class CheckpointLoaded(Record):
     seconds: float | None = None
     """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored its random generators; with another layout they start from the seed."""
+    """Whether every rank restored its random generators. They start from the seed if the parallel layout changed."""
     differences: tuple[str, ...] = ()
-    """Differences between checkpoint and job, if ``checkpoint.load`` names it; or that they cannot be compared."""
+    """Differences between the settings of the checkpoint and of the job, or a note that they cannot be compared. Only
+    for a checkpoint that ``checkpoint.load`` names."""
 
     def describe(self) -> Note:
         text = "; ".join([f"checkpoint of iteration {self.iteration} loaded", *self.differences])
@@ -255,7 +258,7 @@ class CheckpointLoaded(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpike(Record):
-    """A loss is far above the recent ones."""
+    """A loss exceeds ``training.loss_spike_factor`` times the median of recent losses."""
 
     iteration: int
     """Iteration of the loss."""
@@ -264,7 +267,7 @@ class LossSpike(Record):
     median: float
     """Median of recent committed losses, in nats per token."""
     policy: str | None = None
-    """The reaction: ``warn``, ``skip`` or ``stop``."""
+    """Reaction to the spike: ``warn``, ``skip`` or ``stop``."""
 
     def describe(self) -> Note:
         policy = f" ({self.policy})" if self.policy else ""
@@ -274,12 +277,12 @@ class LossSpike(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDigest(Record):
-    """Digests of all weights, master weights and moments; equal digests mean equal bits."""
+    """Digests of all weights, master weights and optimizer moments. Equal digests mean that all bits are equal."""
 
     iteration: int
     """Newest iteration of the state."""
     digests: tuple[str, ...]
-    """One per rank, in rank order; hexadecimal."""
+    """Hexadecimal digest of each rank, in rank order."""
 
     def describe(self) -> None:
         return None
@@ -287,7 +290,7 @@ class StateDigest(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailpointHit(Record):
-    """An injected fault is about to happen."""
+    """A fault is injected: the record is written just before the fault happens."""
 
     action: str
     """``kill``, ``stop``, ``exit``, ``raise`` or ``delay``."""
@@ -300,7 +303,7 @@ class FailpointHit(Record):
     node: int | None = None
     """Node of that rank."""
     failpoint: str | None = None
-    """The failpoint as configured."""
+    """Value in ``testing.failpoints``."""
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -310,36 +313,36 @@ class FailpointHit(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailpointUnfired(Record):
-    """A rank ended before one of its failpoints was reached: no fault was injected."""
+    """A rank ended before it reached one of its failpoints, so the fault was not injected."""
 
     failpoint: str
-    """The failpoint as configured."""
+    """Value in ``testing.failpoints``."""
     rank: int | None = None
-    """Rank of the failpoint."""
+    """Rank in which the fault was to happen."""
     node: int | None = None
     """Node of that rank."""
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return Note("warning", f"a fault was never injected: {self.failpoint}{rank}")
+        return Note("warning", f"a fault was not injected, as the rank ended first: {self.failpoint}{rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertRaised(Record):
-    """A figure passed its limit. Training continues."""
+    """A measured value is beyond the limit of its alert. Training continues."""
 
     alert: str
     """Name of the alert; the key is ``telemetry.alert_<alert>``."""
     value: float
-    """The figure."""
+    """Measured value."""
     limit: float
-    """The limit, which is the value of that key."""
+    """Limit of the alert: the value of ``telemetry.alert_<alert>``."""
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """The rank with that figure, if it is the figure of one rank; numbered among the ranks that train now."""
+    """Rank with the measured value, numbered among the ranks that train now; absent if the value is not of one rank."""
     node: int | None = None
-    """The node of that rank; node numbers never change."""
+    """Node of that rank; the number of a node never changes."""
 
     def describe(self) -> Note:
         rank = "the slowest rank" if self.rank is None else f"rank {self.rank} on node {self.node}"
@@ -348,14 +351,14 @@ class AlertRaised(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertCleared(Record):
-    """A figure is within its limit again."""
+    """The measured value of an alert is within its limit again."""
 
     alert: str
     """Name of the alert; the key is ``telemetry.alert_<alert>``."""
     value: float
-    """The figure."""
+    """Measured value."""
     limit: float
-    """The limit, which is the value of that key."""
+    """Limit of the alert: the value of ``telemetry.alert_<alert>``."""
     iteration: int
     """Newest iteration of the run."""
 
@@ -365,12 +368,12 @@ class AlertCleared(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(Record):
-    """The run was requested to stop after the current iteration."""
+    """The run was requested to stop; the present iteration is finished first."""
 
     source: str
-    """The signal's name, or another origin of the request."""
+    """Name of the signal that requested the stop, or another source of the request."""
     iteration: int | None = None
-    """Iteration that ran at that time."""
+    """Iteration in progress when the stop was requested."""
 
     def describe(self) -> Note:
         return Note("warning", f"stop requested ({self.source}): finishing the iteration")
@@ -381,11 +384,11 @@ class RunFinished(Record):
     """The run reached its end."""
 
     exit_code: int
-    """Exit code of the run, see ``errors.EXIT_CODES``."""
+    """Exit code of the run; ``errors.EXIT_CODES`` has the meanings."""
     reason: str
-    """One sentence."""
+    """Reason for the end, in one sentence."""
     iteration: int | None = None
-    """Last iteration reported."""
+    """Last iteration that was reported."""
 
     def describe(self) -> Note:
         return Note("good", f"run finished: {self.reason}")
@@ -393,14 +396,14 @@ class RunFinished(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped(Record):
-    """The run ended early: stopped, or failed."""
+    """The run ended before its last iteration, because it was stopped or failed."""
 
     exit_code: int
-    """Exit code of the run, see ``errors.EXIT_CODES``."""
+    """Exit code of the run; ``errors.EXIT_CODES`` has the meanings."""
     reason: str
-    """One sentence."""
+    """Reason for the end, in one sentence."""
     iteration: int | None = None
-    """Last iteration reported."""
+    """Last iteration that was reported."""
 
     def describe(self) -> Note:
         return Note("bad", f"run stopped: {self.reason} (exit code {self.exit_code})")
@@ -426,21 +429,20 @@ class SinkRecovered(Record):
     sink: str
     """Name of the sink."""
     num_lost_records: int
-    """Number of records that were lost meanwhile."""
+    """Number of records that the sink lost between its failure and its recovery."""
 
     def describe(self) -> Note:
-        lost = f"{self.num_lost_records} records lost" if self.num_lost_records else "nothing lost"
-        return Note("good", f"{self.sink} works again, {lost}")
+        return Note("good", f"sink {self.sink} works again; lost records: {self.num_lost_records}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRefused(Record):
-    """An invalid record was reported; its content is kept here."""
+    """A report was not a valid record, so no sink received it; this record contains its text."""
 
     problem: str
-    """The reason for the refusal."""
+    """Reason why the report is not a valid record."""
     content: str
-    """The report, as text."""
+    """Text of the invalid report."""
 
     def describe(self) -> Note:
         return Note("bad", f"invalid record: {self.problem}")
@@ -448,12 +450,12 @@ class RecordRefused(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTruncated(Record):
-    """A log file ended in a partial line because of a crash; that line was cut off."""
+    """The last line of a log file was incomplete because of a crash, and was removed."""
 
     file: str
     """Name of the file."""
     num_dropped_bytes: int
-    """Number of bytes that were cut off."""
+    """Number of bytes that were removed."""
 
     def describe(self) -> Note:
         return Note(
@@ -465,9 +467,9 @@ def _alert(record: AlertRaised | AlertCleared, rank: str = "the slowest rank") -
     value, limit = record.value, record.limit
     figures = {
         "single_loss_survival": f"the job survives the loss of one failure domain with probability {value:.3f}",
-        "stall_share": f"training spends {100 * value:.1f} % of its time waiting for captures",
-        "windows_behind": f"{value:.1f} windows are due but not committed (peers or storage are too slow)",
-        "free_disk_share": f"{100 * value:.1f} % of the run's file system is free",
-        "slowest_rank_over_median": f"{rank} takes {value:.1f} times as long as the median rank for the same work",
+        "stall_share": f"training spends {100 * value:.1f} % of the iteration time waiting for captures of snapshots",
+        "windows_behind": f"no window was committed while {value:.1f} windows were due (peers or storage are too slow)",
+        "free_disk_share": f"{100 * value:.1f} % of the file system of the run's folder is free",
+        "slowest_rank_over_median": f"{rank} needs {value:.1f} times as long as the median rank for the same work",
     }
     return f"{figures.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

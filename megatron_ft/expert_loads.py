@@ -1,6 +1,6 @@
-"""Recorded expert loads, the numbers of tokens per expert, read from files of several formats.
+"""Reads recorded expert loads, which are numbers of tokens per expert, from files in several formats.
 
-Files are checked strictly, because a wrong load would lead to a wrong plan.
+The content is checked strictly, because a wrong load would lead to a wrong placement.
 """
 
 import csv
@@ -25,26 +25,26 @@ SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")
 STAGES = ("encoder", "decoder")
 MAX_BYTES = 1 << 30
-"""Largest file, or array of an archive; a larger one is refused before memory is allocated."""
+"""Largest size of a file, or of an unpacked array in it; checked before memory is allocated."""
 MAX_EXPERTS = 1 << 16
 """Largest number of experts of a layer."""
 MAX_LOADS = 1 << 26
-"""Largest number of loads from a file of expert ids, over all layers."""
+"""Largest number of loads, layers times experts, that are counted from a file of expert ids."""
 
 Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """Tokens per expert over time."""
+    """Recorded numbers of tokens per expert, for one or several iterations."""
 
     source: str
-    """File name, for messages."""
+    """Name of the file, for messages."""
     iterations: tuple[int, ...]
-    """Iteration of each record, as numbered in the file; ascending."""
+    """Iteration of each record, ascending."""
     tokens: Tokens
-    """``[records, ranks, layers, microbatches, experts]``; ranks and microbatches are 1 if the file has only their sum.
-    Integers, or floats if a file of per-layer loads has fractions."""
+    """Tokens per expert, ``[records, ranks, layers, microbatches, experts]``. The sizes of ranks and microbatches are 1
+    if the file contains sums over them. Integers, or floats if the file contains fractions."""
 
     @property
     def num_records(self) -> int:
@@ -53,12 +53,12 @@ class ExpertLoads:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks; 1 if the file has only their sum."""
+        """Number of ranks; 1 if the file contains sums over ranks."""
         return int(self.tokens.shape[1])
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, dense ones (all zero) included."""
+        """Number of layers, including dense layers, whose loads are 0."""
         return int(self.tokens.shape[2])
 
     @property
@@ -67,27 +67,25 @@ class ExpertLoads:
         return int(self.tokens.shape[4])
 
     def per_layer(self, record: int | None = None) -> Tokens:
-        """Sum ``[layers, experts]`` of tokens over all ranks and microbatches of one record, or of all records."""
+        """Return the sum ``[layers, experts]`` over ranks and microbatches of one record, or of all records."""
         chosen = self.tokens if record is None else self.tokens[record : record + 1]
         result: Tokens = chosen.sum(axis=(0, 1, 3))
         return result
 
     def record_of(self, iteration: int) -> int:
-        """Index of the record of an iteration.
+        """Return the index of the record of an iteration.
 
         Raises:
-            DataError: the file has none.
+            DataError: there is no record of the iteration.
         """
         if iteration not in self.iterations:
-            first, last = self.iterations[0], self.iterations[-1]
-            raise DataError(
-                f"{self.source}: iteration={iteration}: must be one of its {self.num_records}, {first} to {last}"
-            )
+            recorded = f"the {self.num_records} recorded ones, {self.iterations[0]} to {self.iterations[-1]}"
+            raise DataError(f"{self.source}: iteration={iteration}: must be one of {recorded}")
         return self.iterations.index(iteration)
 
 
 def read_expert_loads(path: Path) -> ExpertLoads:
-    """Read recorded loads; the suffix of the file names the format.
+    """Read recorded loads. The suffix of the file determines its format.
 
     * ``.json``: a list of per-layer lists of tokens, or ``{"logical_count": [[...], ...]}``.
     * ``.npz``: arrays ``counts`` (iterations, ranks, layers, microbatches, experts) and ``iters``.
@@ -110,10 +108,10 @@ def read_expert_loads(path: Path) -> ExpertLoads:
 def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
     if tokens.ndim != 5 or 0 in tokens.shape:
         raise DataError(
-            f"{name}: shape {tokens.shape}: must be (records, ranks, layers, microbatches, experts), none 0"
+            f"{name}: shape {tokens.shape}: must be (records, ranks, layers, microbatches, experts), all above 0"
         )
     if len(iterations) != tokens.shape[0]:
-        raise DataError(f"{name}: {len(iterations)} iterations: must be one for each of {tokens.shape[0]} records")
+        raise DataError(f"{name}: has {len(iterations)} iterations: must have {tokens.shape[0]}, one for each record")
     if any(later <= earlier for earlier, later in itertools.pairwise(iterations)):
         raise DataError(f"{name}: iterations must be ascending")
     wrong = np.argwhere(~np.isfinite(tokens) | (tokens < 0))
@@ -121,7 +119,7 @@ def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
         record, _, layer, _, expert = (int(position) for position in wrong[0])
         value = tokens[tuple(wrong[0])]
         where = f"record {record}, layer {layer}, expert {expert}"
-        raise DataError(f"{name}: load of {where} is {value}: must be a finite number, 0 or more")
+        raise DataError(f"{name}: load of {where} is {value}: must be a finite number of at least 0")
     # Larger floats do not fit ``int64``: the conversion would wrap around without an error.
     if (tokens == np.floor(tokens)).all() and tokens.max() < 2**62:
         return tokens.astype(np.int64)
@@ -135,10 +133,10 @@ def _json(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
         raise DataError(f"{name}: is not JSON: {error}") from error
     layers = document.get("logical_count") if isinstance(document, dict) else document
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) for layer in layers):
-        raise DataError(f'{name}: must be a list of per-layer lists of loads, or {{"logical_count": such a list}}')
+        raise DataError(f'{name}: must be a list of loads per layer and expert, or {{"logical_count": such a list}}')
     for number, layer in enumerate(layers):
         if len(layer) != len(layers[0]) or not layer:
-            raise DataError(f"{name}: layer {number} has {len(layer)} loads: must have as many as layer 0, 1 or more")
+            raise DataError(f"{name}: layer {number} has {len(layer)} loads: must have as many as layer 0, at least 1")
         for expert, load in enumerate(layer):
             if isinstance(load, bool) or not isinstance(load, (int, float)):
                 raise DataError(f"{name}: load of layer {number}, expert {expert} is {load!r}: must be a number")
@@ -151,13 +149,13 @@ def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
             missing = {"counts", "iters"} - set(archive.files)
             if missing:
-                raise DataError(f"{name}: lacks the array {sorted(missing)[0]!r}")
+                raise DataError(f"{name}: must contain the array {sorted(missing)[0]!r}")
             _check_members(name, content)
             counts, iterations = archive["counts"], archive["iters"]
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{name}: is not a readable npz archive: {error}") from error
     if iterations.ndim != 1:
-        raise DataError(f"{name}: iters must have one dimension, has {iterations.ndim}")
+        raise DataError(f"{name}: iters must have one dimension, but has {iterations.ndim}")
     return tuple(int(value) for value in iterations), _numbers(name, counts)
 
 
@@ -178,7 +176,7 @@ def _check_array(name: str, file: IO[bytes], num_bytes: int) -> None:
     read_header = npformat.read_array_header_1_0 if version == (1, 0) else npformat.read_array_header_2_0
     shape, _, dtype = read_header(file)
     if dtype.hasobject:
-        raise DataError(f"{name}: is not a readable npy array: holds Python objects")
+        raise DataError(f"{name}: is not a readable npy array: it contains Python objects")
     said, there = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
     if min(shape, default=0) < 0 or said != there:
         raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, but the file has {there}")
@@ -191,15 +189,15 @@ def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     except (ValueError, EOFError, OSError) as error:
         raise DataError(f"{name}: is not a readable npy array: {error}") from error
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-        raise DataError(f"{name}: {ids.dtype} {ids.shape}: must be integers (tokens, layers, topk)")
+        raise DataError(f"{name}: {ids.dtype} of shape {ids.shape}: must be integers of shape (tokens, layers, topk)")
     if ids.min() < 0:
-        raise DataError(f"{name}: expert id {ids.min()}: must be 0 or more")
+        raise DataError(f"{name}: expert id {ids.min()}: must be at least 0")
     # ``bincount`` allocates by the largest id: one flipped bit would ask for gigabytes.
     num_experts = int(ids.max()) + 1
     if num_experts > MAX_EXPERTS:
         raise DataError(f"{name}: expert id {ids.max()}: must be below {MAX_EXPERTS}")
     if num_experts * ids.shape[1] > MAX_LOADS:
-        raise DataError(f"{name}: {ids.shape[1]} layers of {num_experts} experts: must be at most {MAX_LOADS} loads")
+        raise DataError(f"{name}: {ids.shape[1]} layers times {num_experts} experts: must be at most {MAX_LOADS}")
     layers = [np.bincount(ids[:, layer].ravel(), minlength=num_experts) for layer in range(ids.shape[1])]
     return (0,), np.stack(layers)[None, None, :, None, :]
 
@@ -213,7 +211,7 @@ def _csv(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     for line, row in enumerate(rows, start=2):
         key, tokens = _csv_row(name, line, row)
         if key in loads:
-            raise DataError(f"{name}, line {line}: repeats batch, stage, layer and expert of an earlier line")
+            raise DataError(f"{name}, line {line}: has the same batch, stage, layer and expert as an earlier line")
         loads[key] = tokens
     return _csv_table(name, loads)
 
@@ -221,7 +219,7 @@ def _csv(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
 def _csv_row(name: str, line: int, row: dict[str, Any]) -> tuple[tuple[int, int, int, int], int]:
     missing = [field for field in CSV_FIELDS if not row.get(field)]
     if missing:
-        raise DataError(f"{name}, line {line}: lacks {missing[0]}")
+        raise DataError(f"{name}, line {line}: has no value for {missing[0]}")
     if row["stage"] not in STAGES:
         raise DataError(f"{name}, line {line}: stage={row['stage']}: must be one of {', '.join(STAGES)}")
     try:
@@ -231,7 +229,7 @@ def _csv_row(name: str, line: int, row: dict[str, Any]) -> tuple[tuple[int, int,
     except ValueError as error:
         raise DataError(f"{name}, line {line}: {error}") from error
     if tokens < 0:
-        raise DataError(f"{name}, line {line}: assigned_tokens={tokens}: must be 0 or more")
+        raise DataError(f"{name}, line {line}: assigned_tokens={tokens}: must be at least 0")
     return (batch, STAGES.index(row["stage"]), layer, expert), tokens
 
 
@@ -258,7 +256,7 @@ def _distinct(keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
 
 def _numbers(name: str, array: npt.NDArray[Any]) -> Tokens:
     if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
-        raise DataError(f"{name}: loads are {array.dtype}: must be numbers")
+        raise DataError(f"{name}: loads are of type {array.dtype}: must be numbers")
     if np.issubdtype(array.dtype, np.integer):
         return array.astype(np.int64)
     return array.astype(np.float64)

@@ -1,11 +1,11 @@
-"""Named points where tests and campaigns inject faults.
+"""Injects faults into ranks at named phases of an iteration, for tests and fault campaigns.
 
-A point is a phase of an iteration, so it is also where a rank reports its progress (``watch``). A failpoint is a call
-with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in every rank that it matches,
-once per process, so also in every generation unless it names one. It is recorded durably *before* the fault, so that a
-trial can prove the injection. A process may become another rank when memberships change: if the failpoint names a
-generation, ``rank`` is the number in that generation, otherwise the process's first number. Without failpoints and
-watching functions ``hit`` costs two truth tests.
+A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It
+fires once in each process that it matches; a failpoint that names no generation matches processes of every generation.
+A record is on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may
+change with the membership: ``rank`` is the rank in the generation that the failpoint names, otherwise the first rank of
+the process. Each ``hit`` also reports the progress of the rank if ``watch`` has set a function. Without failpoints and
+such a function, ``hit`` only evaluates two conditions.
 """
 
 import json
@@ -50,9 +50,10 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``migrate`` is before experts move, ``migrate_build`` before the model is
-built for the new placement. The last three are reached while a membership is formed: before the ranks connect, before
-state moves, before the model is built; their iteration is the last one before that membership."""
+"""Phases that a failpoint can name, in order. ``migrate`` is hit before experts move, ``migrate_build`` before the
+model is built for the new placement. ``reform_join``, ``reform_move`` and ``reform_build`` are hit while a membership
+is formed: before ranks connect, before state moves, and before the model is built. They belong to the last iteration of
+the previous membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -81,7 +82,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """A fault to inject, and where; a selector of None matches anything."""
+    """A fault, and the ranks, iterations and phase in which it is injected. A selector of None matches anything."""
 
     action: str
     phase: str
@@ -90,7 +91,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """Number of matching hits of the phase after which it fires."""
+    """Number of matching hits; the fault is injected at the last of them."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -107,13 +108,13 @@ def parse(text: str) -> Failpoint:
     types = _SELECTORS | _OPTIONS[action]
     for name, value in values.items():
         if name not in types:
-            raise ConfigError.of(_KEY, text, f"has no keyword {name}; it takes {', '.join(types)}")
+            raise ConfigError.of(_KEY, text, f"must not have the keyword {name}, only {', '.join(types)}")
         if types[name] is float and type(value) is int:
             values[name] = float(value)
         elif type(value) is not types[name]:
             raise ConfigError.of(_KEY, text, f"must give {name} as a literal of type {types[name].__name__}")
         elif isinstance(value, int) and value < 0:
-            raise ConfigError.of(_KEY, text, f"must give {name} of at least 0")
+            raise ConfigError.of(_KEY, text, f"must give {name} a value of at least 0")
     _check_values(text, action, values)
     return Failpoint(action=action, text=text.strip(), **values)  # type: ignore[arg-type]
 
@@ -124,17 +125,17 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
     if action in _REQUIRED and _REQUIRED[action] not in values:
         raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
     if int(values.get("passes", 1)) < 1:  # type: ignore[call-overload]
-        raise ConfigError.of(_KEY, text, "must give passes, at least 1")
+        raise ConfigError.of(_KEY, text, "must give passes a value of at least 1")
     if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]
-        raise ConfigError.of(_KEY, text, "must give code, from 0 to 255")
+        raise ConfigError.of(_KEY, text, "must give code a value from 0 to 255")
     if not float(values.get("seconds", 0.0)) >= 0.0:  # type: ignore[arg-type]
-        raise ConfigError.of(_KEY, text, "must give seconds of at least 0")
+        raise ConfigError.of(_KEY, text, "must give seconds a value of at least 0")
 
 
 def append_to(path: Path) -> Callable[[Record], None]:
-    """Make a recorder that appends each hit to ``path`` as a JSON line and returns once it is on disk.
+    """Return a function that appends a record to ``path`` as a JSON line and returns when the line is on disk.
 
-    Each line is one ``write`` in append mode, so the ranks of a job may share the file.
+    Several ranks may append to the same file, because each line is one ``write`` in append mode.
     """
 
     def record(hit_record: Record) -> None:
@@ -150,7 +151,7 @@ def append_to(path: Path) -> Callable[[Record], None]:
 
 
 ReportProgress = Callable[[int, str], None]
-"""Function that takes (iteration, phase)."""
+"""Function that receives (iteration, phase)."""
 
 
 @dataclass
@@ -164,7 +165,7 @@ class _Armed:
     waiting: list[Failpoint]
     """Failpoints that have not fired."""
     first_rank: int
-    """Rank of the process when ``arm`` was called."""
+    """Rank of the process when ``arm`` was called; failpoints without a generation name this rank."""
     rank: int
     """Rank of the process in the present generation."""
     node: int
@@ -198,25 +199,25 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """Call ``report`` at every hit whose phase or iteration differs from that of the previous hit; None stops this.
+    """Call ``report`` at every hit whose phase or iteration differs from that of the previous hit; None stops it.
 
-    The call comes before a fault that is armed at the same point.
+    At a hit with an armed fault, the call comes before the fault.
     """
     global _watch
     _watch = None if report is None else _Watch(report)
 
 
 def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record], None], generation: int = 0) -> None:
-    """Arm the failpoints of ``specs`` that match this process, in place of those armed before.
+    """Arm the failpoints of ``specs`` that match this process. All failpoints of earlier calls are removed.
 
     Args:
         specs: e.g. ``config.testing.failpoints``.
         rank: present rank of the process; ``enter`` changes it.
-        record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
+        record: called before the fault with a ``FailpointHit`` record; must write it to disk, as ``append_to`` does.
         generation: present generation of the job.
 
     Raises:
-        ConfigError: a failpoint that does not parse.
+        ConfigError: a failpoint cannot be parsed.
     """
     global _armed
     known = [failpoint for failpoint in map(parse, specs) if failpoint.node in (None, node)]
@@ -226,21 +227,21 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
 
 
 def enter(generation: int, *, rank: int) -> None:
-    """Continue as ``rank`` in ``generation``: from now on failpoints that name other generations do not fire."""
+    """Set the present rank and generation of this process. Failpoints that name another generation do not fire."""
     if _armed is not None:
         _armed.generation, _armed.rank = generation, rank
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Return the failpoints of this process, of any generation, that have not fired."""
+    """Return the failpoints that match this process and have not fired, for all generations."""
     return () if _armed is None else _armed.mine
 
 
 def hit(phase: str, iteration: int) -> None:
-    """Report that this process has reached ``phase`` of ``iteration``; an armed fault happens here.
+    """Report that this process has reached ``phase`` of ``iteration``, and inject the fault that is armed here.
 
     Raises:
-        InjectedFault: the action ``raise`` is armed here.
+        InjectedFault: a fault with the action ``raise`` is armed for this point.
     """
     if _watch is not None and _watch.last != (phase, iteration):
         # Reported before a fault that is armed here, so that the failure report names this phase.
@@ -256,7 +257,7 @@ def hit(phase: str, iteration: int) -> None:
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
-    # Before the fault: ``delay`` and a continued ``stop`` return, and must not fire again.
+    # Remove it before the fault, because ``delay`` and a continued ``stop`` return and must not fire again.
     armed.waiting.remove(failpoint)
     hit_event = FailpointHit(
         time_unix_seconds=time.time(),
@@ -267,7 +268,7 @@ def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
         node=armed.node,
         failpoint=failpoint.text,
     )
-    # On disk before the fault, which may leave no time for anything: a trial counts only with this record.
+    # The record is on disk before the fault, because a trial counts only with this record.
     armed.record(hit_event.to_record())
     match failpoint.action:
         case "kill":

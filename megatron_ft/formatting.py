@@ -4,14 +4,14 @@ import math
 
 
 def seconds(duration: float) -> str:
-    """Format a duration: ``0.42 s``, ``12.3 s``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
+    """Format a duration, e.g. ``0.42 s``, ``12.3 s``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
     if duration < 60 or not math.isfinite(duration):
         return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
     return clock(duration)
 
 
 def clock(duration: float) -> str:
-    """Format a duration as a clock: ``0:07``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
+    """Format a duration in the form of a clock, e.g. ``0:07``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
     minutes, second = divmod(int(duration), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,7 +1,7 @@
-"""JSON messages over local stream sockets: four bytes of length (big endian), then UTF-8 JSON.
+"""JSON messages over local stream sockets: the length of the message in four bytes, big endian, then UTF-8 JSON.
 
-Used between processes of one node (rank and agent, agent and fork server). File descriptors may be sent with a message;
-they are queued in the order of arrival.
+Processes of one node use them: ranks, the agent and the fork server. File descriptors may be sent with a message; the
+receiver queues them in the order of arrival.
 """
 
 import array
@@ -37,11 +37,11 @@ def encode(message: Message) -> bytes:
 
 
 def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, blocking while the peer's buffer is full.
+    """Send one message. The call blocks while the peer's receive buffer is full.
 
     Raises:
         ControlError: the message is larger than ``MAX_FRAME_BYTES``.
-        OSError: the peer is gone.
+        OSError: the connection is closed or broken.
     """
     data = encode(message)
     # Descriptors travel with the first byte; what did not fit follows without them.
@@ -50,22 +50,22 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
 
 
 class FrameReader:
-    """Splits the bytes of one socket into messages."""
+    """Receives messages from one socket."""
 
     def __init__(self, sock: socket.socket, *, first_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """``first_frame_bytes``: largest first message, from a peer that has not identified itself yet."""
+        """Create a reader of ``sock``. ``first_frame_bytes`` limits the message in which the peer identifies itself."""
         self.sock = sock
         self._most_bytes = first_frame_bytes
         self.descriptors: deque[int] = deque()
         self._buffer = bytearray()
 
     def pump(self) -> tuple[list[Message], bool]:
-        """Read once; return the messages that are complete now, and whether the peer has closed the connection.
+        """Read once. Return the messages that are now complete, and whether the peer has closed the connection.
 
-        Without data a blocking socket blocks, and a non-blocking one returns ``([], False)``.
+        If no data has arrived, the call blocks on a blocking socket and returns ``([], False)`` on a non-blocking one.
 
         Raises:
-            ControlError: a frame that is too large or not a JSON object.
+            ControlError: a frame is too large or is not a JSON object.
         """
         try:
             data = self._receive()
@@ -112,19 +112,19 @@ class FrameReader:
 
 
 def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
-    """Read one line and no byte more, so that other code can wait for the end of the stream.
+    """Read one line and nothing after it, so that other code can later wait for the end of the stream.
 
-    The newline is missing if the peer closed the stream before it, or if the line is longer than ``most`` bytes.
+    The result has no newline if the peer closed the stream first, or if the line is longer than ``most`` bytes.
     """
     line = bytearray()
-    # Byte by byte: a buffer would take what follows, and a later wait for the end would not see it.
+    # Read byte by byte: a buffer would also read the following bytes, and a later reader would miss them.
     while not line.endswith(b"\n") and len(line) <= most and (byte := os.read(descriptor, 1)):
         line += byte
     return bytes(line)
 
 
 def decode(payload: bytes) -> Message:
-    """Parse a JSON object.
+    """Parse the bytes of a JSON object.
 
     Raises:
         ControlError: the bytes are not a JSON object.

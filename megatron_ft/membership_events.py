@@ -8,19 +8,19 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted(Record):
-    """The state from which ranks continue: one event for each recovery and for each job that continues the run."""
+    """Ranks continue from a saved or replicated state, after a recovery or in a job that continues the run."""
 
     generation: int
-    """Number of the membership that begins; 0 for a job that continues the run."""
+    """Number of the membership that starts with this state; 0 for a job that continues the run."""
     strategy: str
-    """``replicas`` (living ranks), ``localized`` (stages that lost a rank replay), ``window``, ``checkpoint`` or
-    ``nothing``."""
+    """Strategy that restored the state: ``replicas`` (copies on surviving ranks), ``localized`` (stages that lost a
+    rank replay), ``window``, ``checkpoint`` or ``nothing``."""
     iteration: int
-    """Newest iteration of the state that ranks continue from, once it is dense."""
+    """Newest iteration of the restored state, including replayed iterations."""
     source: str | None = None
-    """Place of a window: ``memory`` or ``persisted``."""
+    """Location of the window if the strategy is ``window``: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """Newer or nearer sources that were not used, each with its reason."""
+    """States that would have been preferred but were not used, each with the reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -31,27 +31,27 @@ class RecoveryStarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChanged(Record):
-    """Nodes left or joined, and the other ranks continue in their processes."""
+    """Nodes left or joined the job, and the remaining ranks continue in their processes."""
 
     generation: int
-    """Number of the membership that begins, counted from 0."""
+    """Number of the new membership, counted from 0."""
     world_size: int
-    """Number of ranks of the membership."""
+    """Number of ranks in the new membership."""
     nodes: tuple[int, ...]
-    """Nodes of the membership; node numbers never change."""
+    """Nodes of the new membership; the number of a node never changes."""
     reason: str
     """Reason for the end of the previous membership."""
     iteration: int
-    """Newest iteration of the state that it begins with."""
+    """Newest iteration of the state with which the new membership begins."""
     seconds: float
-    """Seconds from the decision until the first rank of the membership was ready."""
+    """Seconds from the decision to change the membership until the first rank was ready."""
     joining: tuple[int, ...] = ()
-    """Nodes whose ranks received their state, because they had none of the run, or another one than the others. A node
-    that was lost and started again within one iteration is among them."""
+    """Nodes whose ranks received their state from other ranks, because they had no state or that of another iteration.
+    A node that was lost and restarted within one iteration is among them."""
     schedule: tuple[str, ...] = ()
-    """Entries of ``testing.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
-    for each that formed on the way. They take the place of those of earlier memberships of the same iteration. Empty
-    with ``recovery.keep_layout``."""
+    """Entries of ``testing.membership_schedule`` that repeat all membership changes since the update of
+    ``iteration`` was committed. They replace entries of earlier events with the same iteration. Empty with
+    ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
         joining = f", {list(self.joining)} of them joining," if self.joining else ""
@@ -63,37 +63,37 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """The work of one rank in a localized recovery: stages that lost ranks replay from their neighbours' logs."""
+    """One rank finished its part in a localized recovery: stages that lost ranks replay logs of other stages."""
 
     generation: int
-    """Number of the membership that begins."""
+    """Number of the membership that the recovery begins."""
     rank: int
-    """The rank."""
+    """Rank that reports this event."""
     stage: int
     """Pipeline stage of the rank, counted from 0."""
     role: str
-    """``replays`` (the stage returns to a window and computes again), ``serves`` (sends its log) or ``waits``."""
+    """Part of the rank: ``replays`` (its stage loads a window and computes iterations again), ``serves`` (sends its log
+    to a stage that replays) or ``waits``."""
     start_iteration: int
-    """Newest iteration of the state to which the stage returned; the target if the stage keeps its state."""
+    """Newest iteration of the state from which the stage replays, or ``iteration`` if the stage does not replay."""
     iteration: int
-    """The target: newest iteration of the state from which all ranks continue."""
+    """Newest iteration of the state from which all ranks continue (the target)."""
     num_iterations: int
-    """Number of iterations that this rank replayed; 0 unless it replays."""
+    """Number of iterations that this rank replayed; 0 if its role is not ``replays``."""
     num_forward_passes: int
-    """Forward passes that this rank computed: microbatches times its model chunks, over all iterations replayed."""
+    """Number of forward passes of this rank: microbatches times its model chunks, over all replayed iterations."""
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
     began_unix_seconds: float
-    """Time of the begin, in seconds since 1970 by the wall clock of the node."""
+    """Time at which the recovery began on this rank, in seconds since 1970 by the clock of its node."""
     seconds: float
-    """Duration in seconds."""
+    """Duration of this rank's part of the recovery in seconds."""
 
     def describe(self) -> Note | None:
         if self.role != "replays":
             return None  # the other ranks compute nothing, and each of them reports this event
-        work = (
-            f"rank {self.rank} of stage {self.stage} replayed {self.num_iterations} iterations up to {self.iteration}"
-        )
+        replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
+        work = f"rank {self.rank} of stage {self.stage} replayed {replayed}"
         return Note("good", f"{work} in {seconds(self.seconds)}")
 
 
@@ -102,13 +102,13 @@ class RankFailed(Record):
     """A rank died or raised an error."""
 
     rank: int
-    """The rank."""
+    """Rank that failed."""
     node: int | None = None
     """Node of the rank."""
     exit_code: int | None = None
-    """Exit code, if the rank ended by itself."""
+    """Exit code of the rank's process; absent if a signal ended it."""
     signal: str | None = None
-    """The signal that ended the rank, e.g. ``SIGKILL``."""
+    """Signal that ended the rank's process, e.g. ``SIGKILL``."""
     first: bool = False
     """Whether it was the first rank of the job to fail."""
     phase: str | None = None
@@ -116,11 +116,11 @@ class RankFailed(Record):
     iteration: int | None = None
     """Last iteration that the rank reported."""
     error: str | None = None
-    """Last line of the traceback."""
+    """Last line of the rank's traceback."""
 
     @property
     def ending(self) -> str:
-        """End of the rank: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        """Cause of the rank's end as text: ``SIGKILL``, ``exit code 1`` or ``lost``."""
         return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
 
     def describe(self) -> Note:
@@ -136,9 +136,9 @@ class NodeLost(Record):
     """A node was lost: its agent ended or does not answer."""
 
     node: int
-    """The node; node numbers never change."""
+    """Node that was lost; the number of a node never changes."""
     reason: str
-    """The evidence of the loss."""
+    """Reason why the node counts as lost."""
 
     def describe(self) -> Note:
         return Note("bad", f"node {self.node} was lost: {self.reason}")
@@ -146,14 +146,14 @@ class NodeLost(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStartFailed(Record):
-    """A node that was started during the job did not join it: its agent or a rank ended or was late."""
+    """A node that was started during the job did not join: its agent or a rank ended or was not ready in time."""
 
     node: int
-    """The node; node numbers never change."""
+    """Node that did not join; the number of a node never changes."""
     reason: str
-    """Exit code and last output of its process, or the rank that ended and how."""
+    """Exit code and last output of the agent, or the rank that ended and its exit code or signal."""
     starts_again: bool
-    """Whether the node is started again, see ``nodes.max_node_restarts``."""
+    """Whether the node is started again (``nodes.max_node_restarts``)."""
 
     def describe(self) -> Note:
         again = "starting it again" if self.starts_again else "it is not started again"
@@ -162,44 +162,44 @@ class NodeStartFailed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksRestarted(Record):
-    """Ranks failed, and all ranks are started again; they continue the run."""
+    """All ranks were started again after a failure, and continue the run."""
 
     generation: int
-    """Number of the generation that begins: how often ranks have been restarted or have continued without lost
-    nodes."""
+    """Number of the new generation: how many times all ranks were restarted or the job continued without lost nodes."""
     reason: str
     """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
-    """Ranks that failed, the first one first, without ranks that ended as a consequence."""
+    """Ranks that failed, in the order of failures, without ranks that ended as a consequence."""
     iteration: int
     """Iteration in which the first rank failed; 0 before the first iteration."""
     num_restarts_left: int
-    """Restarts left if the job makes no progress; ``recovery.max_restarts`` again when it does."""
+    """Number of restarts left without progress. Progress resets it to ``recovery.max_restarts``."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""
-        left = f"generation {self.generation}; at most {self.num_restarts_left} more restarts without progress"
+        left = f"generation {self.generation}; restarts left without progress: {self.num_restarts_left}"
         return Note("warning", f"starting all ranks again ({left}): {self.reason}{where}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerWaits(Record):
-    """The disk has no space for what the controller writes before it acts: it handles no loss until space is free."""
+    """The controller cannot write its journal because the disk is full. It reacts to no failure until space is free."""
 
     problem: str
-    """The error of the disk."""
+    """Error of the write."""
 
     def describe(self) -> Note:
-        text = f"the controller cannot write to disk ({self.problem}); until space is free it does not react to losses"
+        effect = "until disk space is free, it does not react to lost ranks or nodes"
+        text = f"the controller cannot write to disk ({self.problem}); {effect}"
         return Note("bad", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerGoesOn(Record):
-    """Disk space is free again, and the controller handles what happened meanwhile."""
+    """The disk has space again, and the controller now reacts to failures that occurred while it waited."""
 
     seconds: float
-    """Duration of the wait in seconds."""
+    """Duration of the wait for space, in seconds."""
 
     def describe(self) -> Note:
         return Note("good", f"disk space is free again: the controller continues after {seconds(self.seconds)}")
@@ -207,10 +207,10 @@ class ControllerGoesOn(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolderMissing(Record):
-    """The run's folder was deleted or moved away during the job."""
+    """The run's folder was deleted or moved while the job ran."""
 
     path: str
-    """Path of the folder."""
+    """Path of the run's folder."""
 
     def describe(self) -> Note:
         text = (
@@ -222,10 +222,10 @@ class RunFolderMissing(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReplaced(Record):
-    """The job's controller ended or does not answer; another one takes over from its journal."""
+    """The job's controller ended or did not answer, and another controller continues from its journal."""
 
     reason: str
-    """End of the earlier controller."""
+    """Reason why the earlier controller was replaced."""
 
     def describe(self) -> Note:
-        return Note("warning", f"a new controller takes over: {self.reason}")
+        return Note("warning", f"a new controller replaces the earlier one: {self.reason}")

@@ -1,7 +1,8 @@
-"""State of an operator, independent of the layout: components, and the shards that ranks capture.
+"""Components of an operator's state, and the shards of this state that each rank captures.
 
-A rank captures one element range of each of its parameters. The full state of an operator (``full``) and the state of a
-frozen one (``frozen``) are lists of components, so a precision with scales only adds components.
+A component is one tensor of a parameter's state, e.g. the master weight. The state of a parameter has one list of
+components in full (``full``) and one for a frozen operator (``frozen``). A rank captures one element range of each of
+its parameters.
 """
 
 import re
@@ -16,15 +17,16 @@ _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One tensor of a parameter's state: ``weight``, ``master``, ``exp_avg``, ``exp_avg_sq``, ``step``..."""
+    """One tensor of a parameter's state, such as ``weight``, ``master``, ``exp_avg``, ``exp_avg_sq`` or ``step``."""
 
     name: str
     dtype: str
-    """Name in torch, e.g. ``float32``."""
+    """Name of the dtype in torch, e.g. ``float32``."""
     item_bytes: int
     """Bytes of one value."""
     per_element: bool = True
-    """Whether every element has a value; otherwise a shard has one value, which is captured with each of its parts."""
+    """Whether the component has one value per element. Otherwise it has one value for the whole shard, which is
+    repeated in every captured part of the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +35,29 @@ class StateShard:
 
     operator: OperatorId
     parameter: str
-    """Global name, which identifies the tensor."""
+    """Name of the parameter, equal on all ranks."""
     tensor_part: int
-    """Index of the tensor-parallel part of the parameter; 0 where it is not split."""
+    """Index of the tensor-parallel part of the parameter; 0 if the parameter is not split."""
     start: int
-    """First element, in the flattened part."""
+    """Index of the first captured element in the flattened tensor-parallel part."""
     stop: int
-    """Element after the last."""
+    """Index after the last captured element."""
     full: tuple[Component, ...]
-    """Components of the full state."""
+    """Components of the full state of an active operator."""
     frozen: tuple[Component, ...]
-    """Components that a frozen operator needs to compute outputs and input gradients."""
+    """Components that a frozen operator needs to compute its outputs and the gradients of its inputs."""
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the range."""
+        """Number of captured elements."""
         return self.stop - self.start
 
 
 def operator_of(parameter: str, num_layers: int) -> OperatorId:
-    """Return the operator of a parameter, by its global name (MoEvement, section 3.2; appendix E for layers).
+    """Return the operator to which a parameter belongs, by the parameter's global name.
 
-    Every routed expert and every gate is an operator, and so is the rest of each layer.
+    Every routed expert and every gate is an operator; the remaining parameters of a layer are another one (MoEvement,
+    section 3.2; appendix E for layers).
     """
     layer = _LAYER.search(parameter)
     if layer is None:
@@ -74,7 +77,7 @@ def check_shards(shards_by_rank: Sequence[Iterable[StateShard]], sizes: Mapping[
     """Assert that the shards of all ranks together cover every element of every parameter exactly once.
 
     Args:
-        sizes: elements of each (parameter, tensor part).
+        sizes: number of elements of each (parameter, tensor-parallel part).
     """
     ranges: dict[tuple[str, int], list[tuple[int, int]]] = {key: [] for key in sizes}
     for shards in shards_by_rank:
@@ -84,8 +87,7 @@ def check_shards(shards_by_rank: Sequence[Iterable[StateShard]], sizes: Mapping[
         position = 0
         # A gap would lose state without an error; an element that two ranks capture would have two values.
         for start, stop in sorted(found):
-            assert start == position, (
-                f"{key}: elements {position} to {start} are {'captured twice' if start < position else 'not captured'}"
-            )
+            problem = "captured twice" if start < position else "not captured"
+            assert start == position, f"{key}: elements between {position} and {start} are {problem}"
             position = stop
-        assert position == sizes[key], f"{key}: elements {position} to {sizes[key]} are not captured"
+        assert position == sizes[key], f"{key}: elements from {position} to {sizes[key]} are not captured"

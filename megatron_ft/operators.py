@@ -1,7 +1,7 @@
-"""Operators, the units of a model's state, with exact parameter counts.
+"""Operators of a model with their parameter counts. Operators are the units in which snapshots capture state.
 
-An operator is one routed expert, one layer's gate (router), the rest of a layer, the embedding, or the head. Counts are
-those of Megatron-Core's GPTModel.
+An operator is one routed expert, one layer's gate (router), the rest of a layer, the embedding, or the head. The counts
+equal those of Megatron-Core's GPTModel.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ Kind = Literal["embedding", "non_expert", "gate", "expert", "head"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class OperatorId:
-    """Identity of an operator. ``layer`` is Megatron's number (from 1), 0 for the embedding, ``num_layers + 1`` for the
-    head."""
+    """Identity of an operator. ``layer`` is Megatron's layer number, counted from 1; it is 0 for the embedding and
+    ``num_layers + 1`` for the head."""
 
     layer: int
     kind: Kind
@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator, with its numbers of parameters that tensor parallelism splits and that every rank repeats."""
+    """Parameter counts of an operator: those that tensor parallelism splits, and those that every rank repeats."""
 
     id: OperatorId
     num_split_parameters: int
@@ -35,19 +35,20 @@ class Operator:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole operator."""
+        """Total number of parameters of the operator."""
         return self.num_split_parameters + self.num_repeated_parameters
 
 
 def is_moe_layer(model: ModelConfig, layer: int) -> bool:
-    """Whether layer number ``layer`` (from 1) is a mixture of experts."""
+    """Return whether layer number ``layer``, counted from 1, is an MoE layer."""
     if model.num_moe_experts is None or layer <= model.moe_first_dense_layers:
         return False
     return layer % model.moe_layer_freq == 0
 
 
 def padded_vocab_size(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> int:
-    """Rows of the embedding: the vocabulary rounded up to ``make_vocab_size_divisible_by``."""
+    """Return the number of rows of the embedding: the vocabulary size rounded up to
+    ``make_vocab_size_divisible_by``."""
     size = model.vocab_size if model.vocab_size is not None else tokenizer_vocab_size
     assert size is not None, "model.vocab_size is null and no tokenizer was given"
     # Independent of TP, unlike Megatron's own padding, so that checkpoints fit every layout.
@@ -56,7 +57,7 @@ def padded_vocab_size(model: ModelConfig, tokenizer_vocab_size: int | None = Non
 
 
 def head_channels(model: ModelConfig) -> int:
-    """Channels of one attention head."""
+    """Return the number of channels of one attention head."""
     return model.kv_channels if model.kv_channels is not None else model.hidden_size // model.num_attention_heads
 
 
@@ -73,13 +74,12 @@ def operators_of(model: ModelConfig, tokenizer_vocab_size: int | None = None) ->
 
 
 def num_parameters(operators: tuple[Operator, ...]) -> int:
-    """Number of parameters of all operators."""
+    """Return the total number of parameters of ``operators``."""
     return sum(operator.num_parameters for operator in operators)
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Number of active parameters per token: all parameters except those of experts to which the token is not
-    routed."""
+    """Return the number of parameters used for one token: all except unchosen experts."""
     topk = model.moe_router_topk
     # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
@@ -146,7 +146,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Split and repeated parameters of multi-head latent attention (down projections are repeated)."""
+    """Return the numbers of split and of repeated parameters of multi-head latent attention."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width

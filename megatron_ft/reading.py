@@ -1,4 +1,4 @@
-"""Parsers for input from outside (files, addresses and calls in key values): a failure is one error that names it."""
+"""Parsers for input from outside: files, addresses, and calls in values of keys. An error names the file or key."""
 
 import ast
 import ipaddress
@@ -20,10 +20,11 @@ _PARSE_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError
 def reading(
     path: Path | str, kind: type[MegatronFtError] = DataError, *, what: str = "cannot be read"
 ) -> Iterator[None]:
-    """Turn any exception inside into an error of ``kind`` that names ``path``, except the project's own errors.
+    """Turn any exception in the ``with`` block into an error of type ``kind`` that names ``path``. The project's own
+    errors pass unchanged.
 
-    Damaged bytes make parsers raise far more than they document: MemoryError for a length, RecursionError for nesting,
-    zlib.error, NotImplementedError... Panics of libraries in Rust are not even an ``Exception``.
+    Parsers raise undocumented exceptions on damaged bytes: MemoryError for a length, RecursionError for nesting,
+    zlib.error, NotImplementedError... A panic of a library in Rust is a ``BaseException``.
     """
     try:
         yield
@@ -43,7 +44,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     """Read a regular file; its size is checked before memory is allocated.
 
     Raises:
-        DataError: it cannot be read, is not a regular file, or is larger than ``max_bytes``.
+        DataError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``.
     """
     with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe must not block
@@ -59,19 +60,19 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple[str, dict[str, object]]:
-    """Parse the value of ``key``: a call of one of ``names`` whose arguments are keywords with literal values.
+    """Parse ``text``, the value of ``key``, as a call of one of ``names`` with keyword arguments that are literals.
 
     Returns:
-        The name and the arguments by keyword; the keyword of ``**`` is ``"**"``.
+        The called name, and the arguments by keyword. An argument ``**mapping`` has the keyword ``"**"``.
 
     Raises:
-        ConfigError: something else, or a keyword given twice.
+        ConfigError: ``text`` is no such call, or gives a keyword twice.
     """
     match = re.fullmatch(r"\s*([A-Za-z_]+)\s*(\(.*\))\s*", text, re.DOTALL)
     if match is None or match.group(1) not in names:
         raise ConfigError.of(key, text, f"must be a call of one of {', '.join(names)}, e.g. {example}")
     try:
-        # The name may be a keyword of Python, e.g. raise: another one stands for it here.
+        # The name may be a keyword of Python, e.g. raise, so it is replaced by another one.
         call = ast.parse("call" + match.group(2), mode="eval").body
     except _PARSE_ERRORS as error:
         raise ConfigError.of(key, text, f"must be one call with keyword arguments ({error})") from None
@@ -81,7 +82,7 @@ def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple
     for keyword in call.keywords:
         name = keyword.arg or "**"
         if name in values:
-            raise ConfigError.of(key, text, f"must give {name} once")
+            raise ConfigError.of(key, text, f"must give {name} only once")
         try:
             values[name] = ast.literal_eval(keyword.value)
         except _PARSE_ERRORS:
@@ -90,7 +91,7 @@ def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple
 
 
 def means_every_interface(host: str) -> bool:
-    """Whether a listener on ``host`` would accept connections on all network interfaces."""
+    """Return whether a socket bound to ``host`` accepts connections on all network interfaces."""
     host = host.strip("[]")
     try:
         address = ipaddress.ip_address(host)

@@ -1,9 +1,9 @@
-"""The base of all records of a run: typed, strict, flat JSON. The kinds are in ``events.py``.
+"""``Record``, the base class of all records of a run, with strict conversion to and from flat JSON objects.
 
-A record is a frozen dataclass. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one back and refuses
-invalid ones; ``read_record()`` keeps kinds that are not defined here. Numbers that JSON lacks are written as strings:
-``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
-that reports, or the sink that receives, sets ``time_unix_seconds``.
+``events.py`` defines the kinds of records. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one and
+refuses invalid content; ``read_record()`` also accepts kinds that are not defined. Numbers that JSON lacks are written
+as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields with the value ``None`` are left out. This module
+reads no clock: the process that reports a record, or the sink that receives it, sets ``time_unix_seconds``.
 """
 
 import json
@@ -20,16 +20,16 @@ _KINDS: dict[str, type["Record"]] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 SCHEMA_VERSION = 2
-"""Version; increases when a field is removed or changes its meaning, not for new records and new optional fields."""
+"""Version of the format. It increases when a field is removed or changes its meaning, not for new records or fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line about a record, for people who watch the run."""
+    """Text and severity of a record for the terminal and for reports."""
 
     level: Literal["info", "good", "warning", "bad"]
     text: str
-    """The line, without a time."""
+    """One line of text, without the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class Record:
 
     kind: ClassVar[str] = ""
     durable: ClassVar[bool] = True
-    """Whether the line is synced to disk at once; false for records of every iteration."""
+    """Whether the line is synced to disk at once. It is false for records that are written every iteration."""
 
     time_unix_seconds: float | None = None
-    """Time of the event, in seconds since 1970, by the wall clock of the process that set it."""
+    """Time of the event in seconds since 1970, by the clock of the process that sets this field."""
 
     def __init_subclass__(cls) -> None:
         # ``OtherRecord``, whose records name their kinds themselves.
@@ -52,11 +52,11 @@ class Record:
         _KINDS[cls.kind] = cls
 
     def describe(self) -> Note | None:
-        """Return the line of this record; None if it is shown in other ways or not at all."""
+        """Return the line that describes this record; None if no line is shown."""
         return Note("info", self.kind.replace("_", " "))
 
     def to_record(self) -> dict[str, JsonValue]:
-        """Return a JSON object with ``kind`` first."""
+        """Convert the record to a JSON object whose first key is ``kind``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"kind": self.kind} | {name: encode(value) for name, value in values.items() if value is not None}
 
@@ -64,11 +64,11 @@ class Record:
     def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
         """Read the result of ``to_record``.
 
-        On ``Record`` any kind is accepted, on a subclass only its own. Kinds of earlier versions are read as the kinds
-        that replaced them.
+        ``Record.from_record`` accepts every kind; on a subclass only the kind of the subclass is accepted. A kind that
+        was renamed since an earlier version is read as its present kind.
 
         Raises:
-            ValueError: unknown kind, or an unknown, missing or ill-typed field; the message names it.
+            ValueError: the kind is unknown, or a field is unknown, missing or of the wrong type; the message names it.
         """
         record = _today(record)
         kind = record.get("kind")
@@ -83,27 +83,29 @@ class Record:
         hints = field_types(cls.kind)
         # Refused, not ignored: a misspelled field would be lost without a trace.
         if unknown := [name for name in values if name not in hints]:
-            raise ValueError(f"{cls.kind}.{unknown[0]}: is not a field of this record; fields are {', '.join(hints)}")
+            raise ValueError(
+                f"{cls.kind}.{unknown[0]}: is not a field of this record, whose fields are {', '.join(hints)}"
+            )
         if missing := [name for name in _required(cls.kind) if name not in values]:
             raise ValueError(f"{cls.kind}.{missing[0]}: is required")
         return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})
 
 
 RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
-"""Every kind of record that is defined."""
+"""Every defined kind of record, with its class."""
 
 _MAX_SHOWN = 200
-"""Characters of the fields of an ``OtherRecord`` in its line."""
+"""Largest number of characters that the line of an ``OtherRecord`` shows of its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherRecord(Record):
-    """A record whose class this process does not know: another package defines it, or a newer version of this one."""
+    """A record of a kind that this version does not define, because another package or a newer version defines it."""
 
     name: str
-    """Its kind."""
+    """Kind of the record."""
     values: Mapping[str, JsonValue]
-    """Its fields but the time, as they are in the file."""
+    """Fields of the record in the file, except the time."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -128,10 +130,11 @@ def _shown(value: JsonValue) -> str:
 
 
 def read_record(line: Mapping[str, JsonValue]) -> Record:
-    """Read a record of a run's files: like ``Record.from_record``, but a kind that is not defined here is kept.
+    """Read a line of a run's files as a record. A kind that this version does not define becomes an ``OtherRecord``.
 
     Raises:
-        ValueError: no kind, or an ill-typed field; of a kind that is defined also an unknown or missing field.
+        ValueError: the kind is missing, or a field has the wrong type. For a defined kind, also a field that is unknown
+            or missing.
     """
     kind = _today(line).get("kind")
     if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in RECORDS:
@@ -142,7 +145,7 @@ def read_record(line: Mapping[str, JsonValue]) -> Record:
 
 
 def schema() -> dict[str, JsonValue]:
-    """Return all records as JSON: version, and per kind its meaning and each field's type and necessity."""
+    """Return a JSON description of all kinds of records: their meanings, and the type and necessity of each field."""
     kinds = {
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],
@@ -179,7 +182,7 @@ def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
             rest = {name: value for name, value in record.items() if name != "rung"}
             return {**rest, **strategy, "kind": "recovery_started"}
         case "recovery_chosen":
-            # It named no generation. Where ranks had been started again, a recovery_decided followed, which counts.
+            # This kind has no generation. If ranks had been restarted, a recovery_decided followed, which has it.
             source = record.get("source")
             found = (
                 {"strategy": "window"} if source in ("memory", "persisted") else {"strategy": source, "source": None}

@@ -1,7 +1,7 @@
-"""Dataclasses to JSON and back: the type and the ``Annotated`` bounds of each field are checked.
+"""Converts dataclasses to JSON and back, and checks the type and the ``Annotated`` bounds of each field.
 
-``encode`` makes JSON values of a dataclass. ``decode`` reads them back. It refuses a missing or unknown field, a wrong
-type, and a length or number out of bounds with one ``ValueError`` that names the field.
+``encode`` converts a dataclass to JSON values, ``decode`` converts them back. ``decode`` raises a ``ValueError`` that
+names the field if a field is missing or unknown, has a wrong type, or has a length or number out of bounds.
 """
 
 import math
@@ -20,7 +20,7 @@ _MAX_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Bounds of a number, both included. A float must also be finite."""
+    """Smallest and largest allowed value of a number. A float must also be finite."""
 
     low: float
     high: float
@@ -28,15 +28,14 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Bounds of the number of characters of a text, or of entries of a list, both included."""
+    """Smallest and largest allowed number of characters of a string, or of entries of a list."""
 
     low: int
     high: int
 
 
 def encode(value: Any) -> JsonValue:
-    """Return the JSON values of a dataclass, an enum, or a collection of them; tuples become lists, keys become
-    text."""
+    """Convert a dataclass, an enum or a collection to JSON values. Tuples become lists; keys become strings."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -49,13 +48,13 @@ def encode(value: Any) -> JsonValue:
 
 
 def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
-    """Read a value as the type ``hint``.
+    """Convert a JSON value to the type ``hint``.
 
     Args:
-        where: name of the value, with which the error begins.
+        where: name of the value, with which error messages begin.
 
     Raises:
-        ValueError: a missing or unknown field, a wrong type, a length or number out of bounds.
+        ValueError: a field is missing or unknown, has a wrong type, or has a length or number out of bounds.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -89,7 +88,7 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Name a type in the words of JSON, e.g. ``list of int``."""
+    """Return the name of a type in terms of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return type_name(arguments[0])
@@ -111,7 +110,7 @@ def _to_float(value: float, where: str) -> float:
         # Integers in JSON have any size.
         return float(value)
     except OverflowError:
-        raise ValueError(f"{where}: must be within the range of a float") from None
+        raise ValueError(f"{where}: must be an integer within the range of a float") from None
 
 
 def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, hint: Any) -> Any:

@@ -8,47 +8,46 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPlanned(Record):
-    """The windows that are captured from now on."""
+    """A new plan of snapshots: the windows that are captured from the next iteration on."""
 
     iteration: int
-    """Newest iteration before the plan comes into force."""
+    """Newest iteration when the plan was made; the next iteration uses it."""
     window_iterations: int
-    """Iterations that together capture every operator once (W)."""
+    """Number of iterations in which every operator is captured once (W)."""
     interval_iterations: int
-    """Iterations from the start of a window to the start of the next."""
+    """Number of iterations from the start of one window to the start of the next."""
     window_bytes: int
-    """Bytes of a window on the rank that captures most."""
+    """Size of a window on the rank with the largest window."""
     dense_bytes: int
-    """Bytes of the whole state on that rank, captured at once."""
+    """Size of the whole state of that rank if it were captured at once."""
     host_bytes: int
-    """Memory of windows and peer copies on the node that needs most."""
+    """Host memory for windows and peer copies on the node with the largest need."""
     reason: str
-    """Reason for this size and order of the window."""
+    """Reason for the size of the window and the order of operators in it."""
 
     def describe(self) -> Note:
-        return Note(
-            "info", f"snapshots: windows of {self.window_iterations} iterations, {size(self.window_bytes)} per rank"
-        )
+        largest = f"at most {size(self.window_bytes)} per rank"
+        return Note("info", f"snapshots: windows of {self.window_iterations} iterations, {largest}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted(Record):
-    """A window is committed: every rank's part is in the memory of as many other failure domains as configured."""
+    """A window was committed: the configured number of other failure domains now have a copy of every rank's part."""
 
     iteration: int
-    """Iteration whose vote committed it."""
+    """Iteration whose commit vote committed the window."""
     start_iteration: int
     """Iteration after which the window's first slice was captured."""
     num_iterations: int
     """Number of slices of the window."""
     stalled_seconds: float
-    """Seconds for which training on the first rank of the job waited for its capture."""
+    """Seconds for which training waited for this window's capture on the first rank of the job."""
     captured_bytes: int | None = None
-    """Bytes that this rank captured since the previous committed window."""
+    """Bytes that this rank has captured since the previous committed window."""
     replicated_bytes: int | None = None
-    """Bytes that this rank's snapshot server has sent since then, for all peers together."""
+    """Bytes that this rank's snapshot server has sent to all peers since the previous committed window."""
     persisted_bytes: int | None = None
-    """Bytes that this rank's snapshot server has written to storage since then."""
+    """Bytes that this rank's snapshot server has written to storage since the previous committed window."""
 
     def describe(self) -> None:
         return None
@@ -56,18 +55,16 @@ class WindowCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowDelayed(Record):
-    """Some rank had no free buffer for the next window, because peers or storage are slow. Training continues."""
+    """A window could not start, because a rank had no free buffer: peers or storage are slow. Training continues."""
 
     iteration: int
-    """Iteration after which the window should have started."""
+    """Iteration after which the window was planned to start."""
     replicating_bytes: int
-    """Bytes that wait to be replicated on this rank's node."""
+    """Bytes on this rank's node that peers have not received yet."""
 
     def describe(self) -> Note:
-        behind = size(self.replicating_bytes)
-        return Note(
-            "warning", f"a window is delayed after iteration {self.iteration}: {behind} still have to reach peers"
-        )
+        behind = f"{size(self.replicating_bytes)} have not been replicated to peers yet"
+        return Note("warning", f"no window could start after iteration {self.iteration}: {behind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,63 +74,64 @@ class SnapshotProblem(Record):
     iteration: int
     """Newest committed iteration when the problem was noticed."""
     node: int
-    """Node of the problem."""
+    """Node on which the operation failed."""
     what: str
-    """The operation: ``replicate``, ``persist``..."""
+    """Operation that failed: ``replicate``, ``persist``..."""
     error: str
-    """The error."""
+    """Error of the operation."""
 
     def describe(self) -> Note:
-        return Note("bad", f"snapshot problem on node {self.node} ({self.what}): {self.error}")
+        return Note("bad", f"a snapshot operation failed on node {self.node} ({self.what}): {self.error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogPlanned(Record):
-    """Memory was allocated for the tensors that ranks send to adjacent stages; the earlier log was copied into it."""
+    """Memory was allocated for the upstream log, i.e. tensors that ranks send to adjacent pipeline stages."""
 
     iteration: int
-    """Newest iteration before the allocation."""
+    """Newest iteration when the memory was allocated."""
     iterations_kept: int
-    """Largest number of iterations whose tensors are kept at the same time."""
+    """Largest number of iterations whose tensors fit into the log."""
     log_bytes: int
     """Memory of the log on the rank with the largest log."""
     node_bytes: int
-    """Memory of logs on the node with the largest logs."""
+    """Memory of all logs on the node with the largest logs."""
 
     def describe(self) -> Note:
-        return Note("info", f"upstream log: keeps {self.iterations_kept} iterations, {size(self.log_bytes)} per rank")
+        largest = f"at most {size(self.log_bytes)} per rank"
+        return Note("info", f"upstream log: space for {self.iterations_kept} iterations, {largest}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogFull(Record):
-    """The log had no space for the tensors of an iteration, because the next window is late. Training continues.
+    """The upstream log has no space for an iteration, because the next window is late. Training continues.
 
-    A stage that is lost cannot replay alone until a window that begins after the gap is committed.
+    A lost stage cannot replay alone until a window is committed that starts after the iterations missing from the log.
     """
 
     iteration: int
-    """First iteration that is not in the log; later ones may also be missing."""
+    """First iteration that is missing from the log; later ones may also be missing."""
     iterations_kept: int
-    """Number of iterations whose tensors are kept."""
+    """Number of iterations whose tensors are in the log."""
 
     def describe(self) -> Note:
-        effect = "until a later window is committed, no stage can replay alone"
-        return Note("warning", f"upstream log is full from iteration {self.iteration} on; {effect}")
+        effect = "no stage can replay alone until a later window is committed"
+        return Note("warning", f"the upstream log has no space for iteration {self.iteration}: {effect}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReplayed(Record):
-    """A window was turned into a dense state."""
+    """Iterations of a window were replayed, so that the state is dense (every operator is at the same iteration)."""
 
     iteration: int
-    """Last iteration that the state contains."""
+    """Last iteration that the dense state contains."""
     start_iteration: int
-    """State the window's first slice was taken from."""
+    """Iteration of the state from which the window's first slice was captured."""
     num_iterations: int
-    """Iterations replayed."""
+    """Number of replayed iterations."""
     seconds: float
-    """Seconds of loading and replaying."""
+    """Seconds for loading the window and replaying."""
 
     def describe(self) -> Note:
-        text = f"replayed {self.num_iterations} iterations up to {self.iteration} in {seconds(self.seconds)}"
-        return Note("good", text)
+        replayed = f"{self.num_iterations} iteration{'s' * (self.num_iterations != 1)} up to {self.iteration}"
+        return Note("good", f"replayed {replayed} in {seconds(self.seconds)}")

@@ -1,5 +1,5 @@
-"""Converts typed values to strict JSON and back; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` replace numbers that
-JSON lacks."""
+"""Converts typed values to strict JSON and back. Numbers that JSON lacks become the strings ``"NaN"``, ``"Infinity"``
+and ``"-Infinity"``."""
 
 import json
 import math
@@ -14,7 +14,7 @@ def parse_json(content: bytes | str) -> JsonValue:
     """Parse JSON text.
 
     Raises:
-        ValueError: not JSON, not UTF-8, or nested too deep.
+        ValueError: the text is not JSON, not UTF-8, or nested too deeply.
     """
     try:
         return json.loads(content)
@@ -36,10 +36,10 @@ def encode(value: object) -> JsonValue:
 
 
 def to_float(value: object) -> float:
-    """Convert a JSON value to a number, including the three that are strings.
+    """Convert a JSON number, or one of the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, to a float.
 
     Raises:
-        ValueError: it is not a number, or an integer too large for a float.
+        ValueError: the value is something else, or an integer outside the range of a float.
     """
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(str(value))
@@ -48,14 +48,14 @@ def to_float(value: object) -> float:
     try:
         return float(value)
     except OverflowError:  # JSON integers have no limit
-        raise ValueError("must be within the range of a float, is a larger integer") from None
+        raise ValueError("must be an integer within the range of a float") from None
 
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:
     """Convert a JSON value to the type ``hint``.
 
     Raises:
-        ValueError: it has another type. The message begins with ``where``.
+        ValueError: the value has another type. The message begins with ``where``, the name of the value.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -73,7 +73,7 @@ def decode(hint: Any, value: JsonValue, where: str) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Name the type of a field in the terms of JSON, e.g. ``list of int``."""
+    """Return the name of a type in terms of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(type_name(argument) for argument in arguments if argument is not types.NoneType)
@@ -85,7 +85,7 @@ def type_name(hint: Any) -> str:
 
 
 def to_number(value: JsonValue, where: str, always_float: bool = False) -> float:
-    """Convert a JSON value to a number. Integers stay integers unless ``always_float``."""
+    """Convert a JSON value to a number. An integer stays an integer unless ``always_float``."""
     if type(value) is int and not always_float:
         return value
     try:

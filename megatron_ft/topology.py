@@ -1,4 +1,4 @@
-"""Parallel coordinates of ranks in the order of Megatron, nodes and failure domains."""
+"""Positions of ranks in the parallel groups, in Megatron's rank order; nodes and failure domains of ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_ft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """Index of a rank in each parallel group, from 0."""
+    """Position of a rank in each parallel group, counted from 0."""
 
     tp: int
     cp: int
@@ -40,7 +40,7 @@ class Topology:
         """Make the topology of ``world_size`` ranks.
 
         Raises:
-            ConfigError: a size below 1, or sizes that do not divide the world or a stage.
+            ConfigError: a size is below 1, or does not divide the number of ranks of the job or of a stage.
         """
         topology = cls(
             world_size=world_size,
@@ -72,8 +72,8 @@ class Topology:
             raise ConfigError.of(
                 "parallel.expert_model_parallel_size",
                 self.expert_model_parallel_size,
-                f"times expert_tensor_parallel_size={self.expert_tensor_parallel_size} must divide the number of "
-                f"ranks of a pipeline stage, TP * CP * DP = {self.stage_size}",
+                f"must be such that its product with expert_tensor_parallel_size={self.expert_tensor_parallel_size} "
+                f"divides the number of ranks of a pipeline stage, TP * CP * DP = {self.stage_size}",
             )
 
     @property
@@ -83,12 +83,12 @@ class Topology:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of ranks that read different samples."""
+        """Return the number of ranks that read different samples (data-parallel size)."""
         return self.stage_size // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Return the number of ranks that hold the same experts."""
+        """Return the number of ranks that have the same experts (expert data-parallel size)."""
         return self.stage_size // (self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -107,11 +107,11 @@ class Topology:
         return ((rank, self.coordinates(rank)) for rank in range(self.world_size))
 
     def stage_ranks(self, pipeline_stage: int) -> range:
-        """Return the global ranks of one pipeline stage."""
+        """Return the global ranks of a pipeline stage."""
         return range(pipeline_stage * self.stage_size, (pipeline_stage + 1) * self.stage_size)
 
     def chunk_layers(self, num_layers: int, pipeline_stage: int, chunk: int = 0) -> range:
-        """Return the layer numbers (from 1) of one virtual chunk of a stage."""
+        """Return the layer numbers, counted from 1, of one virtual pipeline chunk of a stage."""
         num_chunks = self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size
         layers_per_chunk = num_layers // num_chunks
         # Interleaved: chunk 0 of all stages comes before chunk 1 of the first stage.
@@ -119,7 +119,7 @@ class Topology:
         return range(first, first + layers_per_chunk)
 
     def stage_layers(self, num_layers: int, pipeline_stage: int) -> tuple[int, ...]:
-        """Return the layer numbers (from 1) of all chunks of a stage, ascending."""
+        """Return the layer numbers, counted from 1, of all chunks of a stage in ascending order."""
         chunks = range(self.virtual_pipeline_model_parallel_size)
         return tuple(layer for chunk in chunks for layer in self.chunk_layers(num_layers, pipeline_stage, chunk))
 
@@ -134,9 +134,9 @@ class Cluster:
 
     @classmethod
     def of(cls, num_nodes: int, ranks_per_node: int, failure_domains: list[str] | None = None) -> "Cluster":
-        """Make a cluster with every node alive. Without names, every node is its own failure domain."""
+        """Make a cluster in which all nodes are alive. Without ``failure_domains``, each node is its own domain."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
-        assert len(domains) == num_nodes, f"{len(domains)} names of failure domains for {num_nodes} nodes"
+        assert len(domains) == num_nodes, f"{len(domains)} failure domains for {num_nodes} nodes"
         return cls(ranks_per_node=ranks_per_node, failure_domains=domains, alive=frozenset(range(num_nodes)))
 
     @property
@@ -153,7 +153,7 @@ class Cluster:
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def without(self, node: int) -> "Cluster":
-        """Return the cluster after the loss of a node."""
+        """Return this cluster with ``node`` marked as lost."""
         return Cluster(
             ranks_per_node=self.ranks_per_node, failure_domains=self.failure_domains, alive=self.alive - {node}
         )

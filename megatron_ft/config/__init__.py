@@ -1,1 +1,4 @@
-"""Typed configuration of a job, one file per Hydra group, and ``JobConfig`` over all of them. No torch, no Hydra."""
+"""Typed configuration of a job: one dataclass for each Hydra group, and ``JobConfig``, which contains them all.
+
+Imports neither torch nor Hydra.
+"""

@@ -5,33 +5,33 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DataConfig:
-    """Token sources and the tokenizer.
+    """Sources of tokens, and the tokenizer.
 
-    A *source* is the path of an indexed dataset without its ``.bin``/``.idx`` suffix, or ``python-stdlib``, a built-in
+    A *source* is an indexed dataset, given as its path without ``.bin`` or ``.idx``, or ``python-stdlib``, a built-in
     corpus of the source code and docstrings of the running Python.
     """
 
     train: list[str] = field(default_factory=lambda: ["python-stdlib"])
-    """Training sources."""
+    """Sources of training tokens."""
     train_weights: list[float] | None = None
-    """Relative weights of the training sources; null weights them by their numbers of tokens."""
+    """Relative weights of the training sources; null weights sources by their numbers of tokens."""
     valid: list[str] = field(default_factory=list)
-    """Validation sources; if empty, ``valid_fraction`` of the training sources is used."""
+    """Sources of validation tokens. If empty, ``valid_fraction`` of each training source is used."""
     valid_weights: list[float] | None = None
-    """Relative weights of the validation sources."""
+    """Relative weights of the validation sources; null weights sources by their numbers of tokens."""
     valid_fraction: float = 0.02
-    """Share at the end of each training source that is held out for validation if ``valid`` is empty."""
+    """Share of each training source, at its end, that is used only for validation if ``valid`` is empty."""
     tokenizer: str = "bytes"
-    """``bytes``, ``huggingface`` (a ``tokenizers`` JSON file) or ``gpt2`` (vocab.json and merges.txt)."""
+    """``bytes``, ``huggingface`` (``tokenizer_file``) or ``gpt2`` (``vocab_file`` and ``merges_file``)."""
     tokenizer_file: str | None = None
-    """JSON file for ``huggingface``."""
+    """JSON file of the ``tokenizers`` library, for ``huggingface``."""
     vocab_file: str | None = None
-    """Vocabulary for ``gpt2``."""
+    """Vocabulary file (vocab.json), for ``gpt2``."""
     merges_file: str | None = None
-    """Merges for ``gpt2``."""
+    """Merges file (merges.txt), for ``gpt2``."""
     cache_dir: str = ".cache/data"
-    """Folder for the indexes of built-in corpora, which are made once."""
+    """Folder for the index of the built-in corpus, which is written when the corpus is first used."""
     seed: int = 1234
-    """Seed of the order of samples."""
+    """Seed for the order of samples."""
     mmap: bool = True
-    """Memory-map the ``.bin`` file instead of reading it."""
+    """Map ``.bin`` files into memory instead of reading them."""

@@ -10,15 +10,15 @@ DEVICES = ("cpu", "cuda")
 
 
 def on_device(config: JobConfig, device: str) -> JobConfig:
-    """Return ``config`` with ``training.device`` resolved to ``cpu`` or ``cuda``."""
+    """Return ``config`` with ``training.device`` set to ``device``, which is ``cpu`` or ``cuda``."""
     assert device in DEVICES, f"device {device!r} is not resolved"
     return dataclasses.replace(config, training=dataclasses.replace(config.training, device=device))
 
 
 def refused_devices(config: JobConfig) -> dict[str, str]:
-    """Return each possible device with the reason why it refuses ``config``; empty if it accepts the configuration.
+    """Check ``config`` for each possible device. Return each device's error message, or an empty one.
 
-    Both devices are possible with ``training.device=auto``, otherwise only the named one.
+    Both devices are possible with ``training.device=auto``, otherwise only the configured one.
     """
     requested = config.training.device
     reasons = {}

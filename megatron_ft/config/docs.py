@@ -13,7 +13,7 @@ from megatron_ft.config.serialize import type_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDoc:
-    """A key such as ``training.train_iterations``, with its type, default and docstring (one paragraph)."""
+    """Documentation of a key such as ``training.train_iterations``: its type, default and docstring in one line."""
 
     key: str
     type: str
@@ -27,9 +27,9 @@ def key_docs() -> list[KeyDoc]:
 
 
 def group_docs() -> dict[str, str]:
-    """Map each group to the first line of its dataclass's docstring."""
+    """Return the first paragraph of each group's dataclass docstring, in one line, by the name of the group."""
     groups = {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if dataclasses.is_dataclass(hint)}
-    return {name: (inspect.getdoc(hint) or "").splitlines()[0] for name, hint in groups.items()}
+    return {name: " ".join((hint.__doc__ or "").strip().split("\n\n")[0].split()) for name, hint in groups.items()}
 
 
 def _walk(cls: type[Any], prefix: str) -> typing.Iterator[KeyDoc]:

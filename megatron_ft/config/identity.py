@@ -1,7 +1,7 @@
-"""Identity of a job: run, data, model, optimizer and learning-rate schedule.
+"""Settings that identify a job: run, data, model, optimizer and learning-rate schedule.
 
-sizes, replicas), telemetry, snapshot, launch and recovery keys are not part of it, because they may change between
-starts.
+The layout (parallel sizes, replicas) and the keys of telemetry, snapshots, launch and recovery do not belong to the
+identity, because they may change when a run is resumed.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron_ft.config.job import JobConfig
 
 JsonValue = Any
 Settings = Mapping[str, Mapping[str, JsonValue]]
-"""Values by concern and dotted key."""
+"""Values of configuration keys: concern (``data``, ``model``...) to dotted key to value."""
 
 FINGERPRINT = "data.fingerprint"
 _IGNORED_MODEL_KEYS = (
@@ -23,7 +23,7 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that do not change any iteration, or that the vocabulary size replaces."""
+"""Keys of ``model`` that do not affect training, and those that the resulting vocabulary size replaces."""
 # The fingerprint decides whether data are equal; these only let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -31,7 +31,7 @@ _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A key whose value in a checkpoint or window differs from the job's."""
+    """A key that has different values in this job and in a checkpoint or window."""
 
     concern: str
     """``data``, ``model``, ``optimizer`` or ``schedule``."""
@@ -40,9 +40,9 @@ class Difference:
     stored: JsonValue
     """Value in the checkpoint or window."""
     present: JsonValue
-    """Value of the job."""
+    """Value in this job."""
     advice: str = ""
-    """Advice how to keep the stored value if it was derived from another key."""
+    """Override that keeps the stored value, if the value was derived from another key; otherwise empty."""
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"
@@ -51,22 +51,25 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity of a job, written into checkpoints and windows, and compared before one of them is loaded."""
+    """Identity of a job. Checkpoints and windows contain it, and a job compares it before it loads one of them."""
 
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder, for messages, and for files of format 1, which contain no other identity of the run."""
+    """Name of the run's folder. It appears in messages and identifies the run in files of format 1."""
     settings: Settings
-    """The job's settings, from ``settings_of``."""
+    """Settings of the job that ``settings_of`` returns."""
     takes_format_1: bool = False
-    """Whether the run began before runs had a ``run_id``. Files of format 1 can then belong to it."""
+    """Whether files of format 1 can belong to the run, because the run began before runs had a ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Return the reason why a file with these records belongs to another run; None if it belongs to this one.
+        """Compare the run that wrote a checkpoint or window with this one. Return None if they are the same, otherwise
+        a description of the difference.
 
         Args:
-            run_id: Recorded id; in format 1 the name of the run's folder.
+            run_id: id in the file; in format 1 the name of the run's folder.
+            run_name: name of the run's folder in the file.
+            format_version: version of the file's format.
         """
         # Folders may be renamed or copied, so only the random name identifies a run.
         if format_version > 1:
@@ -79,11 +82,14 @@ class JobIdentity:
 
 
 def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) -> dict[str, dict[str, JsonValue]]:
-    """Collect the settings that determine the results of iterations, by concern, as plain JSON values.
+    """Collect the settings that determine the result of training, as plain JSON values.
 
     Args:
-        data_fingerprint: Digest of the training samples and their order.
-        vocab_size: Entries of the model's vocabulary, including padding.
+        data_fingerprint: digest of the training samples and their order.
+        vocab_size: entries of the model's vocabulary, including padding.
+
+    Returns:
+        Concern (``data``, ``model``, ``optimizer``, ``schedule``) to dotted key to value.
     """
     data, model, optimizer = asdict(config.data), asdict(config.model), asdict(config.optimizer)
     return {
@@ -94,7 +100,7 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         },
         "model": {
             "model.vocab_size": vocab_size,
-            # It decides the initial weights, as the architecture does.
+            # The seed determines the initial weights.
             "training.seed": config.training.seed,
             **{f"model.{name}": value for name, value in model.items() if name not in _IGNORED_MODEL_KEYS},
         },
@@ -108,11 +114,10 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
 
 
 def differences(stored: Settings, present: Settings) -> list[Difference]:
-    """List the differences between ``stored`` settings (of a checkpoint or window) and ``present`` settings (of the
-    job).
+    """List the differences between ``stored`` settings of a checkpoint or window and ``present`` settings of the job.
 
-    Data with equal fingerprints count as equal, because files may have moved. A key that is missing on one side counts
-    as null, so that keys with a default of null can be added later.
+    Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key that
+    only one side has counts as null on the other, so that keys with the default null can be added later.
     """
     found = _data_differences(stored.get("data", {}), present.get("data", {}))
     for concern in sorted({*stored, *present} - {"data"}):
@@ -123,7 +128,7 @@ def differences(stored: Settings, present: Settings) -> list[Difference]:
                 key=key,
                 stored=before.get(key),
                 present=now.get(key),
-                advice=f"{key}={before.get(key)} keeps it" if key in _DERIVED else "",
+                advice=f"{key}={before.get(key)} keeps the earlier value" if key in _DERIVED else "",
             )
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key)
@@ -132,7 +137,7 @@ def differences(stored: Settings, present: Settings) -> list[Difference]:
 
 
 _DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")
-"""Keys for which null means a value derived from ``training.train_iterations``. Settings contain the derived value."""
+"""Keys for which null means a value derived from ``training.train_iterations``; settings contain the derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
@@ -142,7 +147,7 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
         "optimizer.lr": options.lr,
         "optimizer.lr_decay_style": options.lr_decay_style,
         "optimizer.lr_warmup_init": options.lr_warmup_init,
-        # The value, not the key: null means another number in a longer run.
+        # Store the resulting value, because null means another number in a longer run.
         "optimizer.lr_warmup_iterations": options.num_warmup_iterations(num_iterations),
     }
     # Keys that have no effect with this style must not refuse a resume.
@@ -156,7 +161,7 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
 
 
 def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, JsonValue]) -> list[Difference]:
-    # Before any key: files may have been moved, and paths differ then.
+    # Equal fingerprints decide before any key is compared: if files were moved, only their paths differ.
     if stored.get(FINGERPRINT) == present.get(FINGERPRINT):
         return []
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))

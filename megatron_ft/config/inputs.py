@@ -1,4 +1,7 @@
-"""Reads the recorded loads and placements that a configuration names. Planning checks that they fit the job."""
+"""Reads the files of recorded loads and of placements that a configuration names.
+
+Planning checks that their content fits the job.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,48 +17,48 @@ from megatron_ft.strict_json import parse_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledPlacement:
-    """Scheduled placement as read from a file."""
+    """A placement that a file in ``placement.schedule`` contains."""
 
     path: str
     stages: tuple[Mapping[str, Any], ...]
-    """Plan of each pipeline stage, as JSON."""
+    """Plan of each pipeline stage, as JSON values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of placement and routing files; None or empty if the configuration names none."""
+    """Contents of the files of recorded loads and of placements. A field is None or empty without a file."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
-    """Placements by the first iteration that uses them."""
+    """Placement by the first iteration that uses it."""
     trace: ExpertLoads | None = None
 
 
 def read_inputs(config: JobConfig) -> JobInputs:
-    """Read every placement and routing file of ``config``.
+    """Read the files that ``placement.loads_file``, ``placement.schedule`` and ``model.router_trace_file`` name.
 
     Raises:
-        ConfigError, DataError: the message names the key.
+        ConfigError, DataError: a file or an entry is invalid; the message names the key.
     """
     trace = read_trace(config) if config.model.router == "trace" else None
     return JobInputs(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
 
 
 def read_first_loads(config: JobConfig) -> ExpertLoads | None:
-    """Read ``placement.loads_file``, if given."""
+    """Read the loads in ``placement.loads_file``; return None if the key is null."""
     path = config.placement.loads_file
     return None if path is None else _read_loads("placement.loads_file", path)
 
 
 def read_trace(config: JobConfig) -> ExpertLoads:
-    """Read ``model.router_trace_file``."""
+    """Read the loads in ``model.router_trace_file``."""
     path = config.model.router_trace_file
     assert path is not None, "model.router=trace needs a file"
     return _read_loads("model.router_trace_file", path)
 
 
 def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
-    """Read the files of ``placement.schedule``, by iteration.
+    """Read the files of ``placement.schedule``. Return each placement by its first iteration.
 
     Raises:
         ConfigError: an entry is not ITERATION:FILE, or an iteration occurs twice.
@@ -65,7 +68,7 @@ def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
     for entry in config.placement.schedule:
         number, found, path = entry.partition(":")
         if not found or not number.isdecimal() or int(number) < 1:
-            raise ConfigError.of("placement.schedule", entry, "must be ITERATION:FILE, iterations counted from 1")
+            raise ConfigError.of("placement.schedule", entry, "must be ITERATION:FILE with an iteration of at least 1")
         if int(number) in schedule:
             raise ConfigError.of("placement.schedule", entry, f"must be the only entry for iteration {int(number)}")
         schedule[int(number)] = ScheduledPlacement(path=path, stages=_stages(path))

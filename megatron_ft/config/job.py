@@ -26,7 +26,7 @@ from megatron_ft.config.upstream_log import UpstreamLogConfig
 
 @dataclass
 class JobConfig:
-    """Configuration of a job. Each field is a Hydra group of the same name."""
+    """Configuration of a job. Each group of keys in Hydra is a field of the same name."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -49,18 +49,18 @@ class JobConfig:
     run: RunConfig = field(default_factory=RunConfig)
     testing: TestingConfig = field(default_factory=TestingConfig)
     dry_run: bool = False
-    """Check everything, print the plan and exit; needs no ranks and no GPU."""
+    """Check the configuration, print the plan and exit. Starts no ranks and needs no GPU."""
     dry_run_format: str = "table"
     """Format of the plan that ``dry_run`` prints: ``table`` or ``json``."""
 
     @property
     def fewest_nodes(self) -> int:
-        """Return the smallest number of nodes with which the job continues."""
+        """Return the smallest number of nodes with which the job continues (``recovery.min_nodes``)."""
         return self.launch.num_nodes if self.recovery.min_nodes is None else self.recovery.min_nodes
 
     @property
     def most_nodes(self) -> int:
-        """Return the largest number of nodes, including spares. Node numbers are below it."""
+        """Return the largest number of nodes, including spares. Node numbers are smaller than this number."""
         most = self.nodes.max_nodes
         return self.launch.num_nodes + self.nodes.num_spare_nodes if most is None else most
 
@@ -71,19 +71,18 @@ class JobConfig:
 
     @property
     def member_domains(self) -> list[str]:
-        """Return the failure domain of each node that the job starts with; ``failure_domains`` also names those of
-        spares."""
+        """Return the failure domain of each node with which the job starts, without spares."""
         num_nodes = self.launch.num_nodes
         return self.topology.failure_domains[:num_nodes] or [f"node{node}" for node in range(num_nodes)]
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Return whether the job continues in its processes when nodes are lost, leave or join."""
+        """Return whether the job continues in running processes when nodes are lost, leave or join."""
         return self.recovery.keep_layout or self.fewest_nodes < self.most_nodes
 
     @property
     def why_nodes_change(self) -> str | None:
-        """Return the key that makes ``may_lose_nodes`` true, e.g. ``recovery.min_nodes=1``; None if it is false."""
+        """Return the key and value that make ``may_lose_nodes`` true, e.g. ``recovery.min_nodes=1``; otherwise None."""
         if not self.may_lose_nodes:
             return None
         if self.recovery.keep_layout:

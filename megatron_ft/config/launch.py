@@ -5,28 +5,29 @@ from dataclasses import dataclass
 
 @dataclass
 class LaunchConfig:
-    """Processes of the job: who starts them, how many there are, and how long a start and a stop may take."""
+    """Launchers of nodes and ranks, their numbers, and time limits for start and stop."""
 
     mode: str = "local"
-    """``local``: this command starts an agent per node, and agents start the ranks. ``torchrun`` or ``srun``: this
-    process is already a rank. If the launcher's variables are set, the mode is chosen automatically, with a note."""
+    """Launcher of the ranks. ``local``: this command starts an agent for each node, and agents start the ranks.
+    ``torchrun`` or ``srun``: that launcher has started this process as a rank. The mode is chosen automatically, with a
+    note, if the environment variables of such a launcher are set."""
     node_launcher: str = "local"
-    """Starter of the nodes in mode ``local``. ``local``: this command, on this machine. ``srun``: this command, on each
-    node of the Slurm allocation in which it runs. ``none``: Slurm. Each task of the job array is then a node that
-    connects to this command and connects again after it was lost. ``module:Class``: a launcher outside of this package
-    (``control/launchers/base.py``)."""
+    """Launcher of the nodes in mode ``local``. ``local``: this command starts them on this machine. ``srun``: this
+    command starts one on each node of its Slurm allocation. ``none``: Slurm starts them as tasks of a job array, and
+    each task connects to this command, also when Slurm has restarted it. ``module:Class``: a launcher of another
+    package (``control/launchers/base.py``)."""
     num_nodes: int = 1
-    """Nodes that the job starts with."""
+    """Number of nodes with which the job starts."""
     ranks_per_node: int = 1
-    """Ranks (processes) per node."""
+    """Number of ranks (processes) per node."""
     ranks_per_gpu: int = 1
-    """Ranks of one machine that share a GPU, for tests on machines with few GPUs. Above 1, every rank gets another NCCL
-    host id, and NCCL uses only sockets."""
+    """Number of ranks of one machine that share a GPU, for tests on machines with few GPUs. Above 1, every rank gets
+    its own NCCL host id, and NCCL uses only sockets."""
     master_port: int = 0
-    """Port of the rendezvous store; 0 takes a free one. Modes ``local`` and ``srun``."""
+    """Port of the rendezvous store; 0 chooses a free port. Only in modes ``local`` and ``srun``."""
     forkserver_socket: str | None = None
-    """Unix socket of a running fork server to start ranks from; null starts one for the job. Mode ``local``."""
+    """Unix socket of a running fork server that starts the ranks; null starts a new one. Only in mode ``local``."""
     start_timeout_seconds: float = 300.0
-    """Limit of the time until all ranks report that they have started."""
+    """Longest time until all ranks report that they have started."""
     stop_timeout_seconds: float = 20.0
-    """Time after a stop request after which running ranks are killed. Mode ``local``."""
+    """Time between a request to stop and the kill of ranks that still run. Only in mode ``local``."""

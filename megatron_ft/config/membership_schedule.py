@@ -1,10 +1,11 @@
-"""Scheduled membership changes of a configuration, e.g. ``lose(nodes=[2],before_iteration=5)``.
+"""Scheduled membership changes (``testing.membership_schedule``), e.g. ``lose(nodes=[2],before_iteration=5)``.
 
-Before the iteration, ranks leave without a fault and others join. Tests compare a job that loses and adds nodes by
-failures with such a run. ``join(nodes=[2],before_iteration=9)`` adds nodes.
-``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists is restarted, and its new
-ranks have no state. ``change(lose=[],join=[],before_iteration=12)`` keeps the members and plans the placement again.
-Several entries before one iteration form several memberships, one after the other.
+Ranks of the named nodes leave or join without a fault, before the given iteration. Tests compare a job that loses and
+adds nodes because of failures with a job in which the same changes are scheduled. ``lose`` removes nodes,
+``join(nodes=[2],before_iteration=9)`` adds nodes, and ``change(lose=[1],join=[2],before_iteration=12)`` does both at
+once. A node in both lists is restarted, and its new ranks have no state.
+``change(lose=[],join=[],before_iteration=12)`` only computes a new placement. Several entries with the same iteration
+form several memberships, one after the other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,25 +29,25 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Nodes that leave and nodes that join before an iteration; a node in both lists joins without state."""
+    """Nodes that leave and nodes that join before an iteration. A node in both lists is restarted without state."""
 
     lose: tuple[int, ...] = ()
-    """Node numbers, ascending."""
+    """Numbers of the nodes that leave, ascending."""
     join: tuple[int, ...] = ()
     before_iteration: int
-    """First iteration of the new members; at least 1."""
+    """First iteration of the new membership, at least 1."""
 
     @classmethod
     def between(
         cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
     ) -> "MembershipChange":
-        """Make the change from nodes ``before`` to nodes ``after``. The nodes in ``joining`` have no state."""
+        """Make the change from members ``before`` to members ``after``. Nodes in ``joining`` have no state."""
         lost = (set(before) - set(after)) | (set(before) & set(joining))
         joined = (set(after) - set(before)) | set(joining)
         return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
 
     def to_text(self) -> str:
-        """Write the change in the syntax that ``parse_membership_change`` reads."""
+        """Write the change in the syntax of ``testing.membership_schedule``."""
         lose, join = (str(list(nodes)).replace(" ", "") for nodes in (self.lose, self.join))
         if self.lose and not self.join:
             return f"lose(nodes={lose},before_iteration={self.before_iteration})"
@@ -55,7 +56,7 @@ class MembershipChange:
         return f"change(lose={lose},join={join},before_iteration={self.before_iteration})"
 
     def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        """Return the members after the change, ascending. ``nodes`` are the members before it."""
+        """Return the members after the change, ascending. ``nodes`` are the members before the change."""
         return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
 
     def summary(self) -> str:
@@ -67,7 +68,7 @@ class MembershipChange:
 
 
 def parse_membership_change(text: str) -> MembershipChange:
-    """Parse one entry.
+    """Parse one entry of ``testing.membership_schedule``.
 
     Raises:
         ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the
@@ -76,7 +77,7 @@ def parse_membership_change(text: str) -> MembershipChange:
     name, values = parse_call(_KEY, text, _KEYWORDS, " or ".join(_EXAMPLES.values()))
     if sorted(values) != sorted(_KEYWORDS[name]):
         keywords = " and ".join(_KEYWORDS[name])
-        raise ConfigError.of(_KEY, text, f"must give {keywords} once each, as in {_EXAMPLES[name]}")
+        raise ConfigError.of(_KEY, text, f"must give {keywords}, each once, as in {_EXAMPLES[name]}")
     iteration = values.pop("before_iteration")
     nodes = {
         name if keyword == "nodes" else keyword: _node_list(text, value, may_be_empty=name == "change")
@@ -102,7 +103,7 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
         or not (nodes or may_be_empty)
         or any(type(node) is not int or node < 0 for node in nodes)
     ):
-        raise ConfigError.of(_KEY, text, "must give nodes as a list of node numbers, e.g. [2]")
+        raise ConfigError.of(_KEY, text, "must give nodes as a list of their numbers, e.g. [2]")
     # One spelling for each change, the one that ``to_text`` writes.
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in ascending order")

@@ -5,125 +5,123 @@ from dataclasses import dataclass
 
 @dataclass
 class ModelConfig:
-    """Architecture of a decoder-only transformer with mixture-of-experts layers. The names are those of
-    Megatron-Core."""
+    """Architecture of a decoder-only transformer with MoE layers. Keys have the names of Megatron-Core."""
 
     name: str = "moe_tiny"
-    """Short name for run names and reports."""
+    """Short name of the model, for run names and reports."""
     num_layers: int = 4
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: int = 128
-    """Width of the residual stream."""
+    """Hidden size: width of the residual stream."""
     num_attention_heads: int = 4
-    """Query heads; must divide ``hidden_size`` unless ``kv_channels`` is given."""
+    """Number of query heads; must divide ``hidden_size`` unless ``kv_channels`` is given."""
     num_query_groups: int | None = None
-    """Key/value heads (grouped-query attention); null means one per query head."""
+    """Number of key/value heads (grouped-query attention); null means one per query head."""
     kv_channels: int | None = None
     """Width of one attention head; null means ``hidden_size / num_attention_heads``."""
     seq_length: int = 128
-    """Tokens per training sample."""
+    """Number of tokens per training sample."""
     max_position_embeddings: int | None = None
-    """Rows of a learned position table; null means ``seq_length``."""
+    """Number of rows of a learned position table; null means ``seq_length``."""
     vocab_size: int | None = None
-    """Entries of the vocabulary. null means the size of the tokenizer's vocabulary, which is also the minimum."""
+    """Number of entries of the vocabulary, at least those of the tokenizer. null means the tokenizer's number."""
     make_vocab_size_divisible_by: int = 128
     """Divisor of the padded vocabulary size. Must be a multiple of ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
-    """Whether the output head has its own weights."""
+    """Whether the output head has its own weights instead of those of the embedding."""
     position_embedding_type: str = "rope"
-    """``rope`` or ``learned_absolute``."""
+    """Position embedding: ``rope`` or ``learned_absolute``."""
     rotary_base: int = 10000
-    """Base period of rotary position embeddings."""
+    """Base of the wavelengths of rotary position embeddings (theta)."""
     rotary_percent: float = 1.0
-    """Share of a head's channels that is rotated."""
+    """Share of a head's channels to which rotary position embeddings apply."""
     normalization: str = "RMSNorm"
-    """``RMSNorm`` or ``LayerNorm``."""
+    """Kind of norm: ``RMSNorm`` or ``LayerNorm``."""
     layernorm_epsilon: float = 1e-5
-    """Term added to the variance."""
+    """Term added to the variance in norms (epsilon)."""
     gated_linear_unit: bool = True
-    """SwiGLU-style gate in every MLP and expert."""
+    """Use a gated activation such as SwiGLU in every MLP and expert."""
     activation: str = "silu"
-    """``silu`` or ``gelu``."""
+    """Activation function: ``silu`` or ``gelu``."""
     add_bias_linear: bool = False
     """Use biases in linear layers."""
     add_qkv_bias: bool = False
-    """Use a bias only in the query/key/value projection."""
+    """Use a bias in the query/key/value projection, even without ``add_bias_linear``."""
     qk_layernorm: bool = False
-    """Normalise queries and keys per head."""
+    """Normalise queries and keys of each head."""
     ffn_hidden_size: int = 256
-    """Width of a dense MLP."""
+    """Width of the MLP in a dense layer."""
     hidden_dropout: float = 0.0
-    """Dropout probability after attention and MLP."""
+    """Dropout probability after attention and after the MLP."""
     attention_dropout: float = 0.0
     """Dropout probability of attention weights."""
     init_method_std: float = 0.02
-    """Standard deviation of initial weights; output projections use this over sqrt(2 * num_layers)."""
+    """Standard deviation of initial weights; for output projections it is divided by sqrt(2 * num_layers)."""
 
     num_moe_experts: int | None = 8
-    """Routed experts per MoE layer; null makes a dense model."""
+    """Number of routed experts per MoE layer; null makes a dense model."""
     moe_layer_freq: int = 1
-    """Distance between MoE layers: layers n, 2n, ... (from 1) are MoE layers, except among the first
+    """Distance n between MoE layers: layers n, 2n, ... (from 1) are MoE layers, except the first
     ``moe_first_dense_layers`` layers."""
     moe_first_dense_layers: int = 0
-    """Number of first layers that are dense regardless of ``moe_layer_freq``."""
+    """Number of layers at the beginning that are dense regardless of ``moe_layer_freq``."""
     moe_ffn_hidden_size: int | None = 256
     """Width of one expert; null means ``ffn_hidden_size``."""
     moe_router_topk: int = 2
-    """Experts per token."""
+    """Number of experts to which a token is routed."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Total width of the shared experts, which process every token; null for none."""
+    """Total width of the shared experts, which process every token; null means no shared experts."""
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate."""
     router: str = "learned"
-    """``learned`` or ``trace``. ``trace`` routes tokens so that loads follow ``router_trace_file``; gate weights are
+    """``learned`` or ``trace``. ``trace`` routes tokens so that expert loads follow ``router_trace_file``; the gate is
     still computed and trained."""
     router_trace_file: str | None = None
-    """Recorded loads for ``trace``. Layers take the recorded layers in order, and the most loaded experts of each."""
+    """File of recorded loads for ``router=trace``. MoE layer i follows the most loaded experts of recorded layer i."""
     router_trace_start: int = 0
-    """Record of the first iteration, from 0. Each iteration takes the next record; after the last one comes the
-    first."""
+    """Index of the record that the first iteration uses, from 0. Each iteration uses the next record; after the last
+    record the first one follows."""
     moe_router_score_function: str = "softmax"
-    """``softmax`` or ``sigmoid``."""
+    """Score function of the router: ``softmax`` or ``sigmoid``."""
     moe_router_pre_softmax: bool = False
-    """Softmax before top-k instead of after it."""
+    """Apply the softmax before top-k selection instead of after it."""
     moe_router_num_groups: int | None = None
-    """Groups for group-limited routing; null for none."""
+    """Number of expert groups for group-limited routing; null turns it off."""
     moe_router_group_topk: int | None = None
-    """Number of groups to which a token may be routed."""
+    """Number of groups to which one token may be routed."""
     moe_router_topk_scaling_factor: float | None = None
-    """Factor of the routing weights."""
+    """Factor by which routing weights are multiplied; null for none."""
     moe_router_load_balancing_type: str = "aux_loss"
-    """``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``sinkhorn`` or ``none``."""
+    """Method of load balancing: ``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``sinkhorn`` or ``none``."""
     moe_aux_loss_coeff: float = 0.01
-    """Weight of the load-balancing loss."""
+    """Weight of the auxiliary load-balancing loss."""
     moe_z_loss_coeff: float | None = 0.001
-    """Weight of the router z-loss; null for none."""
+    """Weight of the router z-loss; null turns it off."""
     moe_router_enable_expert_bias: bool = False
-    """Auxiliary-loss-free balancing by a bias per expert (needs ``sigmoid`` scores)."""
+    """Balance loads by a bias per expert, without an auxiliary loss. Needs ``moe_router_score_function=sigmoid``."""
     moe_router_bias_update_rate: float = 0.001
-    """Update step of the expert bias per iteration."""
+    """Amount by which an expert's bias changes in each iteration."""
     moe_expert_capacity_factor: float | None = None
-    """Capacity of an expert divided by an even share of tokens; null drops no tokens."""
+    """Capacity of an expert divided by its even share of tokens; null never drops tokens."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: str = "probs"
     """Order in which tokens beyond the capacity are dropped: by ``probs`` or by ``position``."""
     multi_latent_attention: bool = False
-    """Multi-head latent attention (DeepSeek)."""
+    """Use multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = None
-    """Rank of the query projection; null for a full projection."""
+    """Rank of the low-rank query projection; null for a full projection."""
     kv_lora_rank: int = 512
-    """Rank of the joint key/value projection."""
+    """Rank of the low-rank projection of keys and values."""
     qk_head_dim: int = 128
-    """Channels of a query/key head without position."""
+    """Number of channels of a query or key head that contain no position information."""
     qk_pos_emb_head_dim: int = 64
-    """Channels of a query/key head that carry the position."""
+    """Number of channels of a query or key head that contain position information."""
     v_head_dim: int = 128
-    """Channels of a value head."""
+    """Number of channels of a value head."""
     published_parameters: int | None = None
-    """Parameter count that the model's authors published; ``dry_run`` compares the plan with it. null if there is
-    none."""
+    """Parameter count that the authors published, which ``dry_run`` compares with its own; null if there is none."""
     published_active_parameters: int | None = None
-    """Active parameters per token as published by the model's authors; null if none."""
+    """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""
-    """Publication that contains these counts, and how they are rounded."""
+    """Publication of these counts, and how they are rounded."""

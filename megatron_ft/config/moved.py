@@ -1,4 +1,4 @@
-"""Keys that were moved to other groups: command lines are refused with the present key, recorded files are read."""
+"""Keys that were moved to other groups. They are refused on command lines but read in recorded files."""
 
 from typing import Any
 
@@ -24,16 +24,16 @@ MOVED = {
     "launch.failpoints": "testing.failpoints",
     "launch.membership_schedule": "testing.membership_schedule",
 }
-"""Old dotted key to present dotted key."""
+"""Old dotted key to new dotted key."""
 
 
 def with_present_keys(values: Any) -> Any:
-    """Return a recorded configuration, as ``to_dict`` makes one, with each moved key under its present name.
+    """Return a recorded configuration (a result of ``to_dict``) in which every moved key has its new name.
 
-    What is no mapping stays as it is: ``from_dict`` refuses it.
+    A value or group that is not a mapping is returned unchanged; ``from_dict`` refuses it.
 
     Raises:
-        ConfigError: a key has both names.
+        ConfigError: ``values`` contains both the old and the new name of a key.
     """
     if not isinstance(values, dict):
         return values
@@ -45,6 +45,6 @@ def with_present_keys(values: Any) -> Any:
             continue
         present = groups.setdefault(new_group, {})
         if not isinstance(present, dict) or new_name in present:
-            raise ConfigError.of(old, former[name], f"is now {new}, which is given too")
+            raise ConfigError.of(old, former[name], f"is now {new}, which is also given; remove one of the two")
         present[new_name] = former.pop(name)
     return groups

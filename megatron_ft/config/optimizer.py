@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 MAX_DEFAULT_WARMUP = 10
-"""Default iterations of warm-up."""
+"""Largest default for ``lr_warmup_iterations``."""
 
 
 @dataclass
@@ -13,33 +13,32 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-4
-    """Final learning rate."""
+    """Final learning rate of the schedule."""
     lr_warmup_iterations: int | None = None
-    """Iterations of linear warm-up from ``lr_warmup_init``. null means 10, but at most a sixth of the iterations of
-    decay."""
+    """Iterations of linear warm-up from ``lr_warmup_init``; null: a sixth of ``lr_decay_iterations``, at most 10."""
     lr_warmup_init: float = 0.0
-    """Learning rate of the first warm-up iteration. With 0, that iteration changes no weight, as in Megatron."""
+    """Learning rate of the first warm-up iteration. With 0, the first iteration changes no weight, as in Megatron."""
     lr_decay_style: str = "cosine"
-    """``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
+    """Shape of the schedule: ``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
     lr_decay_iterations: int | None = None
-    """Iterations until ``min_lr``; null means ``training.train_iterations``."""
+    """Iteration at which the learning rate reaches ``min_lr``; null means ``training.train_iterations``."""
     lr_wsd_decay_iterations: int | None = None
-    """Length of the final decay of ``WSD``."""
+    """Number of iterations of the final decay with ``lr_decay_style=WSD``."""
     lr_wsd_decay_style: str = "exponential"
     """Shape of the final decay of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; biases and norms have none."""
+    """Decoupled weight decay. It does not apply to biases and norms."""
     adam_beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     adam_beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     adam_eps: float = 1e-8
-    """Term added to the root of the second moment."""
+    """Term added to the square root of the second moment (epsilon)."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Limit to which the global gradient norm is clipped; 0 turns clipping off."""
 
     def num_decay_iterations(self, train_iterations: int) -> int:
-        """Return the number of iterations until ``min_lr``."""
+        """Return the iteration at which the learning rate reaches ``min_lr``."""
         return train_iterations if self.lr_decay_iterations is None else self.lr_decay_iterations
 
     def num_warmup_iterations(self, train_iterations: int) -> int:

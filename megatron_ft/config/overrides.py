@@ -1,4 +1,4 @@
-"""Error messages with close matches for wrong keys, groups, options and flags. Does not use Hydra."""
+"""Error messages for wrong keys, groups, options and flags, with suggestions of similar names. Does not use Hydra."""
 
 import difflib
 import shlex
@@ -13,19 +13,19 @@ from megatron_ft.errors import ConfigError
 
 
 def group_options(conf: Path) -> dict[str, list[str]]:
-    """Return the names of the options of each group, which are the files in the folder of the group."""
+    """Return the options of each group: the names of the YAML files in the group's folder below ``conf``."""
     folders = sorted(path for path in conf.iterdir() if path.is_dir())
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
 def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
-    """Refuse old keys, all in one message that says what to write instead.
+    """Refuse keys that were moved to another group. One message names the overrides to write instead.
 
     Args:
         overrides: key and text of each override, e.g. ``("launch.interface", "launch.interface=lo")``.
 
     Raises:
-        ConfigError: a key was moved.
+        ConfigError: an override uses the old name of a key.
     """
     lines = []
     for key, text in overrides:
@@ -37,16 +37,17 @@ def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
 
 
 def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: bool) -> None:
-    """Check one override.
+    """Check that one override names an existing key, group or option, and is neither a sweep nor a deletion.
 
     Raises:
-        ConfigError: an unknown key, group or option, a sweep, or a deleted key.
+        ConfigError: the key, group or option is unknown, or the override is a sweep or deletes a key.
     """
     if sweeps:
-        raise ConfigError.of(key, value, "must be one value: sweeps are not supported; run the command once per value")
+        constraint = "must be a single value: sweeps are not supported; run the command once for each value"
+        raise ConfigError.of(key, value, constraint)
     groups = group_options(conf)
     if deletes:
-        raise ConfigError(f"~{key}: must not be deleted: every key has a value; set another value or null")
+        raise ConfigError(f"~{key}: must not be deleted, because every key needs a value; set another value or null")
     if key in groups:
         _check_options(key, value, groups[key])
     elif key not in known_keys() and open_key(key) is None:
@@ -54,7 +55,7 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
 
 
 def flag_error(argument: str) -> ConfigError:
-    """Make the error for a flag such as ``--num-layers``, which is not supported."""
+    """Make the error for a flag such as ``--num-layers``. Only ``--help`` and ``--version`` are supported."""
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
@@ -65,7 +66,7 @@ def flag_error(argument: str) -> ConfigError:
 
 
 def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
-    """Turn an exception of Hydra or OmegaConf into one message; ``given`` holds the values of the overrides."""
+    """Convert an exception of Hydra or OmegaConf to one error. ``given`` maps overridden keys to their values."""
     causes = list(_causes(error))
     for cause in causes:
         key = str(getattr(cause, "full_key", None) or "")
@@ -75,12 +76,12 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
 
 
 def known_keys() -> dict[str, KeyDoc]:
-    """Map every key to its documentation."""
+    """Return the documentation of every key, by key."""
     return {doc.key: doc for doc in key_docs()}
 
 
 def open_key(key: str) -> str | None:
-    """Return the key with arbitrary subkeys (e.g. fields of a policy) that contains ``key``; None if there is none."""
+    """Return the key that contains ``key`` and accepts any subkeys, such as fields of a policy; otherwise None."""
     opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -104,9 +105,9 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     if documented is not None and "nterpolation" not in type(cause).__name__:
         return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
     if documented is not None:
-        return ConfigError.of(key, value, f"must be an interpolation of keys that exist ({reason})")
+        return ConfigError.of(key, value, f"must refer only to keys that exist ({reason})")
     if plain in group_docs():
-        return ConfigError.of(key, value, f"must be a mapping of the keys of group {plain} ({reason})")
+        return ConfigError.of(key, value, f"must be a mapping of keys to values for the group {plain} ({reason})")
     return ConfigError.of(key, value, "is not a known key" + _near(plain, list(known_keys())))
 
 

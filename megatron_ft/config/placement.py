@@ -6,30 +6,32 @@ from typing import Any
 
 @dataclass
 class PlacementConfig:
-    """Replica slots of MoE layers. Without an ``algorithm`` every expert group has one copy, as in Megatron."""
+    """Replica slots for experts. Without an ``algorithm`` each expert group has one copy of every expert."""
 
     algorithm: dict[str, Any] | None = None
-    """Placement algorithm. ``_target_`` names the class; the other entries are fields of it. null for none."""
+    """Placement algorithm. ``_target_`` names its class; the other entries are its fields. null: no replicas."""
     num_slots_per_rank: int | None = None
-    """Replica slots of each rank and layer. null means twice an even share of the experts, rounded up."""
+    """Number of replica slots of each rank in each layer. null means twice the number of experts divided by the ranks
+    of a pipeline stage, rounded up."""
     min_replicas: int = 2
-    """Fewest replicas of an expert (f), on distinct failure domains. At most the number of failure domains of a
-    pipeline stage. If there are too few slots, the number is lowered and a note says so."""
+    """Smallest number of replicas of an expert (f); they are on different failure domains. At most the number of
+    failure domains of a pipeline stage. If there are too few slots, the number is lowered, with a note."""
     state_copies: int | None = None
-    """Copies of each optimizer shard, on distinct failure domains. null keeps one copy with every expert replica."""
+    """Number of copies of each optimizer shard, on different failure domains. null: one with every expert replica."""
     rebalance_interval_iterations: int = 0
-    """Number of iterations between two plans of the placement from recorded loads; 0 plans only once."""
+    """Number of iterations after which the placement is planned again from recorded loads; 0 plans only once."""
     rebalance_min_gain: float = 0.05
-    """Smallest gain for which a new placement is used: the share of the busiest ranks' tokens that it saves."""
+    """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that other
+    ranks would process instead."""
     rebalance_bytes_per_token: float = 65536.0
-    """Limit of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer process until the
-    next rebalancing."""
+    """Largest number of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer process
+    until the next rebalancing."""
     load_smoothing: float = 0.5
-    """Weight of older iterations in the smoothed load, from 0 (newest iteration only) to below 1."""
+    """Weight of older iterations in the smoothed loads: at least 0 (only the newest iteration counts) and below 1."""
     loads_file: str | None = None
-    """Recorded loads for the first placement; null assumes even loads."""
+    """File of recorded loads for the first placement; null assumes equal loads."""
     dispatch_backend: str = "reference"
-    """``reference`` (PyTorch operators), ``cpp`` or ``cuda``."""
+    """Backend that sends tokens to experts: ``reference`` (PyTorch operators), ``cpp`` or ``cuda``."""
     schedule: list[str] = field(default_factory=list)
-    """Scheduled placements, each ``ITERATION:FILE``: the plan in FILE is used from that iteration on. Tests compare
-    rebalanced runs with such a run."""
+    """Scheduled placements. An entry ``ITERATION:FILE`` uses the placement in FILE from ITERATION on. Tests compare
+    rebalanced runs with runs that have such a schedule."""

@@ -1,8 +1,8 @@
-"""Builds policies: frozen dataclasses that a configuration names by the dotted path in ``_target_``.
+"""Creates policies: objects of frozen dataclasses that a configuration names by ``_target_``.
 
-Another package extends the project with a class and a YAML file; no registry has to be edited. Only frozen dataclasses
-are built. This catches mistakes but is no protection: the module in ``_target_`` is imported, even by a dry run, and
-the import runs code of the module. Users who can write a configuration can therefore run code (SECURITY.md).
+Another package can add a policy with a class and a YAML file; no registry has to be edited. Only frozen dataclasses are
+created. This catches mistakes but is no protection: the module in ``_target_`` is imported, even by a dry run, and the
+import runs its code. Users who can write a configuration can therefore run code (SECURITY.md).
 """
 
 import dataclasses
@@ -14,26 +14,26 @@ from megatron_ft.errors import ConfigError
 
 
 def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
-    """Build the policy that ``spec``, the value of ``key``, describes.
+    """Create the policy that ``spec``, the value of ``key``, describes.
 
-    The value of a dataclass field is a mapping. ``_target_`` in it chooses another class than the type of the field.
-    Lists become tuples where the field is a tuple.
+    The value of a field that is a dataclass is a mapping; ``_target_`` in this mapping chooses another class than the
+    type of the field. Lists become tuples for fields of type tuple.
 
     Raises:
-        ConfigError: there is no ``_target_``, the path names no frozen dataclass, or the fields do not fit it.
+        ConfigError: ``_target_`` is missing or names no frozen dataclass, or the other entries do not fit the fields.
     """
     found = find_target(key, spec)
     # Ranks build their policies independently: one that changed while it runs would plan differently on each of them.
     if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
-        raise ConfigError.of(f"{key}._target_", spec["_target_"], "must name a frozen dataclass")
+        raise ConfigError.of(f"{key}._target_", spec["_target_"], "must be the path of a frozen dataclass")
     return _build(key, found, {field: value for field, value in spec.items() if field != "_target_"})
 
 
 def find_target(key: str, spec: Mapping[str, Any]) -> Any:
-    """Import and return the object that ``spec`` names by ``_target_``.
+    """Import and return the object that ``_target_`` in ``spec`` names.
 
     Raises:
-        ConfigError: there is no ``_target_``, or the path cannot be imported.
+        ConfigError: ``_target_`` is missing or cannot be imported.
     """
     path = spec.get("_target_")
     if not isinstance(path, str) or not all(path.split(".")) or "." not in path:

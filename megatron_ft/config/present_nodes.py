@@ -1,4 +1,4 @@
-"""Configuration of a job for the nodes of one membership."""
+"""Configuration of a job on the nodes that train at present."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,13 +8,13 @@ from megatron_ft.config.job import JobConfig
 
 
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
-    """Return ``job`` for the ranks on ``nodes`` only (original node numbers, one for each rank).
+    """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
 
-    Failure domains keep their names; a node without a name is its own domain. The minimum number of replicas and the
-    peer copies of windows are lowered to the number of domains. With ``recovery.keep_layout`` the number of nodes stays
-    the same, and only the domains change.
+    Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas`` and
+    ``snapshot.num_peer_copies`` are lowered if there are too few domains. With ``recovery.keep_layout`` only the
+    failure domains change, because the number of nodes stays the same.
     """
-    # With a kept layout ranks go by place: the order of nodes says which one has the place of which.
+    # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare has those of the lost node.
     present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
     names = dict(enumerate(job.topology.failure_domains))
     domains = [names.get(node, f"node{node}") for node in present]
@@ -27,7 +27,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
             job,
             launch=replace(job.launch, num_nodes=len(present)),
             topology=topology,
-            # ``derive_placement`` sets it again: all ranks that are left are one expert group.
+            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
             parallel=replace(job.parallel, expert_model_parallel_size=1),
             placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
             snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),

@@ -1,4 +1,4 @@
-"""Values that each kind of recovery requires. The checks, ``dry_run`` and ``tools/can_recover`` use the same table."""
+"""Values of keys that each kind of recovery requires, for the checks, ``dry_run`` and ``tools/can_recover``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron_ft.config.job import JobConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """A value that a key must have, or must not have."""
+    """A value that a key must have, or must not have, for a kind of recovery."""
 
     key: str
     """Dotted key, e.g. ``launch.mode``."""
@@ -18,9 +18,9 @@ class Requirement:
     is_excluded: bool = False
     """Whether ``value`` is forbidden instead of required."""
     instead: str = ""
-    """Description of the allowed values, if ``value`` is forbidden."""
+    """Description of the allowed values if ``value`` is forbidden, e.g. ``given``."""
     reason: str = ""
-    """Reason for the requirement, as the end of a message."""
+    """Reason for the requirement, which is added to messages."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
@@ -28,11 +28,11 @@ class Requirement:
 
     @property
     def demand(self) -> str:
-        """The value that the key must have, as ``must be false``."""
+        """Return the required value as a clause such as ``must be false``."""
         return f"must be {self.instead if self.is_excluded else show(self.value)}"
 
     def constraint(self, feature: str) -> str:
-        """Return the end of an error message. ``feature`` is the key and value that has this requirement."""
+        """Return the constraint for an error message. ``feature`` is the key and value that cause the requirement."""
         text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
@@ -42,7 +42,7 @@ _NO_CUDA = Requirement(
     value="cuda",
     is_excluded=True,
     instead="cpu",
-    reason="this version cannot form NCCL communicators again after the loss of a rank",
+    reason="this version cannot create NCCL communicators again after a rank was lost",
 )
 
 REPLICAS: tuple[Requirement, ...] = (
@@ -58,16 +58,16 @@ REPLICAS: tuple[Requirement, ...] = (
         key="placement.algorithm",
         is_excluded=True,
         instead="given",
-        reason="only replicas on other nodes keep the experts of a lost node; choose e.g. placement=overlap_search",
+        reason="experts of a lost node survive only as replicas on other nodes; choose e.g. placement=overlap_search",
     ),
     _NO_CUDA,
 )
-"""Requirements for continuing on fewer nodes: every rank holds all dense state, and experts have replicas."""
+"""Requirements for continuing on fewer nodes: every rank has all non-expert state, and experts have replicas."""
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
-    Requirement(key="nodes.max_nodes", reason="a job that keeps its layout does not grow"),
+    Requirement(key="nodes.max_nodes", reason="no nodes can join a job that keeps its layout"),
     Requirement(
         key="placement.algorithm",
         reason="with replica slots a job continues on fewer ranks and does not keep its layout",
@@ -80,7 +80,7 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     ),
     _NO_CUDA,
 )
-"""Requirements for continuing in the same layout: other processes replace lost ranks and replay the pipeline stage."""
+"""Requirements for continuing in the same layout, in which other nodes replace lost ones and their stages replay."""
 
 
 def unmet(config: JobConfig, requirements: Iterable[Requirement]) -> list[Requirement]:
@@ -89,6 +89,6 @@ def unmet(config: JobConfig, requirements: Iterable[Requirement]) -> list[Requir
 
 
 def value_of(config: JobConfig, key: str) -> Any:
-    """Return the value of a dotted key."""
+    """Return the value of a dotted key such as ``launch.mode``."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)

@@ -1,4 +1,4 @@
-"""Converts ``JobConfig`` to plain dictionaries and back, to send it to ranks. Does not use Hydra."""
+"""Converts ``JobConfig`` to plain dictionaries and back, so that it can be sent to ranks. Does not use Hydra."""
 
 import dataclasses
 import difflib
@@ -13,27 +13,27 @@ T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Convert a config dataclass to nested dictionaries, lists and scalars (JSON types)."""
+    """Convert a config dataclass to nested dictionaries, lists and scalars, all of JSON types."""
     return dataclasses.asdict(config)
 
 
 def from_dict(values: dict[str, Any]) -> JobConfig:
-    """Convert the result of ``to_dict`` back to a ``JobConfig``.
+    """Convert a result of ``to_dict`` back to a ``JobConfig``.
 
     Raises:
-        ConfigError: an unknown key, or a value of the wrong type.
+        ConfigError: a key is unknown, or a value has the wrong type.
     """
     return _build(JobConfig, values, "")
 
 
 def close_matches(word: str, known: typing.Iterable[str]) -> str:
-    """Return ``; did you mean 'a' or 'b'?`` or an empty text."""
+    """Return a suggestion like ``; did you mean 'a' or 'b'?``, or an empty string if no known word is similar."""
     found = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
     return "; did you mean " + " or ".join(repr(match) for match in found) + "?" if found else ""
 
 
 def type_name(annotation: Any) -> str:
-    """Name the type of a field in the terms of YAML, e.g. ``int or null`` or ``list of str``."""
+    """Return the name of a field's type in terms of YAML, e.g. ``int or null`` or ``list of str``."""
     if annotation is type(None):
         return "null"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

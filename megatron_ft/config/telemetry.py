@@ -21,32 +21,30 @@ class TelemetryConfig:
     """Sinks of metrics and events, and limits of alerts."""
 
     sinks: dict[str, Any] = field(default_factory=_sinks)
-    """Sinks for records, by name. ``_target_`` names the class; the other entries are arguments of it. null removes
-    a sink. The sinks of ``conf/telemetry/default.yaml`` are the defaults; ``metrics`` and ``events`` are always
-    needed."""
+    """Sinks that receive records, by name. ``_target_`` names the class of a sink; the other entries are arguments of
+    the class. null removes a sink. ``conf/telemetry/default.yaml`` lists the default sinks, of which ``metrics`` and
+    ``events`` cannot be removed."""
     log_interval_iterations: int = 1
-    """Number of iterations between two reports of metrics."""
+    """Number of iterations after which metrics are reported."""
     expert_load_interval_iterations: int = 1
-    """Number of iterations between two reports of tokens per expert and layer; 0 reports none."""
+    """Number of iterations after which the tokens per expert and layer are reported; 0 never reports them."""
     progress: str = "auto"
-    """``live``, ``plain`` or ``auto`` (live on a terminal)."""
+    """Progress display: ``live``, ``plain`` or ``auto`` (``live`` on a terminal, otherwise ``plain``)."""
     wandb: str = "auto"
-    """``online``, ``offline``, ``disabled`` or ``auto`` (online when logged in, else offline)."""
+    """Mode of wandb: ``online``, ``offline``, ``disabled`` or ``auto`` (``online`` if logged in, else ``offline``)."""
     wandb_project: str = "megatron-ft"
     """Project name in wandb."""
     wandb_entity: str | None = None
-    """Team in wandb; null for the default."""
+    """Team in wandb; null for the user's default."""
     alert_single_loss_survival: float | None = 1.0
-    """Limit for the probability that the job survives the loss of one failure domain without a restart. An alert is
-    reported below it; null never. The probability is known only for jobs that continue by expert replicas
-    (``recovery.min_nodes``)."""
+    """Alert if the probability that the job survives the loss of one failure domain without a restart is below this
+    limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no
+    alert."""
     alert_stall_share: float | None = 0.05
-    """Limit for the share of iteration time that training waits for captures, over five windows. An alert is reported
-    above it; null never."""
+    """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
-    """Limit for the windows that are due while none has been committed. An alert is reported above it; null never."""
+    """Alert if more windows than this are due since the last committed window. null: no alert."""
     alert_free_disk_share: float | None = 0.05
-    """Limit for the free share of the file system of the run's folder. An alert is reported below it; null never."""
+    """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Limit for the time of the slowest rank divided by the time of the median rank for the same work. An alert is
-    reported above it; null never."""
+    """Alert if the slowest rank needs more than this many times the median rank's time. null: no alert."""

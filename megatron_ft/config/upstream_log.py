@@ -1,14 +1,14 @@
-"""Log of tensors sent between pipeline stages, for replays of single stages (group ``upstream_log``)."""
+"""Log of tensors sent between pipeline stages, from which single stages replay (group ``upstream_log``)."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class UpstreamLogConfig:
-    """Log of activations and gradients sent between pipeline stages, for ``recovery.keep_layout``."""
+    """Log of activations and gradients sent between pipeline stages, used with ``recovery.keep_layout``."""
 
     commit_lag_iterations: int = 4
-    """Largest number of iterations between the last slice of a window and the vote that commits the window. The log has
-    space for two windows and twice this number of iterations."""
+    """Largest expected number of iterations from the last slice of a window to its commit. The log has space for two
+    windows and twice this number of iterations."""
     memory_limit_bytes: int | None = None
-    """Limit of the memory for the logs of one node, checked before the memory is allocated. null checks nothing."""
+    """Largest memory that the logs of one node may use, checked before it is allocated. null checks nothing."""

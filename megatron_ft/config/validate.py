@@ -24,12 +24,12 @@ from megatron_ft.failpoints import parse
 
 
 def validate(config: JobConfig) -> None:
-    """Check every key and every combination of keys. The first violation is raised.
+    """Check every key and the combinations of keys. The first violation raises an error.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
-    # First, because infinity passes every lower bound below.
+    # Check this first, because infinity passes all lower bounds.
     for field in dataclasses.fields(config):
         group = getattr(config, field.name)
         if dataclasses.is_dataclass(group):
@@ -58,7 +58,7 @@ def validate(config: JobConfig) -> None:
 
 
 def _check_failpoints(config: JobConfig) -> None:
-    """Check that failpoints parse and name a rank, node and iteration that exist: one that cannot fire is a mistake."""
+    """Check that failpoints can be parsed, and name only ranks, nodes, generations and iterations that can occur."""
     num_nodes, world_size = config.most_nodes, config.most_nodes * config.launch.ranks_per_node
     for text in config.testing.failpoints:
         failpoint = parse(text)
@@ -70,20 +70,20 @@ def _check_failpoints(config: JobConfig) -> None:
         if generation < 0 or (last_generation is not None and generation > last_generation):
             constraint = (
                 f"must name a generation that can occur with recovery.max_restarts={config.recovery.max_restarts} and "
-                f"recovery.min_nodes={show(config.recovery.min_nodes)}, or it never fires"
+                f"recovery.min_nodes={show(config.recovery.min_nodes)}, or no fault is injected"
             )
             raise ConfigError.of("testing.failpoints", text, constraint)
         last = config.training.train_iterations
         # A test with a fault that never happens would pass without testing anything.
         if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
-            constraint = f"must name an iteration in 0..training.train_iterations={last}, or it never fires"
+            constraint = f"must name an iteration in 0..training.train_iterations={last}, or no fault is injected"
             raise ConfigError.of("testing.failpoints", text, constraint)
 
 
 def _last_generation(config: JobConfig) -> int | None:
     # Largest generation that can occur; None where nodes can join without limit.
-    # The count of restarts begins again after every iteration of progress, and after each start nodes can be lost one
-    # by one.
+    # The count of restarts is reset after every iteration of progress, and after each start nodes can be lost one by
+    # one.
     if config.most_nodes > config.launch.num_nodes or config.nodes.restart_lost_nodes:
         return None
     num_restarts = config.recovery.max_restarts * (config.training.train_iterations + 1)

@@ -1,1 +1,1 @@
-"""Text and tokens before training: tokenizers, indexed datasets, the order of samples. No torch, no Megatron."""
+"""Text and tokens before training: tokenizers, indexed datasets and the order of samples. No torch."""

@@ -1,4 +1,4 @@
-"""Checks of all files that the job will read, before any rank starts; reads kilobytes, not corpora."""
+"""Checks all data files that a job will read, before any rank starts. Only small parts of large files are read."""
 
 from dataclasses import dataclass
 
@@ -13,34 +13,34 @@ from megatron_ft.errors import ConfigError, DataError
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Token ids are checked in this many stretches of this length, spread evenly over each ``.bin``."""
+"""Length of the ``PROBE_WINDOWS`` stretches, spread evenly over a ``.bin`` file, in which token ids are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSummary:
-    """Contribution of one source to one split. Counts are None if the built-in corpus is not indexed yet."""
+    """Tokens and samples of one source in one split. They are None if the built-in corpus is not indexed yet."""
 
     split: str
     name: str
     tokens: int | None
     samples: int | None
     checked: str
-    """Range of the check of its token ids, as text."""
+    """Description of which token ids were checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """Data that a job reads."""
+    """Summary of the data that a job will read."""
 
     sources: tuple[SourceSummary, ...]
     tokenizer_vocab_size: int
     vocab_size: int
-    """Entries of the model's vocabulary, padding included."""
+    """Number of entries of the model's vocabulary, including padding."""
     eod: int
     warnings: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Return one line per source, one for the vocabulary, and the warnings."""
+        """Describe the data: a line for each source, a line for the vocabulary, and warnings."""
         lines = [f"{source.split}: {_counts(source)} in {source.name} ({source.checked})" for source in self.sources]
         lines.append(
             f"vocabulary: {self.tokenizer_vocab_size:,} entries, padded to {self.vocab_size:,}; eod {self.eod}"
@@ -55,15 +55,15 @@ def _counts(source: SourceSummary) -> str:
 
 
 def check_data(config: JobConfig) -> DataSummary:
-    """Check every file of the job; with ``dry_run`` nothing is written, else the built-in corpus is indexed here.
+    """Check every data file of the job. The built-in corpus is indexed if necessary, except with ``dry_run``.
 
     Raises:
-        ConfigError: sources, weights, tokenizer or vocabulary that do not fit together.
-        DataError: a file that is missing, damaged, empty or too short.
+        ConfigError: sources, weights, tokenizer and vocabulary do not fit together.
+        DataError: a file is missing, damaged, empty or too short.
     """
     src.check_lists(config.data)
     tokenizer = build_tokenizer(config.data)
-    # Before ranks start: an error on a rank would end the job only after minutes of loading.
+    # Check this before ranks start, because an error on a rank would end the job only after minutes of loading.
     found = _split(config, "train", tokenizer)
     if config.training.eval_interval_iterations:
         found += _split(config, "valid", tokenizer)
@@ -77,21 +77,21 @@ def check_data(config: JobConfig) -> DataSummary:
 
 
 def resolve_vocab_size(config: JobConfig) -> int:
-    """Return the entries of the model's vocabulary: padded to a multiple of ``model.make_vocab_size_divisible_by``."""
+    """Return the padded size of the model's vocabulary, a multiple of ``model.make_vocab_size_divisible_by``."""
     return _padded(config, vocabulary_entries(config, build_tokenizer(config.data)))
 
 
 def vocabulary_entries(config: JobConfig, tokenizer: Tokenizer) -> int:
-    """Return the entries of the vocabulary before padding: ``model.vocab_size`` or the tokenizer's.
+    """Return the size of the vocabulary before padding: ``model.vocab_size``, or the tokenizer's size if it is null.
 
     Raises:
-        ConfigError: ``model.vocab_size`` is smaller than the tokenizer's.
+        ConfigError: ``model.vocab_size`` is smaller than the tokenizer's vocabulary.
     """
     wanted = config.model.vocab_size
     if wanted is None:
         return tokenizer.vocab_size
     if wanted < tokenizer.vocab_size:
-        constraint = f"must be at least {tokenizer.vocab_size}, the entries of data.tokenizer={config.data.tokenizer}"
+        constraint = f"must be at least {tokenizer.vocab_size}, the size of data.tokenizer={config.data.tokenizer}"
         raise ConfigError.of("model.vocab_size", wanted, constraint)
     return wanted
 
@@ -128,7 +128,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSu
 
 
 def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entries: int) -> tuple[int | None, str]:
-    """Return the tokens of the whole source or None, and a description of the check."""
+    """Check a source. Return its number of tokens, None if unknown, and a description of the check."""
     if name == stdlib.NAME and config.dry_run:
         prefix = stdlib.corpus_prefix(config.data.cache_dir, tokenizer)
         if not idx_path(prefix).exists():
@@ -145,20 +145,19 @@ def _expected_tokens(tokenizer: Tokenizer) -> int | None:
 
 
 def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
-    """Compare token ids with the vocabulary; return the range of the check. Raises DataError at the first invalid
-    id."""
+    """Check token ids and describe which were checked. Raises DataError for the first invalid id."""
     bounds = np.iinfo(info.dtype)
-    # Every value of the format is in the vocabulary: there is nothing to read.
+    # If every value of the format is in the vocabulary, no token has to be read.
     if bounds.min >= 0 and bounds.max < entries:
-        return f"all ids fit: {info.dtype.name}"
+        return f"every {info.dtype.name} is a valid token id"
     tokens = np.memmap(bin_path(info.prefix), dtype=info.dtype, mode="r")
-    # Samples only, for a corpus may have terabytes; ids are checked again when each sample is read.
+    # Check only a sample of the ids, because a corpus may have terabytes. Each id is checked again when it is read.
     starts = np.linspace(0, max(0, info.num_tokens - PROBE_WINDOW_TOKENS), PROBE_WINDOWS, dtype=np.int64)
     for start in np.unique(starts).tolist():
         window = tokens[start : start + PROBE_WINDOW_TOKENS].astype(np.int64)
         outside = (window < 0) | (window >= entries)
         if outside.any():
             at = int(np.argmax(outside))
-            constraint = f"must be from 0 to {entries - 1}, the vocabulary (data.tokenizer, model.vocab_size)"
+            constraint = f"must be from 0 to {entries - 1} to be in the vocabulary (data.tokenizer, model.vocab_size)"
             raise DataError(f"{key}={info.prefix}: token {start + at}={window[at]}: {constraint}")
     return f"ids of {min(info.num_tokens, starts.size * PROBE_WINDOW_TOKENS):,} tokens checked"

@@ -1,4 +1,4 @@
-"""Reads documents from text and JSONL files; unreadable content is named by file and line."""
+"""Reads documents from text and JSONL files. An error names the file and the line that cannot be read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterator[str]:
-    """Yield the text file ``path`` as one document, or one per stretch between blank lines.
+    """Yield the text of ``path`` as one document, or split it at blank lines into several.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8.
@@ -26,10 +26,10 @@ def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterato
 
 
 def json_documents(path: Path, key: str) -> Iterator[str]:
-    """Yield the string at ``key`` of every line of the JSONL file ``path``; blank lines are skipped.
+    """Yield the text at ``key`` from each line of the JSONL file ``path``. Blank lines are skipped.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not UTF-8, no JSON object, or has no string at ``key``.
+        DataError: the file is missing or empty, or a line is not UTF-8, not a JSON object, or has no string at ``key``.
     """
     for number, line in _lines(path):
         if line.strip():
@@ -37,7 +37,7 @@ def json_documents(path: Path, key: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text with its line end)."""
+    """Yield the number of each line, counted from 1, and its text with the line end."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if not path.stat().st_size:
@@ -73,11 +73,11 @@ def _json_text(place: str, line: str, key: str) -> str:
     if not isinstance(row, dict):
         raise DataError(f"{place}: must be a JSON object, not {type(row).__name__}")
     if key not in row:
-        raise DataError(f"{place}: has no key {key!r}, only {sorted(row)[:8]} (--json-key)")
+        raise DataError(f"{place}: has no key {key!r}, but {sorted(row)[:8]}; choose another --json-key")
     text = row[key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {key}={text!r:.60}: must be a string")
     # JSON's escapes can write one; encoding it would fail much later, without the line.
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise DataError(f"{place}: {key} holds half of a surrogate pair, which no UTF-8 text can")
+        raise DataError(f"{place}: {key} contains half of a surrogate pair, which UTF-8 cannot represent")
     return text

@@ -1,9 +1,9 @@
-"""Megatron's indexed dataset (``.bin`` tokens, ``.idx`` index): a streaming writer and a strict reader of the index.
+"""Megatron's indexed dataset, a ``.bin`` file of tokens with an ``.idx`` file: writer, and reader of the index.
 
-Layout of ``.idx``, little endian, as ``megatron.core.datasets.indexed_dataset`` (megatron-core 0.16.1) reads it:
-9 bytes magic, ``uint64`` version 1, ``uint8`` code of the token format, ``uint64`` S sequences, ``uint64`` D entries of
-the document table, then ``int32[S]`` lengths in tokens, ``int64[S]`` byte offsets into ``.bin``, ``int64[D]`` the
-sequence each document starts at, closed by S.
+Layout of ``.idx``, little endian, as ``megatron.core.datasets.indexed_dataset`` (megatron-core 0.16.1) reads it: 9
+bytes magic, ``uint64`` version 1, ``uint8`` code of the token format, ``uint64`` number S of sequences, ``uint64``
+number D of entries of the document table; then ``int32[S]`` lengths in tokens, ``int64[S]`` byte offsets into ``.bin``,
+and ``int64[D]`` the first sequence of each document, followed by S as the last entry.
 """
 
 import os
@@ -26,36 +26,36 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-"""Integer token formats by their code; 6 and 7 are floating point and hold no tokens."""
+"""Integer token formats by their code in the header. Codes 6 and 7 are floating-point formats."""
 CHUNK = 1 << 20
-"""Index entries handled at a time."""
+"""Number of index entries that are read or written at a time."""
 MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Choose the format of Megatron's own tools for a vocabulary: ``uint16`` below 65,500 entries, else ``int32``."""
+    """Return the format that Megatron's tools use: ``uint16`` below 65,500 entries, otherwise ``int32``."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Path of the file of tokens."""
+    """Return the path of the file with the tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Path of the file of the index."""
+    """Return the path of the file with the index."""
     return Path(f"{prefix}.idx")
 
 
 class IndexedWriter:
-    """Writes documents one by one; both files appear, complete and durable, when the ``with`` block ends without error.
+    """Writes documents one by one. When the ``with`` block ends without an error, both files appear and are synced.
 
-    Until then they have temporary names; an exception removes them. ``.idx`` is renamed last: a prefix with an ``.idx``
-    is complete.
+    Until then the files have temporary names. They are deleted if the block raises an exception. ``.idx`` is renamed
+    last, so if it exists, both files are complete.
 
     Raises:
-        DataError: the prefix exists and ``overwrite`` is false, its folder cannot be written, a token does not fit
-            ``dtype``, or nothing was added.
+        DataError: the files exist and ``overwrite`` is false, the folder cannot be written, a token does not fit
+            ``dtype``, or no document was added.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype, *, overwrite: bool = False) -> None:
@@ -69,11 +69,11 @@ class IndexedWriter:
         self.num_tokens = 0
         existing = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
         if existing and not overwrite:
-            raise DataError(f"{existing[0]}: exists already; choose another prefix or allow overwriting")
+            raise DataError(f"{existing[0]}: already exists; choose another prefix or allow overwriting")
 
     @property
     def num_documents(self) -> int:
-        """Documents added so far."""
+        """Number of documents added so far."""
         return len(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
@@ -87,7 +87,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: np.ndarray) -> None:
-        """Append one document; ``tokens`` is ``[length]`` of any integer format. An empty one is refused."""
+        """Append one document. ``tokens`` is ``[length]`` of any integer format; an empty document raises DataError."""
         if not 0 < tokens.size <= MAX_SEQUENCE_TOKENS:
             raise DataError(f"{self.prefix}: document of {tokens.size} tokens: must have 1 to {MAX_SEQUENCE_TOKENS}")
         # Conversion would wrap such a token into another one of the vocabulary without an error.
@@ -111,7 +111,7 @@ class IndexedWriter:
 
     def _finish(self) -> None:
         if not self.num_tokens:
-            raise DataError(f"{self.prefix}: no tokens: the input holds no text")
+            raise DataError(f"{self.prefix}: cannot be written without tokens: the input contains no text")
         _flush(self._stream)
         with open(self._partial[idx_path(self.prefix)], "wb", buffering=1 << 20) as stream:
             stream.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_documents, self.num_documents + 1))
@@ -147,7 +147,7 @@ def _flush(stream: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexInfo:
-    """Content of a sound index about its tokens."""
+    """Properties of a dataset whose index was checked."""
 
     prefix: str
     dtype: np.dtype
@@ -157,12 +157,10 @@ class IndexInfo:
 
     @classmethod
     def read(cls, prefix: str | Path) -> "IndexInfo":
-        """Check ``prefix.idx`` against its own header and against ``prefix.bin``, in constant memory.
-
-        Sizes are compared with the real files before anything is read by them.
+        """Check ``prefix.idx`` and compare its sizes with ``prefix.bin``. The memory needed is constant.
 
         Raises:
-            DataError: a file is missing or its content contradicts the format; names file, value and constraint.
+            DataError: a file is missing or its content violates the format. The message names it.
         """
         path, sizes = idx_path(prefix), _file_sizes(prefix)
         with open(path, "rb") as stream:
@@ -171,8 +169,8 @@ class IndexInfo:
             num_tokens = _check_lengths_and_pointers(path, stream, num_sequences, dtype.itemsize)
             _check_documents(path, stream, num_sequences, num_entries)
         wanted_bytes = num_tokens * dtype.itemsize
-        if sizes[bin_path(prefix)] != wanted_bytes:
-            raise _bad(bin_path(prefix), "bytes", sizes[bin_path(prefix)], f"must be {wanted_bytes}, as {path} says")
+        if (found_bytes := sizes[bin_path(prefix)]) != wanted_bytes:
+            raise _bad(bin_path(prefix), "bytes", found_bytes, f"must be {wanted_bytes} according to {path}")
         if not num_tokens:
             raise _bad(path, "tokens", 0, "must be at least 1")
         return cls(
@@ -185,10 +183,10 @@ class IndexInfo:
 
 
 def read_dtype(prefix: str | Path) -> np.dtype:
-    """Type of the tokens, by the header of ``prefix.idx`` alone.
+    """Return the format of the tokens. Only the header of ``prefix.idx`` is read.
 
     Raises:
-        DataError: as ``IndexInfo.read``.
+        DataError: a file is missing, or the header is invalid.
     """
     path, sizes = idx_path(prefix), _file_sizes(prefix)
     with open(path, "rb") as stream:
@@ -214,10 +212,10 @@ def _file_sizes(prefix: str | Path) -> dict[Path, int]:
 
 def _parse_header(path: Path, head: bytes, size_bytes: int) -> tuple[np.dtype, int, int]:
     if len(head) < HEADER.size:
-        raise _bad(path, "bytes", size_bytes, f"must be at least the {HEADER.size} of the header")
+        raise _bad(path, "bytes", size_bytes, f"must be at least {HEADER.size}, the size of the header")
     magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
     if magic != MAGIC:
-        raise _bad(path, "magic", magic, f"must be {MAGIC!r}: this is no index of an indexed dataset")
+        raise _bad(path, "magic", magic, f"must be {MAGIC!r}: this is not the index of an indexed dataset")
     if version != VERSION:
         raise _bad(path, "version", version, f"must be {VERSION}")
     if code not in DTYPES:
@@ -226,7 +224,8 @@ def _parse_header(path: Path, head: bytes, size_bytes: int) -> tuple[np.dtype, i
     wanted_bytes = HEADER.size + 12 * num_sequences + 8 * num_entries
     if size_bytes != wanted_bytes:
         counts = f"{num_sequences} sequences and {num_entries} document entries"
-        raise _bad(path, "bytes", size_bytes, f"must be {wanted_bytes} for {counts}: truncated or foreign")
+        constraint = f"must be {wanted_bytes} for {counts}: the file is truncated or has another format"
+        raise _bad(path, "bytes", size_bytes, constraint)
     if num_entries < 1:
         raise _bad(path, "document entries", num_entries, "must be at least 1")
     return DTYPES[code], num_sequences, num_entries
@@ -253,7 +252,7 @@ def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int
         wanted = (ends - lengths) * itemsize
         if not np.array_equal(pointers, wanted):
             at = int(np.argmax(pointers != wanted))
-            constraint = f"must be {wanted[at]}, the bytes of all sequences before it"
+            constraint = f"must be {wanted[at]}, the number of bytes of all previous sequences"
             raise _bad(path, f"pointer of sequence {first + at}", pointers[at], constraint)
         total, first = int(ends[-1]), first + lengths.size
     return total
@@ -268,7 +267,8 @@ def _check_documents(path: Path, stream: BinaryIO, num_sequences: int, num_entri
         falls = np.diff(entries, prepend=last) < 0
         if falls.any():
             at = int(np.argmax(falls))
-            raise _bad(path, f"document entry {number * CHUNK + at}", entries[at], "must not be below the one before")
+            constraint = "must be at least the previous entry"
+            raise _bad(path, f"document entry {number * CHUNK + at}", entries[at], constraint)
         last = int(entries[-1])
     if last != num_sequences:
         raise _bad(path, "last document entry", last, f"must be {num_sequences}, the number of sequences")

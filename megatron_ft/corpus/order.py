@@ -1,9 +1,9 @@
-"""Maps indices to samples: a pure function of (seed, index), in constant memory.
+"""Order of samples: maps an index to a sample by a pure function of (seed, index), in constant memory.
 
-It depends neither on the length of a run nor on its layout. Each epoch of a source is a keyed bijection of its samples
-(a Feistel network over the smallest square that holds them, with cycle walking: Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002). A blend distributes every block of indices over the sources by exact cumulative
-quotas and shuffles the block with another such bijection.
+The order does not depend on the length of a run or on its parallel layout. In each epoch, a bijection with its own key
+permutes the samples of a source (a Feistel network over the smallest square that holds them, with cycle walking: Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). To blend sources, every block of indices is
+distributed over the sources by exact cumulative quotas, and another such bijection shuffles the block.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Map ``position`` by a bijection of ``range(size)`` that depends on ``key``."""
+    """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
     # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
     side = isqrt(size - 1) + 1 if size > 1 else 1
@@ -44,7 +44,7 @@ def permute(position: int, size: int, key: str) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): 64 bits to 64 well mixed bits."""
+    """Mix the bits of a 64-bit integer with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -52,7 +52,7 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Location of the sample of an index."""
+    """The sample at an index: its source, the epoch of the source, and the number of the sample in the source."""
 
     source: int
     epoch: int
@@ -63,20 +63,21 @@ class Place:
 class SampleOrder:
     """Order of all samples of a split.
 
-    Within an epoch of a source each of its samples is used exactly once. At the end of every block of
-    ``block_samples`` indices each source has had its share of all indices so far to within one sample.
+    In each epoch of a source, each of its samples is used exactly once. At the end of every block of ``block_samples``
+    indices, the number of samples used from each source differs from its share by less than one sample.
     """
 
     seed: int
     split: str
     num_samples: tuple[int, ...]
-    """Samples of each source, all positive."""
+    """Number of samples of each source, at least 1."""
     weights: tuple[float | int, ...] | None = None
-    """Relative weight of each source; None weighs them by their samples."""
+    """Relative weight of each source; None uses the numbers of samples as weights."""
 
     def __post_init__(self) -> None:
         assert self.num_samples and min(self.num_samples) > 0, f"sources without samples: {self.num_samples}"
-        assert self.weights is None or len(self.weights) == len(self.num_samples), "one weight per source"
+        has_weights = self.weights is None or len(self.weights) == len(self.num_samples)
+        assert has_weights, f"weights={self.weights}: must contain one weight for each source"
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -84,12 +85,12 @@ class SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Indices per block: enough that the smallest source has at least one of them."""
+        """Number of indices per block, so large that every block has a sample of the smallest source."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
     def locate(self, index: int) -> Place:
-        """Locate the sample at ``index``, any integer from 0."""
+        """Return the sample at ``index``, an integer of at least 0."""
         if index < 0:
             raise ValueError(f"sample index {index}: must not be negative")
         source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
@@ -98,7 +99,7 @@ class SampleOrder:
         return Place(source, epoch, permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source and the number of its samples before this one, from the shuffled position in the block."""
+        """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
@@ -121,13 +122,13 @@ def _integer_weights(weights: Sequence[float | int]) -> list[int]:
 
 
 def check_weights(key: str, weights: Sequence[float] | None, num_sources: int) -> None:
-    """Raises ConfigError unless there is one positive finite weight per source (or none at all)."""
+    """Check that there is one positive finite weight for each source, or no weights. Raises ConfigError otherwise."""
     if weights is None:
         return
     if len(weights) != num_sources:
-        raise ConfigError.of(key, list(weights), f"must have one weight per source, {num_sources}")
+        raise ConfigError.of(key, list(weights), f"must have as many weights as there are sources, {num_sources}")
     for position, weight in enumerate(weights):
         if not 0 < weight < float("inf"):
             raise ConfigError.of(f"{key}[{position}]", weight, "must be positive and finite")
     if max(weights) > 1e9 * min(weights):
-        raise ConfigError.of(key, list(weights), "must lie within a factor of 1e9 of each other")
+        raise ConfigError.of(key, list(weights), "must not differ by more than a factor of 1e9")

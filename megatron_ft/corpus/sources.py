@@ -1,4 +1,4 @@
-"""Sources of a job: their training and validation tokens, and the number of samples.
+"""Data sources of a job: their training and validation tokens, and the number of samples.
 
 The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
 starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
@@ -28,7 +28,7 @@ class Span:
     key: str
     """Configuration key of the source, for messages."""
     name: str
-    """The source as configured."""
+    """Path of the source in the configuration, or the name of the built-in corpus."""
     prefix: str
     first_token: int
     num_tokens: int
@@ -45,18 +45,18 @@ class SplitPlan:
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
-    """Count the samples in ``num_tokens`` tokens. Neighbours share one token: the last label of one is the first input
-    of the next."""
+    """Return the number of samples in ``num_tokens`` tokens. Adjacent samples share one token: the last label of a
+    sample is the first input of the next one."""
     return max(0, (num_tokens - 1) // seq_length)
 
 
 def source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
-    """Return the file prefix of ``source``; indexes the built-in corpus if it is not indexed yet."""
+    """Return the path of ``source`` without suffix. The built-in corpus is indexed if it is not indexed yet."""
     return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
 
 
 def read_info(key: str, prefix: Path) -> IndexInfo:
-    """Call ``IndexInfo.read``, with the configuration key in its errors."""
+    """Return the result of ``IndexInfo.read``; errors also name the configuration key."""
     try:
         return IndexInfo.read(prefix)
     except DataError as error:
@@ -64,7 +64,7 @@ def read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return (key, sources, weights) of ``split``; validation uses the training sources if it has none of its own."""
+    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has none."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -72,10 +72,10 @@ def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence
 
 
 def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
-    """Compute the spans of ``split``; ``tokens`` gives (prefix, number of tokens) of each of its sources.
+    """Compute the span of each source of ``split``. ``tokens`` has the prefix and number of tokens of each source.
 
     Raises:
-        DataError: a source is too short for one sample.
+        DataError: a source has not enough tokens for one sample.
     """
     key, sources, _ = configured(config, split)
     result = []
@@ -92,7 +92,7 @@ def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tupl
 
 
 def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
-    """Return (first token, number of tokens) of ``split`` in a source of ``total`` tokens."""
+    """Return the first token and the number of tokens of ``split`` in a source of ``total`` tokens."""
     if config.valid:
         return 0, total
     if not 0 <= config.valid_fraction < 1:
@@ -103,36 +103,38 @@ def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
 
 
 def _too_short(config: DataConfig, split: str, total: int, count: int, seq_length: int) -> str:
-    what = f"gives {split} {count} of its {total} tokens; must be at least model.seq_length + 1 = {seq_length + 1}"
+    what = f"{count} of its {total} tokens are for {split}: must be at least model.seq_length + 1 = {seq_length + 1}"
     if config.valid:
         return what
     return f"{what} (data.valid_fraction={config.valid_fraction})"
 
 
 def check_lists(config: DataConfig) -> None:
-    """Check lists of sources and weights. Raises ConfigError if they contradict each other."""
+    """Check that sources and weights fit together, and that no source occurs twice. Raises ConfigError."""
     if not config.train:
         raise ConfigError.of("data.train", config.train, "must name at least one source")
     check_weights("data.train_weights", config.train_weights, len(config.train))
     if config.valid_weights is not None and not config.valid:
-        raise ConfigError.of("data.valid_weights", config.valid_weights, "needs data.valid")
+        raise ConfigError.of("data.valid_weights", config.valid_weights, "must be null without data.valid")
     check_weights("data.valid_weights", config.valid_weights, len(config.valid))
     for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
-        # Resolved: two paths to one file would read its tokens twice as often as its weight says.
+        # Compare resolved paths, because two paths to one file would read its tokens twice as often as intended.
         resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
         for position, source in enumerate(resolved):
             if source in resolved[:position]:
                 raise ConfigError.of(f"{key}[{position}]", sources[position], "must not be named twice")
     shared = {str(Path(source).resolve()) for source in config.train} & {str(Path(s).resolve()) for s in config.valid}
     if shared:
-        raise ConfigError.of("data.valid", config.valid, f"must not share {sorted(shared)[0]} with data.train")
+        raise ConfigError.of(
+            "data.valid", config.valid, f"must not contain {sorted(shared)[0]}, which is in data.train"
+        )
 
 
 def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> SplitPlan:
-    """Plan spans and order of ``split``; reads the indices and indexes the built-in corpus where needed.
+    """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
 
     Raises:
-        ConfigError: inconsistent lists or weights.
+        ConfigError: sources and weights do not fit together.
         DataError: a file is missing, damaged or too short.
     """
     check_lists(config)
@@ -144,13 +146,13 @@ def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Token
 
 
 def fingerprint(plan: SplitPlan) -> str:
-    """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
+    """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last tokens.
 
-    It does not see other tokens in the middle of a source of the same size.
+    Two sources of the same size that differ only in other tokens have equal digests.
     """
     digest = hashlib.blake2b(repr((plan.seq_length, plan.order)).encode(), digest_size=8)
     for span in plan.spans:
-        # The ends only: every start of every rank computes this, whatever the size of the sources.
+        # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
         edge = min(4096, span.num_tokens)
         digest.update(f"{span.first_token} {span.num_tokens}".encode())
         for start in (span.first_token, span.first_token + span.num_tokens - edge):
@@ -165,7 +167,7 @@ def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
 
 
 def sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
-    """Create the order of the samples of ``found``, from ``data.seed`` and the split's weights."""
+    """Return the order of the samples of ``found``, which depends on ``data.seed`` and the weights of the split."""
     weights = configured(config, split)[2]
     return SampleOrder(
         seed=config.seed,

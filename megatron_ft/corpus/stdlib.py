@@ -1,7 +1,7 @@
-"""The built-in corpus ``python-stdlib``: the source files of the running Python, docstrings included.
+"""The built-in corpus ``python-stdlib``: source code and docstrings of the running Python's standard library.
 
-It is real text that exists on every machine. Files are taken in the order of a digest of their relative paths, until
-``MAX_BYTES`` are reached. So any part of the corpus is a mixture of the whole library.
+It is real text that exists on every machine. Files are sorted by a digest of their paths and used until ``MAX_BYTES``
+are reached, so that every part of the corpus is a mixture of the whole library.
 """
 
 import fcntl
@@ -25,14 +25,14 @@ from megatron_ft.errors import DataError
 
 NAME = "python-stdlib"
 MAX_BYTES = 4_000_000
-"""Largest size of the corpus: it consists of the first files, in order, that fit."""
+"""Largest size of the corpus in bytes."""
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 LOCK_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of the corpus; ``name`` is relative to the standard library's folder."""
+    """A file of the corpus. ``name`` is its path relative to the standard library's folder."""
 
     name: str
     size_bytes: int
@@ -45,7 +45,7 @@ def library_folder() -> Path:
 
 @lru_cache(maxsize=4)
 def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[SourceFile, ...]:
-    """List the files of the corpus in order. Raises DataError where the Python has no sources."""
+    """List the files of the corpus in their order. Raises DataError if the Python has no source files."""
     found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     chosen, total_bytes = [], 0
     for file in found:
@@ -53,7 +53,7 @@ def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[SourceFile, ..
             chosen.append(file)
             total_bytes += file.size_bytes
     if not chosen:
-        raise DataError.of("data.train", NAME, f"needs .py sources under {folder}, and there are none")
+        raise DataError.of("data.train", NAME, f"needs .py files under {folder}, but there are none")
     return tuple(chosen)
 
 
@@ -67,17 +67,17 @@ def _walk(folder: Path) -> Iterator[SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the prefix of the indexed corpus; its name depends on the Python version, its files and the tokenizer."""
+    """Return the path of the indexed corpus without suffix. It depends on the files and the tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
 
 
 def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the prefix of the indexed corpus, written first if it does not exist; concurrent processes wait for one.
+    """Return the path of the indexed corpus without suffix. If it does not exist, one process writes it.
 
     Raises:
-        DataError: no sources, the cache cannot be written, or another process holds the lock too long.
+        DataError: there are no source files, the cache cannot be written, or another process has the lock for too long.
     """
     prefix = corpus_prefix(cache_dir, tokenizer)
     if not idx_path(prefix).exists():
@@ -104,7 +104,7 @@ def _write(prefix: Path, tokenizer: Tokenizer) -> None:
 
 
 def _read(path: Path) -> str:
-    """Read a source file in the encoding it declares (PEP 263)."""
+    """Read a source file with the encoding that it declares (PEP 263)."""
     try:
         with tokenize.open(path) as stream:
             return stream.read()
@@ -136,5 +136,6 @@ def _acquire(descriptor: int, path: Path) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > deadline:
-                raise DataError(f"{path}: held by another process for {LOCK_TIMEOUT_SECONDS:.0f} s") from error
+                seconds = f"{LOCK_TIMEOUT_SECONDS:.0f} s"
+                raise DataError(f"{path}: another process has held this lock for {seconds}") from error
         time.sleep(0.02)

@@ -1,6 +1,6 @@
-"""Tokenizers: bytes (built in), a Hugging Face ``tokenizers`` JSON file, GPT-2's vocab.json and merges.txt.
+"""Tokenizers: bytes (built in), a JSON file of the ``tokenizers`` library, or GPT-2's vocab.json and merges.txt.
 
-The ``tokenizers`` library is imported only where one of the latter two is built.
+The ``tokenizers`` library is imported only if the tokenizer is not ``bytes``.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.reading import reading
 
 END_OF_DOCUMENT_ENTRIES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|end▁of▁sentence|>", "[EOS]")
-"""Published names of the end-of-document token, tried in this order."""
+"""Names that published vocabularies use for the end-of-document token, in the order in which they are tried."""
 
 _REFUSED = "refused by the tokenizers library"
 
@@ -27,11 +27,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Largest id plus one, ``eod`` included."""
+        """Largest token id plus one, including ``eod``."""
 
     @property
     def eod(self) -> int:
-        """Id that ends a document; no text encodes to it."""
+        """Id of the end-of-document token; ``encode`` never returns it."""
 
     @property
     def fingerprint(self) -> str:
@@ -39,20 +39,20 @@ class Tokenizer(Protocol):
 
     @property
     def dropped(self) -> str:
-        """Printable ASCII characters that are not encoded at all and would be lost."""
+        """Printable ASCII characters for which the vocabulary has no token, so ``encode`` drops them."""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids ``[num_tokens]`` of a text, without ``eod``."""
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return ``encode`` of each text, in order; may use threads."""
+        """Return the result of ``encode`` for each text, in order. May use threads."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ``ids`` ``[num_tokens]``; ``eod`` is left out, broken UTF-8 becomes U+FFFD."""
+        """Return the text of the token ids ``[num_tokens]``. ``eod`` is left out; invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
-    """Every UTF-8 byte is a token; 256 ends a document."""
+    """A tokenizer whose tokens are the bytes of UTF-8. Token 256 ends a document."""
 
     vocab_size = 257
     eod = 256
@@ -70,12 +70,12 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the ``tokenizers`` library, set to add no special tokens, truncate nothing and interpret none.
+    """A tokenizer of the ``tokenizers`` library. It adds no special tokens, reads none in text, and truncates nothing.
 
-    A vocabulary without a known end-of-document entry gets one more id, its largest plus one.
+    If the vocabulary has no known end-of-document token, one is added with the next id.
 
     Raises:
-        DataError: the library fails on the file's rules, when it is built or at any text; names ``source``.
+        DataError: the library fails when the tokenizer is built or encodes a text. The message names ``source``.
     """
 
     def __init__(self, backend: Any, vocabulary: dict[str, int], fingerprint: str, source: Path) -> None:
@@ -110,18 +110,18 @@ class LibraryTokenizer:
 
 
 def losses(tokenizer: Tokenizer) -> str:
-    """Describe the characters that ``tokenizer`` drops; empty where there are none."""
+    """Return a warning about characters that ``tokenizer`` drops, or an empty text."""
     if not tokenizer.dropped:
         return ""
-    return f"the tokenizer has no entry for, and drops, {len(tokenizer.dropped)} characters: {tokenizer.dropped!r}"
+    return f"the tokenizer does not know these characters and drops them: {tokenizer.dropped!r}"
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """Build the tokenizer that ``config`` names.
+    """Create the tokenizer that ``config`` names.
 
     Raises:
-        ConfigError: an unknown name, or a file the tokenizer needs is not given.
-        DataError: a file is missing or damaged, or its merges need an entry its vocabulary lacks.
+        ConfigError: the tokenizer is unknown, or no path is given for a file that it needs.
+        DataError: a file is missing or damaged, or a merge needs an entry that the vocabulary does not have.
     """
     if config.tokenizer == "bytes":
         return ByteTokenizer()
@@ -172,7 +172,7 @@ def _huggingface(path: Path) -> Tokenizer:
 
 def _checked(path: Path, vocabulary: dict[str, int]) -> dict[str, int]:
     if not vocabulary:
-        raise DataError(f"{path}: vocabulary: must hold at least one entry")
+        raise DataError(f"{path}: vocabulary: must have at least one entry")
     return vocabulary
 
 

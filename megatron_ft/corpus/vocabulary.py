@@ -1,4 +1,4 @@
-"""Strict reading of vocabulary files, so that damage is one clear message before anything starts."""
+"""Reads and checks vocabulary files, so that a damaged file raises one clear error before ranks start."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatron_ft.reading import read_bytes
 from megatron_ft.strict_json import parse_json
 
 MAX_BYTES = 1 << 30
-"""Largest size of a vocabulary file."""
+"""Largest size of a vocabulary file in bytes."""
 
 
 def read_text(path: Path) -> str:
@@ -24,20 +24,20 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object."""
+    """Read a JSON file that contains an object. Raises DataError for anything else."""
     try:
         content = parse_json(read_text(path))
     except ValueError as error:
         raise DataError(f"{path}: damaged JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: must hold a JSON object, not {type(content).__name__}")
+        raise DataError(f"{path}: must contain a JSON object, not {type(content).__name__}")
     return content
 
 
 def check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
-    """Return ``vocabulary`` as {entry: id}. Raises DataError unless ids are distinct integers from 0."""
+    """Check that ``vocabulary`` maps entries to distinct integers of at least 0, and return it. Raises DataError."""
     if not isinstance(vocabulary, dict) or not vocabulary:
-        raise DataError(f"{path}: vocabulary: must be a JSON object of entries and their ids, with at least one")
+        raise DataError(f"{path}: vocabulary: must be a JSON object with at least one entry and its id")
     owner: dict[int, str] = {}
     for entry, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
@@ -50,7 +50,7 @@ def check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Check that the vocabulary has the entries of all merges (place, left, right). Raises DataError."""
+    """Check that the vocabulary has all entries of ``merges`` (place, left, right). Raises DataError."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
@@ -58,7 +58,7 @@ def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[
 
 
 def read_merges(path: Path) -> list[tuple[str, str, str]]:
-    """Return the lines of a merges.txt as (place, left, right); a first line ``#version`` is skipped."""
+    """Read the merges of a merges.txt file as (place, left, right). A first line ``#version...`` is skipped."""
     merges = []
     # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -66,23 +66,23 @@ def read_merges(path: Path) -> list[tuple[str, str, str]]:
             continue
         parts = line.rstrip("\r").split(" ")
         if len(parts) != 2 or not all(parts):
-            raise DataError(f"{path}: line {number}: {line[:60]!r}: must be two entries with one space between")
+            raise DataError(f"{path}: line {number}: {line[:60]!r}: must be two entries separated by one space")
         merges.append((f"{path} line {number}", parts[0], parts[1]))
     if not merges:
-        raise DataError(f"{path}: holds no merges")
+        raise DataError(f"{path}: contains no merges")
     return merges
 
 
 def byte_letters() -> list[str]:
-    """Return the 256 letters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 stands for itself, the
-    rest starts at U+0100."""
+    """Return the letter that byte-level BPE (GPT-2) uses for each of the 256 bytes: printable Latin-1 characters for
+    themselves, and characters from U+0100 on for the other bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Check that every byte has an entry; otherwise text with that byte would lose it silently. Raises DataError."""
+    """Check that every byte has an entry; otherwise the tokenizer would drop it. Raises DataError."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")

@@ -1,4 +1,4 @@
-"""Clock checks: records carry wall-clock times, and waits use the monotonic clock."""
+"""Checks of this machine's clocks. Records contain times of the wall clock; waits use the monotonic clock."""
 
 import shutil
 import subprocess
@@ -9,10 +9,10 @@ from megatron_ft.doctor.findings import Finding, error, info, warning
 
 OBSERVED_SECONDS = 0.1
 LARGEST_DRIFT_SECONDS = 0.005
-"""Largest accepted difference of both clocks over ``OBSERVED_SECONDS``. NTP slews both in the same way
-(clock_gettime(2)), so only a step is larger."""
+"""Largest accepted difference between the two clocks over ``OBSERVED_SECONDS``. NTP adjusts the speed of both clocks
+alike (clock_gettime(2)), so a larger difference means that the wall clock was set."""
 EARLIEST_UNIX_SECONDS = 1_735_689_600
-"""2025-01-01, earlier than the releases of all required software."""
+"""Earliest plausible time, 2025-01-01: the required software was released later."""
 _TOOL_SECONDS = 2.0
 _READINGS = 5
 
@@ -24,15 +24,15 @@ class ClockFacts:
     wall_unix_seconds: float
     elapsed_monotonic_seconds: float
     elapsed_wall_seconds: float
-    """Same time by the wall clock."""
+    """Seconds of the same observation on the wall clock."""
     is_synchronized: bool | None
-    """Answer of the time service; None where there is no answer."""
+    """Whether the time service reports the clock as synchronized; None if no service answers."""
     source: str
-    """Program that answered, or why none did."""
+    """Program that answered, or the reason why none answered."""
 
 
 def observe_clocks() -> ClockFacts:
-    """Observe both clocks for ``OBSERVED_SECONDS`` and meanwhile ask the time service."""
+    """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is synchronized."""
     begin, wall = _both()
     # The calls take a part of the time that is waited for anyway.
     is_synchronized, source = _ask_time_service()
@@ -49,7 +49,7 @@ def observe_clocks() -> ClockFacts:
 
 
 def _both() -> tuple[float, float]:
-    """(monotonic, wall) of one moment: the reading that was least interrupted."""
+    """Return the times of the monotonic and the wall clock at one moment, from the fastest of several readings."""
     readings = []
     for _ in range(_READINGS):
         # An interruption between two readings looks like a step of one clock.
@@ -60,7 +60,7 @@ def _both() -> tuple[float, float]:
 
 
 def _ask_time_service() -> tuple[bool | None, str]:
-    """Ask chrony first, then timedatectl(1), which reports the kernel's flag."""
+    """Ask chrony whether the clock is synchronized; without an answer, ask timedatectl(1) for the kernel's flag."""
     commands = (["chronyc", "-c", "tracking"], ["timedatectl", "show", "--property=NTPSynchronized", "--value"])
     reasons = []
     for command in commands:
@@ -81,7 +81,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
 
 
 def understand(tool: str, output: str) -> bool | None:
-    """Interpret the answer of a tool; None where it says nothing about synchronization.
+    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it reports nothing.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """
@@ -93,18 +93,21 @@ def understand(tool: str, output: str) -> bool | None:
 
 
 def check_clocks(facts: ClockFacts) -> list[Finding]:
-    """Report clocks that jump, are set to an impossible date, or are not synchronized."""
+    """Report a wall clock that was set during the observation, has an impossible date, or is not synchronized."""
     drift = facts.elapsed_wall_seconds - facts.elapsed_monotonic_seconds
     found = []
     if facts.wall_unix_seconds < EARLIEST_UNIX_SECONDS:
         year = time.gmtime(facts.wall_unix_seconds).tm_year
-        what = f"the wall clock says it is {year}: certificates fail, and records cannot be put in order"
-        found.append(error("clocks", what, "set it: chronyc makestep, or timedatectl set-ntp true"))
+        what = f"the wall clock shows the year {year}: certificates are invalid, and records have wrong times"
+        found.append(error("clocks", what, "set the clock: chronyc makestep, or timedatectl set-ntp true"))
     if abs(drift) > LARGEST_DRIFT_SECONDS:
-        what = f"the wall clock moved by {1e3 * drift:+.1f} ms against the monotonic one while it was watched"
-        found.append(warning("clocks", what, "find who sets it; times of this machine's records cannot be compared"))
+        what = f"the wall clock moved by {1e3 * drift:+.1f} ms relative to the monotonic clock during this check"
+        found.append(
+            warning("clocks", what, "find the program that sets it: times in this machine's records are wrong")
+        )
     if facts.is_synchronized is False:
-        what = f"not synchronized ({facts.source}): times of several nodes' records cannot be compared"
-        found.append(warning("clocks", what, "start chronyd, or timedatectl set-ntp true"))
+        what = f"the wall clock is not synchronized ({facts.source}): records of different nodes cannot be put in order"
+        found.append(warning("clocks", what, "start chronyd, or run timedatectl set-ntp true"))
     state = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[facts.is_synchronized]
-    return found or [info("clocks", f"{state} ({facts.source}), wall and monotonic within {1e3 * abs(drift):.1f} ms")]
+    agreement = f"wall and monotonic clock agree within {1e3 * abs(drift):.1f} ms"
+    return found or [info("clocks", f"{state} ({facts.source}), {agreement}")]

@@ -1,4 +1,4 @@
-"""CUDA device checks from the driver's files, without torch."""
+"""Checks of CUDA devices. They read the driver's files and do not import torch."""
 
 import importlib.util
 import re
@@ -6,23 +6,23 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount, count, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed, usable_gpus
 from megatron_ft.planning.rank_environment import set_otherwise
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 30.0
-"""Longest wait for the driver; without persistence mode its first answer takes seconds."""
+"""Time limit for an answer of the driver. Without persistence mode, its first answer needs seconds."""
 
 
 def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory: bool = False) -> DeviceFacts:
     """Observe the CUDA devices of this machine.
 
     Args:
-        visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
+        visible: value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
         root: parent of ``proc`` and ``dev``.
-        asks_memory: run ``nvidia-smi`` for the memory of GPUs where a driver is present.
+        asks_memory: whether to run ``nvidia-smi`` for the memory of GPUs, if there is a driver.
     """
     version = root / "proc/driver/nvidia/version"
     words = version.read_text(encoding="utf-8").splitlines()[0].split() if version.exists() else []
@@ -47,7 +47,7 @@ def _torch_has_cuda() -> bool:
 
 
 def built_with_cuda(version_file: str) -> bool:
-    """Whether the text of PyTorch's ``version.py`` names a version of CUDA; True where it has no such line."""
+    """Return whether the text of PyTorch's ``version.py`` names a CUDA version; True if it has no such line."""
     found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*(\S+)", version_file, re.MULTILINE)
     return found is None or found.group(1) != "None"
 
@@ -61,48 +61,51 @@ def _ask_memory() -> int | None:
 
 
 def smallest_memory(answer: str) -> int | None:
-    """Parse the bytes of the smallest GPU from ``nvidia-smi``'s answer, a line of MiB for each; None
-    without a figure."""
+    """Return the memory in bytes of the smallest GPU. ``answer`` is output of ``nvidia-smi`` with one line of MiB for
+    each GPU. None if no line is a number."""
     # A GPU without a figure answers ``[N/A]``.
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
     return min(sizes, default=None)
 
 
 def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
-    """Report missing GPUs and too little GPU memory for a job on CUDA; list the GPUs for a job on CPU."""
-    seen = f"{facts.num_gpus} GPUs, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
+    """Report missing GPUs and too little GPU memory for a job on CUDA. For a job on CPU, only list the GPUs."""
+    seen = (
+        f"{count(facts.num_gpus, 'GPU')}, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
+    )
     if needs.device == "cpu":
         return [info("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
     if not facts.has_driver or not facts.num_gpus:
-        fix = "run this on a node with GPUs (srun), give the container --gpus all, or training.device=cpu"
-        return [error("devices", f"{seen}, and the job needs GPUs: {needs.device_reason}", fix)]
+        fix = "run this on a node with GPUs (srun), start the container with --gpus all, or set training.device=cpu"
+        return [error("devices", f"{seen}, but the job needs GPUs: {needs.device_reason}", fix)]
     if not facts.torch_has_cuda:
-        fix = "install a CUDA build of PyTorch, then make train TORCH=skip; or training.device=cpu"
-        return [error("devices", f"{seen}, and the installed PyTorch is built without CUDA", fix)]
+        fix = "install a CUDA build of PyTorch and run make train TORCH=skip, or set training.device=cpu"
+        return [error("devices", f"{seen}, but the installed PyTorch is built without CUDA", fix)]
     usable = usable_gpus(facts)
     if facts.visible is not None:
-        seen += f", {usable} of them by CUDA_VISIBLE_DEVICES={facts.visible}"
+        seen += f", {usable} of them visible by CUDA_VISIBLE_DEVICES={facts.visible}"
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
     if usable < needed:
-        each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, {needs.ranks_per_gpu} ranks on one"
-        what = f"{seen}; {needs.ranks_here} ranks here need {each}"
-        return [error("devices", what, f"launch.ranks_per_node={usable // needs.nodes_here or 1}, or another machine")]
-    return [info("devices", f"{seen}; {needs.ranks_here} ranks here"), *_check_gpu_memory(facts, needs)]
+        each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, with {needs.ranks_per_gpu} ranks on each"
+        what = f"{seen}; {count(needs.ranks_here, 'rank')} here must have {each}"
+        fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
+        return [error("devices", what, fix)]
+    return [info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} here"), *_check_gpu_memory(facts, needs)]
 
 
 def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
-    """Report the variables that ranks get on CUDA, and those set to another value here.
+    """List environment variables that the job sets for ranks on CUDA; report those with another value here.
 
     Args:
-        variables: the environment that the job is started in.
+        variables: environment in which the job is started.
     """
     found = []
     for name, value in set_otherwise(needs.environment, variables).items():
         what = f"{name}={value} is set; this job would set {name}={needs.environment[name]}"
-        found.append(warning("environment", what, f"unset {name}, unless it is intended"))
+        found.append(warning("environment", what, f"unset {name}, unless this value is intended"))
     if needs.environment:
         names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
-        found.append(info("environment", f"ranks get, unless it is set: {names}"))
+        found.append(info("environment", f"the job sets these variables for its ranks, unless they are set: {names}"))
     return found
 
 
@@ -110,7 +113,7 @@ def _check_other(needs: JobNeeds) -> list[Finding]:
     if not needs.other_device:
         return []
     if needs.starts_elsewhere and needs.is_refused_there:
-        return [warning("devices", needs.other_device, "set training.device to what the job's nodes have")]
+        return [warning("devices", needs.other_device, "set training.device to the device of the job's nodes")]
     return [info("devices", needs.other_device)]
 
 
@@ -119,9 +122,9 @@ def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
             return []  # the plan has been compared with it
-        what = f"{needed}, which is compared with nothing: nvidia-smi does not answer"
+        what = f"{needed}, but the memory of the GPUs is unknown: nvidia-smi does not answer"
         return [warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:
-        fix = "more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
+        fix = "use more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
         return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]
-    return [info("devices", f"{needed}, of {amount(facts.gpu_memory_bytes)}")]
+    return [info("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}")]

@@ -1,11 +1,11 @@
-"""Findings: one sentence with an observation and one with its fix."""
+"""Findings of the checks. A finding has one sentence with an observation, and one with a fix if it is a problem."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 LEVELS = ("error", "warning", "info")
-"""``error`` breaks the job, ``warning`` may break it or slow it down, ``info`` is an observation
-without a judgement."""
+"""Levels of findings. An ``error`` stops the job, a ``warning`` may stop or slow it down, and an ``info`` is an
+observation without a judgement."""
 _INDENT = 24
 
 
@@ -14,12 +14,12 @@ class Finding:
     """One result of a check."""
 
     check: str
-    """Name of the check."""
+    """Name of the check that made the finding."""
     level: str
     """One of ``LEVELS``."""
     what: str
     fix: str = ""
-    """Suggested action; empty where none is needed."""
+    """Action that solves the problem; empty for level ``info``."""
 
     def __post_init__(self) -> None:
         assert self.level in LEVELS, f"no level {self.level!r}"
@@ -30,22 +30,22 @@ class Finding:
 
 
 def error(check: str, what: str, fix: str) -> Finding:
-    """Create a finding that breaks the job."""
+    """Make a finding about something that stops the job."""
     return Finding(check=check, level="error", what=what, fix=fix)
 
 
 def warning(check: str, what: str, fix: str) -> Finding:
-    """Create a finding that may break the job or slow it down."""
+    """Make a finding about something that may stop the job or slow it down."""
     return Finding(check=check, level="warning", what=what, fix=fix)
 
 
 def info(check: str, what: str) -> Finding:
-    """Create a finding without a judgement."""
+    """Make a finding with an observation only."""
     return Finding(check=check, level="info", what=what)
 
 
 def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:
-    """Return 2 with errors, 1 with warnings if those count, 0 otherwise."""
+    """Return the command's exit code: 2 if there are errors, 1 if ``strict`` and there are warnings, otherwise 0."""
     levels = {finding.level for finding in findings}
     if "error" in levels:
         return 2
@@ -53,7 +53,7 @@ def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Render findings as text, the most severe first, and a line of totals."""
+    """Format findings as text, the most severe first. The last line counts the findings of each level."""
     lines = []
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
         lines.append(f"{finding.level:<9}{finding.check:<{_INDENT - 9}}{finding.what}")
@@ -61,8 +61,13 @@ def render(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<{_INDENT}}fix: {finding.fix}")
     counts = [sum(finding.level == level for finding in findings) for level in LEVELS]
     nouns = ("error", "warning", "fact")
-    lines.append(", ".join(f"{n} {noun}{'' if n == 1 else 's'}" for n, noun in zip(counts, nouns, strict=True)))
+    lines.append(", ".join(count(n, noun) for n, noun in zip(counts, nouns, strict=True)))
     return "\n".join(lines)
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number of things, e.g. ``1 rank`` or ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def amount(num_bytes: int) -> str:

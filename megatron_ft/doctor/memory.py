@@ -1,8 +1,7 @@
-"""Memory and process limits, compared with what the job needs.
+"""Checks of memory and process limits, which are compared with the needs of the job.
 
-Windows are in memory files (memfd_create(2)). These count as memory of the snapshot server's cgroup and are subject to
-the limit on file sizes; the size of ``/dev/shm`` and the limit on locked memory do not apply to them. NCCL needs both
-of those.
+Windows are in memory files (memfd_create(2)). Memory files count as memory of the snapshot server's cgroup, and the
+limit on file sizes applies to them. The size of ``/dev/shm`` and the limit on locked memory apply only to NCCL.
 """
 
 import os
@@ -11,22 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount, count, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
-"""Share of the available memory that a snapshot server uses at most (``snapshot/server/memory.py``)."""
+"""Largest share of the available memory that a snapshot server allocates (``snapshot/server/memory.py``)."""
 NCCL_SHARED_BYTES = 1 << 30
-"""Value that NVIDIA recommends for containers in which NCCL connects GPUs of a machine: ``--shm-size=1g --ulimit
-memlock=-1``. Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
+"""Size of ``/dev/shm`` that NVIDIA recommends for containers in which NCCL connects several GPUs: ``--shm-size=1g
+--ulimit memlock=-1``. Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
 SPARE_DESCRIPTORS = 256
-"""Files, pipes and connections of a rank beside those to other ranks."""
+"""Number of files, pipes and connections that a rank has besides its connections to other ranks."""
 GLOO_GROUPS = 25
-"""Largest number of process groups of a rank on CPU. Each holds a connection to every other member; Megatron-Core makes
-about this many, most of them of a few ranks."""
+"""Largest number of process groups of a rank on CPU. In each group a rank has a connection to every other member.
+Megatron-Core creates about this many groups, most of them with few ranks."""
 _UNLIMITED = resource.RLIM_INFINITY
 _CGROUP_UNLIMITED = 1 << 62
-"""Version 1 of control groups writes a number near 2**63 for no limit."""
+"""Lower bound of the values that cgroup version 1 uses for "no limit"; they are near 2**63."""
 _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "file_size": resource.RLIMIT_FSIZE,
@@ -39,25 +38,24 @@ _FLAGS = {"file_size": "-f", "address_space": "-v", "data": "-d"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """Observations of memory and limits, in bytes; a limit of None is no limit."""
+    """Observed memory and limits, in bytes. A limit of None means that there is no limit."""
 
     total_bytes: int
     available_bytes: int
-    """Memory that can be allocated without swapping, by the kernel's estimate."""
+    """Memory that can be allocated without swapping, as the kernel estimates it."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory use of the control group that has the limit, without memory that the kernel can reclaim; 0 without a
-    limit."""
+    """Memory that the cgroup with the limit uses, without reclaimable memory; 0 if there is no limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
-    """(soft, hard) of ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
+    """Soft and hard limit of ``open_files``, ``file_size``, ``address_space``, ``data`` and ``locked``."""
     shared_total_bytes: int | None
-    """Size of ``/dev/shm``; None where there is none."""
+    """Size of ``/dev/shm``; None if it does not exist."""
     shared_free_bytes: int | None
     has_infiniband: bool
 
 
 def observe_memory(root: Path = Path("/")) -> MemoryFacts:
-    """Observe memory and limits; ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
+    """Observe memory and limits. ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
     import psutil
 
     memory, limit = psutil.virtual_memory(), cgroup_limit(root)
@@ -81,10 +79,11 @@ def _limit(number: int) -> tuple[int | None, int | None]:
 
 
 def cgroup_limit(root: Path) -> tuple[int, int] | None:
-    """Return (limit, used) of the control group of this process with the lowest limit; None if none limits memory.
+    """Return the memory limit and the memory use of the cgroup with the least memory left, among the cgroups of this
+    process. None if none of them has a limit.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
-    Resource Controller" of version 1. A container sees its own group at the top, whatever its path is called.
+    Resource Controller" of version 1. A container's own cgroup is mounted at the top, whatever its path is.
     """
     found: list[tuple[int, int]] = []
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -104,7 +103,7 @@ def cgroup_limit(root: Path) -> tuple[int, int] | None:
                 kept = int((folder / used).read_text()) - _statistic(folder / "memory.stat", given_back)
                 found.append((int(text), max(0, kept)))
     limited = [each for each in found if each[0] < _CGROUP_UNLIMITED]
-    # The group with the least room stops the process first, not the one with the lowest limit.
+    # The cgroup with the least memory left stops the process first, not the one with the lowest limit.
     return min(limited, default=None, key=lambda each: each[0] - each[1])
 
 
@@ -114,7 +113,7 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def check_memory(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Run all checks of memory and limits."""
+    """Check memory, and limits on file sizes, address space, open files and locked memory."""
     return [
         *_check_fits(facts, needs),
         *_check_sizes(facts, needs),
@@ -129,18 +128,20 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     if facts.cgroup_limit_bytes is not None and facts.cgroup_limit_bytes < limit:
         limit, whose = facts.cgroup_limit_bytes, "the control group (container, Slurm step) of this shell"
         free = min(free, limit - facts.cgroup_used_bytes)
-    nodes = f"{needs.nodes_here} node{'s' if needs.nodes_here > 1 else ''} here"
+    nodes = f"{needs.nodes_here} nodes here need" if needs.nodes_here > 1 else "1 node here needs"
     of_it = f", {amount(for_servers)} of it for windows and copies" if for_servers else ""
-    what = f"{nodes} need {amount(needed)}{of_it} (estimated); {whose} has {amount(limit)}, {amount(free)} free"
+    has = f"{whose} has {amount(limit)}, of which {amount(free)} are free"
+    what = f"{nodes} {amount(needed)}{of_it} (estimated); {has}"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
     if for_servers:
-        less += "; snapshot.num_peer_copies counts most for windows"
+        less += "; snapshot.num_peer_copies has the largest effect on windows"
     if needed > limit:
         return [error("memory", what, less)]
     if for_servers > free * USABLE_SHARE:
-        return [error("memory", f"{what}: snapshot servers would refuse", f"end what holds memory, or {less}")]
+        what += ", too little for snapshot servers"
+        return [error("memory", what, f"end processes that use memory, or {less}")]
     if needed > free:
-        return [warning("memory", what, f"end what holds memory, or {less}")]
+        return [warning("memory", what, f"end processes that use memory, or {less}")]
     return [info("memory", what)]
 
 
@@ -149,7 +150,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     file_bytes = max(needs.largest_file_bytes, needs.checkpoint_bytes // needs.world_size)
     found = []
     for name, needed, of_what in (
-        ("file_size", file_bytes, "memory files of windows, and checkpoints, have"),
+        ("file_size", file_bytes, "a file of a window or checkpoint may need"),
         ("address_space", rank_bytes, "a rank needs at least"),
         ("data", rank_bytes, "a rank needs at least"),
     ):
@@ -162,40 +163,42 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return the command that raises a limit; it names who can raise it if the hard limit is lower."""
+    """Return the command that raises a limit. If the hard limit is too low, also name who can raise it."""
     if hard is None or (needed is not None and needed <= hard):
-        return f"{command} in the shell or script that starts the job"
-    return f"{command}; the hard limit is lower: ask the administrator (/etc/security/limits.conf, or slurmd's service)"
+        return f"run {command} in the shell or script that starts the job"
+    return f"{command} exceeds the hard limit: ask the administrator (/etc/security/limits.conf, or slurmd's service)"
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     # Check the limit on open files; on CUDA only the vote's group certainly uses gloo.
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
+    rank = f"a rank with {count(peers, 'peer')}"
     least = SPARE_DESCRIPTORS + 2 * peers
     most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
     if soft is None or soft >= most:
         shown = "unlimited" if soft is None else f"{soft}"
-        return [info("limits", f"open files {shown}; a rank with {peers} peers needs at most {most}")]
+        return [info("limits", f"limit of open files: {shown}; {rank} needs at most {most}")]
     fix = _raise(f"ulimit -n {most}", hard, most)
     if soft < least:
-        return [error("limits", f"open files {soft}; a rank with {peers} peers needs at least {least}", fix)]
-    return [warning("limits", f"open files {soft}; a rank with {peers} peers may need {most}", fix)]
+        return [error("limits", f"limit of open files: {soft}; {rank} needs at least {least}", fix)]
+    return [warning("limits", f"limit of open files: {soft}; {rank} may need {most}", fix)]
 
 
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     # Check the requirements of NCCL between GPUs; for a job on CPU they are only reported.
     soft, hard = facts.limits["locked"]
-    locked = f"locked memory {'unlimited' if soft is None else amount(soft)}"
+    locked = f"limit of locked memory: {'none' if soft is None else amount(soft)}"
     free, total = facts.shared_free_bytes, facts.shared_total_bytes
     shared = "/dev/shm missing" if free is None or total is None else f"/dev/shm {amount(free)} of {amount(total)} free"
     if needs.device == "cpu":
-        return [info("limits", f"{locked}, {shared}: neither limits windows, and nothing else uses them on CPU")]
+        return [info("limits", f"{locked}, {shared}; a job on CPU needs neither")]
     found = []
     if facts.has_infiniband and soft is not None:
-        what = f"{locked}: NCCL registers memory with InfiniBand, which counts against it"
+        what = f"{locked}; memory that NCCL registers with InfiniBand counts as locked"
         found.append(warning("limits", what, _raise("ulimit -l unlimited", hard, None)))
     if needs.ranks_per_node > 1 and (free or 0) < NCCL_SHARED_BYTES:
-        what = f"{shared}: NCCL moves data between GPUs of a machine through it"
-        found.append(warning("limits", what, "give the container --shm-size=1g or more, or mount -o remount,size=1g"))
+        what = f"{shared}; NCCL transfers data between GPUs of a machine through /dev/shm"
+        fix = "start the container with --shm-size=1g or more, or run mount -o remount,size=1g /dev/shm"
+        found.append(warning("limits", what, fix))
     return found or [info("limits", f"{locked}, {shared}")]

@@ -1,4 +1,4 @@
-"""Needs of a job on one machine, computed from its configuration and its plan. Pure."""
+"""Needs of a job on one machine, computed from its configuration and its plan. The functions are pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,73 +16,75 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """Needs of the job that are compared with a machine. Bytes are counted or estimated as in ``dry_run``."""
+    """Needs of a job that the checks compare with a machine. Sizes are counted or estimated as in ``dry_run``."""
 
     mode: str
     interface: str
     master_port: int
     run_dir: str
     nodes_here: int
-    """Nodes of the job that run on this machine."""
+    """Number of the job's nodes on this machine."""
     num_nodes: int
-    """Most nodes in the whole job, spares included."""
+    """Largest number of nodes of the whole job, including spares."""
     ranks_per_node: int
     ranks_per_gpu: int
     world_size: int
-    """Most ranks that can train together."""
+    """Largest number of ranks that can train together."""
     device: str
-    """``cpu`` or ``cuda``, as the plan decided it."""
+    """Device on which the plan lets ranks train: ``cpu`` or ``cuda``."""
     device_reason: str
-    """Reason for this device."""
+    """Reason why the plan has this device."""
     uses_transformer_engine: bool
     host_bytes: int
-    """Host memory of one node, windows and peers' copies included."""
+    """Host memory of one node, including windows and copies for peers."""
     snapshot_server_bytes: int
-    """Memory of one node's snapshot server: windows of its ranks and copies for others."""
+    """Memory of one node's snapshot server: windows of its ranks, and copies for other nodes."""
     largest_file_bytes: int
-    """Largest memory file of a snapshot server; 0 without snapshots."""
+    """Size of the largest memory file of a snapshot server; 0 without snapshots."""
     checkpoint_bytes: int
     """Size of one dense checkpoint."""
     num_checkpoints: int
-    """Most checkpoints on disk at once, the one being written included."""
+    """Largest number of checkpoints on disk at once, including one that is being written."""
     persisted_bytes: int
-    """Most bytes of windows on the file system of the run."""
+    """Largest size of all persisted windows in the file system of the run."""
     device_bytes: int = 0
-    """Device memory of the rank that needs most."""
+    """Device memory of the rank with the largest need."""
     gpu_memory_bytes: int | None = None
-    """``limits.gpu_memory_bytes``, with which the plan was compared."""
+    """``limits.gpu_memory_bytes``, with which the plan was already compared."""
     other_device: str = ""
-    """Problem of ranks on the other device; empty if ``device`` is certain."""
+    """Text about ranks that would run on the other device; empty if they all run on ``device``."""
     is_refused_there: bool = False
-    """Whether the other device refuses the job."""
+    """Whether the job cannot run on the other device."""
     starts_elsewhere: bool = False
-    """Whether nodes run on other machines than the one that starts the job."""
+    """Whether nodes run on other machines than the machine that starts the job."""
     is_batch_job: bool = False
-    """Whether a batch job's host resolves ``control.interface``, which may name a network interface of that host."""
+    """Whether ``control.interface`` belongs to the host of a batch job and may name one of its network interfaces."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that ranks get on CUDA unless they are set already."""
+    """Environment variables that the job sets for ranks on CUDA, unless they are already set."""
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this machine."""
         return self.nodes_here * self.ranks_per_node
 
 
 def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None) -> JobNeeds:
-    """Compute the needs of ``config``.
+    """Compute the needs of a job.
 
     Args:
-        nodes_here: nodes on this machine; None: all in mode ``local``, else one.
+        nodes_here: number of the job's nodes on this machine. None means all nodes in mode ``local``, otherwise one.
 
     Raises:
-        ConfigError: more nodes than the job has, or none.
+        ConfigError: ``nodes_here`` is not from 1 to the number of nodes of the job.
     """
     launch, snapshot = config.launch, plan.snapshot
     if nodes_here is None:
         # Spares hold their own memory while they wait, so they count.
         nodes_here = config.most_nodes if launch.mode == "local" else 1
     if not 1 <= nodes_here <= config.most_nodes:
-        raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the nodes of the job")
+        raise ConfigError.of(
+            "--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the job's number of nodes"
+        )
     return JobNeeds(
         mode=launch.mode,
         interface=config.control.interface,

@@ -1,4 +1,4 @@
-"""Port and interface checks: can the job bind its addresses, and do its names resolve to addresses of this machine?"""
+"""Checks of the network: whether the job can listen on its addresses and ports, and whether named interfaces exist."""
 
 import errno
 import os
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.ports import PORTS
-from megatron_ft.doctor.findings import Finding, error, info, warning
+from megatron_ft.doctor.findings import Finding, count, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables with comma-separated interface names. Sources: PyTorch, torch.distributed, section "Common
-environment variables"; NCCL user guide, "Environment variables", where ``=`` asks for a whole name, ``^`` for all
-others, and a name matches all that begin with it."""
+"""Environment variables with comma-separated names of network interfaces. Sources: PyTorch, torch.distributed, "Common
+environment variables"; NCCL user guide, "Environment variables". In NCCL's variable, ``=`` before the list demands
+exact names, ``^`` excludes interfaces, and otherwise a name also matches interfaces that begin with it."""
 PORTS_PER_RANK = 64
-"""Upper estimate of a rank's listening ports and connections to one peer: about 25 groups, twice."""
+"""Estimated most ports that a rank needs for listening and connections to a peer: about 25 groups, twice."""
 SPARE_PORTS = 1000
-"""Ephemeral ports left to other programs of the machine."""
+"""Number of ephemeral ports that remain for other programs of the machine."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 
@@ -29,30 +29,30 @@ class Interface:
 
     is_up: bool
     addresses: tuple[str, ...]
-    """IPv4 and IPv6."""
+    """IPv4 and IPv6 addresses of the interface."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """Observations of the network."""
+    """Observed interfaces, addresses and ports of this machine."""
 
     interfaces: Mapping[str, Interface]
     resolved: tuple[str, ...]
-    """Addresses of ``control.interface``; empty where mode ``local`` does not use it."""
+    """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``control.interface``."""
+    """Error of listening on ``launch.master_port``, or any port if 0, at ``control.interface``; None if it works."""
     port_is_taken: bool = False
-    """Whether another process holds the port."""
+    """Whether the error is that another process uses the port."""
     ephemeral: tuple[int, int] | None = None
-    """First and last port for outgoing connections; None where the system does not say."""
+    """First and last port for outgoing connections (ephemeral ports); None if the system does not report them."""
     reserved: tuple[tuple[int, int], ...] = ()
-    """Port ranges that are excluded from it."""
+    """Port ranges that the kernel does not use for outgoing connections."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Values of those ``INTERFACE_VARIABLES`` that are set."""
+    """Values of ``INTERFACE_VARIABLES`` that are set."""
 
 
 def observe_network(needs: JobNeeds) -> NetworkFacts:
-    """Observe the network; binds ``launch.master_port`` for a moment."""
+    """Observe the network. ``launch.master_port`` is in use for a moment."""
     interfaces = _interfaces()
     if needs.is_batch_job and needs.interface in interfaces:
         # IPv4 first, as the launcher chooses.
@@ -100,7 +100,7 @@ def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, boo
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers of stores do: a port whose last connections are still closing is usable.
+        # Stores set this option, too: a port can be used although its last connections are still closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((addresses[0], port))
@@ -118,7 +118,7 @@ def _ephemeral() -> tuple[int, int] | None:
 
 
 def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse ranges of ports in the kernel's form, e.g. ``8080,20000-31999``."""
+    """Parse port ranges in the syntax of the kernel, e.g. ``8080,20000-31999``."""
     ranges = []
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -127,7 +127,7 @@ def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
-    """Check the control channel's address, its ports, and the interfaces given to libraries."""
+    """Check the address of the control channel, ports, and interfaces that environment variables name."""
     found = _check_variables(facts)
     if needs.mode == "local":
         found += _check_interface(facts, needs) or _check_binding(facts, needs)
@@ -139,39 +139,41 @@ def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     is_name = needs.interface in facts.interfaces
     if is_name and not needs.is_batch_job:
         addresses = facts.interfaces[needs.interface].addresses
-        instead = f"control.interface={addresses[0]}" if addresses else "the address of one that has one"
-        return [error("interface", f"{named}: names an interface; it must be an address", instead)]
+        instead = f"set control.interface={addresses[0]}" if addresses else f"give an address: {_own(facts)}"
+        return [error("interface", f"{named}: must be an address, not the name of an interface", instead)]
     first = facts.resolved[0] if facts.resolved else ""
     holder = next((name for name, each in facts.interfaces.items() if first in each.addresses), None)
     is_loopback = first.startswith("127.") or first == "::1"
     if needs.is_batch_job and not is_name and holder is None and not is_loopback:
-        return [info("interface", f"{named}: is not of this machine; the host of the batch job must have it")]
+        return [info("interface", f"{named}: is not an address of this machine; the batch job's host must have it")]
     if not facts.resolved:
-        return [error("interface", f"{named}: has no address", f"give an address of this machine: {_own(facts)}")]
+        what = f"{named}: does not resolve to an address"
+        return [error("interface", what, f"give an address of this machine: {_own(facts)}")]
     if holder is None and not is_loopback:
-        what = f"{named}: {first} is no address of this machine"
-        return [error("interface", what, f"give one of this machine: {_own(facts)}")]
+        what = f"{named}: {first} is not an address of this machine"
+        return [error("interface", what, f"give an address of this machine: {_own(facts)}")]
     if holder is not None and not facts.interfaces[holder].is_up:
-        return [error("interface", f"{named}: its interface {holder} is down", f"ip link set {holder} up")]
+        return [error("interface", f"{named}: its interface {holder} is down", f"run ip link set {holder} up")]
     if is_loopback and (needs.is_batch_job or needs.nodes_here < needs.num_nodes):
         what = f"{named}: nodes on other machines cannot reach it"
-        return [error("interface", what, f"give an address that they reach: {_own(facts)}")]
+        return [error("interface", what, f"give an address that they can reach: {_own(facts)}")]
     return []
 
 
 def _own(facts: NetworkFacts) -> str:
-    """List addresses of interfaces that are up, e.g. ``10.0.0.5 (eth0)``."""
+    """List the addresses of this machine's active interfaces, e.g. ``10.0.0.5 (eth0)``."""
     up = [(name, each) for name, each in facts.interfaces.items() if each.is_up and each.addresses]
-    return ", ".join(f"{each.addresses[0]} ({name})" for name, each in up) or "it has none"
+    return ", ".join(f"{each.addresses[0]} ({name})" for name, each in up) or "this machine has none"
 
 
 def _check_binding(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     if facts.bind_error is None:
         return []
-    what = f"launch.master_port={needs.master_port}: cannot be bound at {needs.interface}: {facts.bind_error}"
+    what = f"launch.master_port={needs.master_port}: cannot listen on {needs.interface}: {facts.bind_error}"
     fix = "choose a port above 1023, or 0 for a free one"
     if facts.port_is_taken:
-        fix = f"choose another, 0 for a free one, or end what holds it (ss -ltnp 'sport = :{needs.master_port}')"
+        find = f"ss -ltnp 'sport = :{needs.master_port}'"
+        fix = f"choose another port, or 0 for a free one, or end the process that uses it ({find})"
     return [error("ports", what, fix)]
 
 
@@ -180,23 +182,23 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
         return [info("ports", "the range of ephemeral ports is unknown")]
     low, high = facts.ephemeral
     found, width = [], high - low + 1 - sum(max(0, min(b, high) - max(a, low) + 1) for a, b in facts.reserved)
-    wide = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+    wide = "run sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     needed = SPARE_PORTS + PORTS_PER_RANK * needs.ranks_here
     if width < needed:
-        what = f"{width} ephemeral ports ({low}-{high}); {needs.ranks_here} ranks here may need {needed}"
+        what = f"only {width} ephemeral ports ({low}-{high}); {count(needs.ranks_here, 'rank')} here may need {needed}"
         found.append(warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)
         # The kernel never gives reserved ports to outgoing connections, also inside of the range.
         if not free and not any(a <= max(first, low) and min(last, high) <= b for a, b in facts.reserved):
-            what = f"{named} can be taken by outgoing connections ({low}-{high}) before the job binds them"
+            what = f"outgoing connections ({low}-{high}) may use {named} before the job does"
             ports = str(first) if first == last else f"{first}-{last}"
             found.append(warning("ports", what, f"{wide}, or sysctl -w net.ipv4.ip_local_reserved_ports={ports}"))
     return found or [info("ports", f"{width} ephemeral ports ({low}-{high})")]
 
 
 def _own_ports(needs: JobNeeds) -> list[tuple[int, int, str]]:
-    """List (first, last, name) of ports that this job binds by number."""
+    """Return first port, last port and name of each range of fixed ports on which this job listens."""
     if needs.mode != "local":
         return []
     if needs.master_port:
@@ -216,7 +218,7 @@ def _check_variables(facts: NetworkFacts) -> list[Finding]:
             holders = [own for own in facts.interfaces if (own == name if exact else own.startswith(name))]
             usable = [own for own in holders if facts.interfaces[own].is_up and facts.interfaces[own].addresses]
             if not usable:
-                lack = "has no address, or is down" if holders else "does not exist here"
+                lack = "has no address or is down" if holders else "does not exist on this machine"
                 what = f"{variable}={value}: interface {name} {lack}"
-                found.append(error("interface", what, f"name one that is up: {_own(facts)}"))
+                found.append(error("interface", what, f"name an interface that is up: {_own(facts)}"))
     return found

@@ -1,4 +1,4 @@
-"""Checks installed versions against the supported matrix, without importing any of the packages."""
+"""Checks of installed versions against the supported ones. None of the packages is imported."""
 
 import importlib.metadata
 import importlib.util
@@ -23,21 +23,21 @@ _OTHERS = (*NCCL, *TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareFacts:
-    """Software installed where this command runs."""
+    """Python and packages that are installed where this command runs."""
 
     python: str
     versions: Mapping[str, str]
-    """Installed versions of the matrix's distributions."""
+    """Installed version of each package of ``supported.py`` that is installed."""
     torch_requires: tuple[str, ...] = ()
-    """Requirements in torch's own metadata, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
+    """Requirements in the metadata of torch, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
     has_transformer_engine_libraries: bool = False
-    """Whether its libraries are in the places where wheels, or a build from source, install them."""
+    """Whether libraries of Transformer Engine are in the places where wheels, or a build from source, install them."""
     apex: str | None = None
-    """``nvidia`` with CUDA extensions, ``other`` for anything else that is importable by that name."""
+    """Kind of the package ``apex``: ``nvidia`` with CUDA extensions, ``other``, or None if it is not installed."""
 
 
 def observe_software() -> SoftwareFacts:
-    """Observe installed versions, with Python's standard library only."""
+    """Observe installed versions. Only Python's standard library is used."""
     versions = {}
     for name in (*(package.name for package in PACKAGES), *_OTHERS):
         try:
@@ -73,17 +73,17 @@ def _apex() -> str | None:
 
 
 def missing(facts: SoftwareFacts) -> list[Finding]:
-    """Report required packages that are absent; no other check can run without them."""
+    """Report required packages that are not installed."""
     absent = [package for package in PACKAGES if package.is_required and package.name not in facts.versions]
     return [error("versions", f"{each.name} is not installed", _mend(each)) for each in absent]
 
 
 def _mend(package: Package) -> str:
-    return package.install or f"pip install '{package.name}{package.versions}', or make train, which installs all"
+    return package.install or f"pip install '{package.name}{package.versions}', or run make train, which installs all"
 
 
 def check_software(facts: SoftwareFacts, *, device: str, needs_transformer_engine: bool) -> list[Finding]:
-    """Check versions of Python, packages, Transformer Engine's parts and NCCL, and which apex is installed.
+    """Check the versions of Python, packages, the parts of Transformer Engine and NCCL, and which package apex is.
 
     Args:
         device: ``cpu`` or ``cuda``, the device of the job.
@@ -123,7 +123,7 @@ def _public(version: str) -> str:
 def _check_python(facts: SoftwareFacts) -> list[Finding]:
     if _fits(facts.python, PYTHON):
         return []
-    fix = "make train PYTHON=python3.11 VENV=.venv, with one of those installed"
+    fix = "install such a Python and name it, e.g. make train PYTHON=python3.11 VENV=.venv"
     return [error("versions", f"Python {facts.python}: must be {PYTHON}", fix)]
 
 
@@ -145,24 +145,24 @@ def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Fin
     remove = f"{TRANSFORMER_ENGINE.install}, or pip uninstall {' '.join([name, *parts])}"
     if name not in versions:
         if parts:
-            what = f"{', '.join(parts)} without {name}: Megatron-Core fails to import"
+            what = f"{', '.join(parts)} without {name}: Megatron-Core cannot be imported"
             return [error("versions", what, remove)]
         what = f"{name} is not installed, and this job needs it (training.transformer_impl, fp8, context parallelism)"
         return [error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
     if not facts.has_transformer_engine_libraries:
-        what = f"{name} {versions[name]} lacks its library or its part for torch (has: {', '.join(parts) or 'neither'})"
-        return [error("versions", f"{what}: Megatron-Core fails to import", remove)]
+        what = f"{name} {versions[name]} has no library or no part for torch (found: {', '.join(parts) or 'neither'})"
+        return [error("versions", f"{what}: Megatron-Core cannot be imported", remove)]
     if any(_public(version) != _public(versions[name]) for version in parts.values()):
         shown = ", ".join(f"{part} {version}" for part, version in parts.items())
-        return [error("versions", f"{name} {versions[name]} with {shown}: must be of one version", remove)]
+        return [error("versions", f"{name} {versions[name]} with {shown}: must have the same version", remove)]
     return []
 
 
 def _check_apex(facts: SoftwareFacts) -> list[Finding]:
     if facts.apex != "other":
         return []
-    what = "a package called apex is importable that is not NVIDIA's with its CUDA extensions: Megatron would use it"
-    return [error("versions", what, "pip uninstall apex, or install NVIDIA's from source")]
+    what = "the installed package apex is not NVIDIA's with CUDA extensions, but Megatron would import it"
+    return [error("versions", what, "pip uninstall apex, or install NVIDIA's apex from source")]
 
 
 def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
@@ -172,15 +172,17 @@ def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
     if device == "cpu" or not version:
         return []
     if "+cpu" in version:
-        what = f"torch {version} is built without CUDA, and this job runs on it"
-        return [error("versions", what, "install a CUDA build, then make train TORCH=skip; or training.device=cpu")]
+        what = f"torch {version} is built without CUDA, but this job runs on CUDA"
+        return [
+            error("versions", what, "install a CUDA build and run make train TORCH=skip, or set training.device=cpu")
+        ]
     found = []
     for requirement in map(Requirement, facts.torch_requires):
         if requirement.name not in NCCL or not (requirement.marker is None or requirement.marker.evaluate()):
             continue
         installed = facts.versions.get(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
-            what = f"{requirement.name} {installed or 'missing'}: torch {version} is built with {requirement.specifier}"
+            what = f"{requirement.name} {installed or 'missing'}: torch {version} requires {requirement.specifier}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
             found.append(error("versions", what, fix) if installed is None else warning("versions", what, fix))
     return found

@@ -1,4 +1,4 @@
-"""File system checks of the run's folder: can it be written, locked and flushed, how fast, and is space left?"""
+"""Checks of the run folder's file system: can files be written, locked and synced, how fast, and free space."""
 
 import fcntl
 import os
@@ -13,37 +13,37 @@ from megatron_ft.doctor.findings import Finding, amount, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 NUM_FLUSHES = 9
-"""Number of flushes; their median is reported."""
+"""Number of syncs; the median of their durations is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""Lower bound of a real flush: a faster one has not reached the storage. NVMe drives with protected caches take about
-20 us."""
+"""Shortest plausible duration of a sync to storage. NVMe drives with protected caches need about 20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems in memory."""
+"""Types of file systems that are in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")
-"""Mount options that let fsync return before the bytes are safe: ext4(5) and xfs(5) of their time; overlayfs, kernel
-documentation, section "Volatile mount"."""
+"""Mount options with which fsync returns before bytes are safe. Sources: earlier versions of ext4(5) and xfs(5);
+overlayfs in the kernel documentation, section "Volatile mount"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFacts:
-    """Observations of the file system of ``run.dir``."""
+    """Observed properties of the file system of ``run.dir``."""
 
     folder: str
-    """Tested folder: ``run.dir``, or its nearest existing parent."""
+    """Folder in which files were written: ``run.dir``, or its nearest parent that exists."""
     file_system: str
     options: tuple[str, ...]
     free_bytes: int
     flush_seconds: tuple[float, ...]
-    """Seconds of each write of 4096 bytes with its fsync."""
+    """Duration of each write of 4096 bytes with its fsync, in seconds."""
     failure: str | None = None
-    """First operation that failed (create, write, fsync, lock, rename, fsync of the folder); the rest was not tried."""
+    """Operation that failed (create, write, fsync, lock, rename or fsync of the folder), with its error; None if all
+    worked. Operations after it were not tried."""
     preloaded: str = ""
-    """Value of ``LD_PRELOAD``."""
+    """Value of the environment variable ``LD_PRELOAD``."""
 
 
 def observe_storage(needs: JobNeeds) -> StorageFacts:
-    """Observe the file system: write and remove one small file next to the run's folder."""
+    """Observe the file system of ``run.dir``: write, sync and delete one small file."""
     folder = Path(needs.run_dir).absolute()
     # The check must not make ``run.dir``: it may be run where the job is only prepared.
     while not folder.is_dir():
@@ -86,7 +86,7 @@ def _try(folder: Path) -> Iterable[float]:
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
-    """(type, options) of the file system that ``path`` is on. Source: proc_pid_mountinfo(5)."""
+    """Return the type and the mount options of the file system of ``path``. Source: proc_pid_mountinfo(5)."""
     best = -1
     found: tuple[str, tuple[str, ...]] = ("unknown", ())
     for line in mountinfo.splitlines():
@@ -100,40 +100,42 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
 
 
 def check_storage(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
-    """Run all checks of storage."""
+    """Check whether the file system is writable, durable and fast, and has enough free space."""
     if facts.failure is not None:
         what = f"run.dir={needs.run_dir}: {facts.folder} ({facts.file_system}): {facts.failure}"
-        return [error("fsync", what, "choose a folder that can be written, locked and flushed (run.dir)")]
+        return [error("fsync", what, "set run.dir to a folder in which files can be written, locked and synced")]
     return [*_check_flushes(facts, needs), *_check_room(facts, needs)]
 
 
 def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     median = statistics.median(facts.flush_seconds)
-    took = f"median {1e3 * median:.3f} ms of {len(facts.flush_seconds)} on {facts.file_system}"
+    took = f"{1e3 * median:.3f} ms, the median of {len(facts.flush_seconds)} syncs on {facts.file_system}"
     where = f"run.dir={needs.run_dir}"
     found = [info("fsync", f"{where}: {took}")]
     elsewhere = "put run.dir on storage that outlives the machine"
     unsafe = [option for option in facts.options if option in UNSAFE_OPTIONS]
     if facts.file_system in VOLATILE:
-        what = f"{where}: is in memory ({facts.file_system}): checkpoints and decisions are lost with the machine"
+        what = f"{where}: is in memory ({facts.file_system}): checkpoints and the journal are lost with the machine"
         found.append(warning("fsync", what, elsewhere))
     elif unsafe or "eatmydata" in facts.preloaded:
         cause = f"mounted with {', '.join(unsafe)}" if unsafe else f"LD_PRELOAD={facts.preloaded}"
         what = f"{where}: fsync returns before bytes are safe ({cause})"
-        found.append(warning("fsync", what, f"mount it without, or unset LD_PRELOAD; else {elsewhere}"))
+        found.append(warning("fsync", what, f"mount it without this option or unset LD_PRELOAD; otherwise {elsewhere}"))
     # The median: one flush in nine may be slow for other reasons.
     elif median < SMALLEST_FLUSH_SECONDS:
-        what = f"{where}: fsync seems to do nothing ({took}): no storage is so fast"
-        found.append(warning("fsync", what, f"ask its administrator whether fsync is honoured; else {elsewhere}"))
+        what = f"{where}: fsync seems to have no effect ({took}), because no storage is so fast"
+        found.append(
+            warning("fsync", what, f"ask the administrator whether fsync has an effect; otherwise {elsewhere}")
+        )
     return found
 
 
 def _check_room(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     kept = needs.num_checkpoints * needs.checkpoint_bytes + needs.persisted_bytes
     what = f"run.dir={needs.run_dir}: {amount(facts.free_bytes)} free; "
-    more = "free some, choose another, or lower checkpoint.keep_last and snapshot.keep_persisted"
+    more = "free space, choose another run.dir, or lower checkpoint.keep_last and snapshot.keep_persisted"
     if needs.num_checkpoints and facts.free_bytes < needs.checkpoint_bytes:
-        return [error("disk", f"{what}one checkpoint takes {amount(needs.checkpoint_bytes)}", more)]
+        return [error("disk", f"{what}one checkpoint needs {amount(needs.checkpoint_bytes)}", more)]
     if facts.free_bytes < kept:
-        return [warning("disk", f"{what}checkpoints and windows of this run take up to {amount(kept)}", more)]
-    return [info("disk", f"{what}checkpoints and windows of this run take up to {amount(kept)}")]
+        return [warning("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}", more)]
+    return [info("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}")]

@@ -1,28 +1,30 @@
-"""Supported versions of required and optional software; a test compares them with ``pyproject.toml``, ``requirements/``
+"""Supported versions of required and optional software. A test compares them with ``pyproject.toml``, ``requirements/``
 and ``mcore/device/software.py``."""
 
 from dataclasses import dataclass
 
 PYTHON = ">=3.10,<3.13"
-"""Python versions for which grpcio, scipy and Megatron-Core 0.16.1 have wheels."""
+"""Supported Python versions, for which grpcio, scipy and Megatron-Core 0.16.1 have wheels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A distribution by its name on the package index."""
+    """A package that is checked. ``name`` is its name on the package index."""
 
     name: str
     versions: str
-    """A version specifier (PEP 440); empty for any."""
+    """Supported versions as a specifier (PEP 440); empty if all versions are supported."""
     is_required: bool = True
     breaks: bool = False
-    """Whether another version breaks the job; otherwise it is only untested."""
+    """Whether jobs fail with other versions; if false, other versions are only untested."""
     install: str = ""
-    """Command that installs it, if that is not ``make train``."""
+    """Command that installs the package; empty if ``make train`` installs it."""
 
 
-TORCH = Package(name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then TORCH=skip")
-"""Tested with 2.13.0; Megatron-Core 0.16.1 requires at least 2.6."""
+TORCH = Package(
+    name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then run make train TORCH=skip"
+)
+"""Version 2.13.0 was tested; Megatron-Core 0.16.1 requires at least 2.6."""
 TRANSFORMER_ENGINE = Package(
     name="transformer-engine",
     versions=">=2.9,<2.12",
@@ -30,13 +32,12 @@ TRANSFORMER_ENGINE = Package(
     breaks=True,
     install="pip install --no-build-isolation -r requirements/gpu.txt",
 )
-"""Versions that Megatron-Core 0.16.1 names in its extra ``dev``; later ones write empty extra state
-(docs/dependencies.md)."""
+"""Versions in Megatron-Core 0.16.1's extra ``dev``. Later ones write empty extra state (docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
-"""Library of Transformer Engine and its part for torch: both must be present, in the same version."""
+"""Part of Transformer Engine for torch. It and a part with the library must be present, all in the same version."""
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""NCCL wheels: the version that the installed torch names is supported."""
+"""Wheels with NCCL. The version that the installed torch requires is supported."""
 
 PACKAGES = (
     TORCH,
@@ -56,4 +57,4 @@ PACKAGES = (
     Package(name="PyYAML", versions="==6.0.3"),
     TRANSFORMER_ENGINE,
 )
-"""Directly imported packages. NVIDIA's apex is not on the package index; its modules are searched instead."""
+"""Packages that this project imports directly, except NVIDIA's apex, which is not on the package index."""

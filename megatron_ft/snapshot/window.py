@@ -1,9 +1,9 @@
-"""The one description of a rank's part of a window: in memory, on the wire and on disk.
+"""Description of a rank's part of a window. The same description is used in memory, in messages and in files.
 
 A window consists of ``num_slices`` consecutive states that together contain every operator's full state once
 (MoEvement, section 3.2). A slice is the captured part of one state; a piece is one component of an element range of one
-parameter. Capture begins a window and adds slices, the snapshot server adds the hashes of their pieces, and storage
-writes it as a file's manifest. All of them check it with ``validate`` and send it as ``to_json``.
+parameter. The capture begins a window and adds slices, the snapshot server adds the hashes of their pieces, and storage
+writes the description as the manifest of a file. All use ``validate`` and ``to_json``.
 """
 
 import json
@@ -20,7 +20,8 @@ from megatron_ft.planning.snapshot.pieces import SLICE_ALIGNMENT_BYTES, Piece, a
 from megatron_ft.planning.snapshot.plan import WindowKey
 
 WINDOW_FORMAT_VERSION = 2
-"""1: ``run_id`` is the name of the run's folder. 2: it is the run's random name, and slice 0 names its settings."""
+"""Version of the format. In version 1, ``run_id`` is the name of the run's folder. In version 2, it is the run's random
+id, and the header of slice 0 contains the run's settings."""
 ITEM_BYTES = {
     "float64": 8,
     "int64": 8,
@@ -36,7 +37,7 @@ ITEM_BYTES = {
     "float8_e5m2": 1,
     "float8_e8m0fnu": 1,
 }
-"""Bytes of one value of each dtype, by torch's names."""
+"""Size in bytes of one value of each dtype, by torch's names."""
 
 # Status pages and memory maps take signed 64-bit numbers: a larger one would fail far from the place that read it.
 _MAX_INTEGER = 2**63 - 1
@@ -52,7 +53,7 @@ AnyWindow = TypeVar("AnyWindow", bound="Window")
 
 
 def check_piece(piece: Piece) -> None:
-    """Check that name, range and size of a piece are possible in this project. Raises CheckpointError."""
+    """Check that the name, range and size of a piece are valid. Raises CheckpointError."""
     problem = _piece_problem(piece)
     if problem is not None:
         raise CheckpointError(f"piece {piece.parameter!r:.80} {piece.component!r:.80}: {problem}")
@@ -76,34 +77,35 @@ def _piece_problem(piece: Piece) -> str | None:
     # A component without elements, such as Adam's step count, has one value for the whole range.
     if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
         elements = f"elements {piece.start} to {piece.stop}"
-        return f"num_bytes={piece.num_bytes}: must be {item}, or {item} times the number of {elements}"
+        return f"num_bytes={piece.num_bytes}: must be {item} or {item} times the number of {elements}"
     return None
 
 
 @dataclass(slots=True, kw_only=True)
 class Slice:
-    """The captured part of one state."""
+    """The captured part of the state after one iteration."""
 
     iteration: int
     """Newest iteration whose update the state contains."""
     offset: int
-    """First byte, from the start of the window."""
+    """Position of the first byte in the window."""
     num_bytes: int
-    """Bytes of the slice, including those between and after the pieces."""
+    """Size of the slice in bytes, including padding between and after the pieces."""
     header: Mapping[str, Any]
-    """State that a replay needs besides tensors: the vote, histories, counters. Strict JSON."""
+    """State besides tensors that a replay needs, such as the vote, histories and counters; must be strict JSON."""
     pieces: tuple[Piece, ...]
     """Pieces in order of offset."""
     hashes: tuple[str, ...] | None = None
-    """xxh3_128 of each piece, hexadecimal; None until they are known."""
+    """Hexadecimal xxh3_128 hash of each piece; None until the hashes are computed."""
 
     @property
     def end(self) -> int:
-        """Byte after the last, from the start of the window."""
+        """Position after the last byte in the window."""
         return self.offset + self.num_bytes
 
     def extents(self) -> Iterator[tuple[int, int, int | None]]:
-        """(first byte, byte after the last, index of the piece or None for padding) of all bytes, in order."""
+        """Yield ranges that together cover all bytes of the slice, in order: first byte, byte after the last, and the
+        index of the piece, or None for padding."""
         position = 0
         for index, piece in enumerate(self.pieces):
             # Padding counts as an extent: files have zeros there, so that damage to any of their bytes is found.
@@ -115,31 +117,30 @@ class Slice:
             yield position, self.num_bytes, None
 
     def hash_pieces(self, payload: memoryview) -> tuple[str, ...]:
-        """Return the hash of each piece of ``payload``, the bytes of the slice."""
+        """Compute the hash of each piece. ``payload`` contains the bytes of the slice."""
         return tuple(xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end]) for piece in self.pieces)
 
     def check_payload(self, payload: memoryview, where: str) -> None:
-        """Compare every piece in memory with its hash. Raises CheckpointError naming ``where`` and the piece."""
+        """Compare every piece with its hash. Raises CheckpointError, which names ``where`` and the piece."""
         payload = payload.cast("B")
         if payload.nbytes != self.num_bytes:
-            raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, its manifest says {self.num_bytes}")
+            raise CheckpointError(f"{where}: slice of {payload.nbytes} bytes, but its manifest says {self.num_bytes}")
         for index, found in enumerate(self.hash_pieces(payload)):
             self.check_hash(index, found, where)
 
     def check_hash(self, index: int, found: str, where: str) -> None:
-        """Compare the hash of piece ``index``. Raises CheckpointError naming ``where`` and the piece."""
-        assert self.hashes is not None, f"{where}: the hashes are not known yet"
+        """Compare ``found`` with the hash of a piece. Raises CheckpointError, which names ``where`` and the piece."""
+        assert self.hashes is not None, f"{where}: hashes are not computed yet"
         piece, expected = self.pieces[index], self.hashes[index]
         if found != expected:
             elements = f"elements {piece.start} to {piece.stop}, iteration {self.iteration}"
             raise CheckpointError(
                 f"{where}: damaged: {piece.component!r} of {piece.parameter!r}, {elements}: "
-                f"checksum {found}, its manifest says {expected}"
+                f"checksum {found}, but its manifest says {expected}"
             )
 
     def validate(self) -> None:
-        """Check that no piece is outside the slice, overlapping, out of order, or captured twice. Raises
-        CheckpointError."""
+        """Check that pieces are in order, inside the slice, and capture no element twice. Raises CheckpointError."""
         where = f"slice of iteration {self.iteration!r:.80}"
         for name in ("iteration", "offset", "num_bytes"):
             _check_integer(f"{where}: {name}", getattr(self, name))
@@ -148,21 +149,21 @@ class Slice:
             check_piece(piece)
             what = f"{where}: piece {piece.parameter!r} {piece.component!r} at offset {piece.offset}"
             if piece.offset < position:
-                raise CheckpointError(f"{what}: overlaps the piece that ends at {position}, or is out of order")
+                raise CheckpointError(f"{what}: must begin after the previous piece, which ends at {position}")
             if piece.end > self.num_bytes:
-                raise CheckpointError(f"{what}: ends at {piece.end}, outside the slice of {self.num_bytes} bytes")
+                raise CheckpointError(f"{what}: ends at {piece.end}, beyond the slice of {self.num_bytes} bytes")
             position = piece.end
         # The state after loading an element twice would depend on the order of pieces. Ranges without elements overlap
         # nothing, so equal ones are compared too.
         found = sorted((p.parameter, p.tensor_part, p.component, p.start, p.stop) for p in self.pieces)
         for one, other in pairwise(found):
             if one[:3] == other[:3] and (other[3] < one[4] or one[3:] == other[3:]):
-                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} occurs twice")
+                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} is captured twice")
         for digest in self.hashes or ():
             _check_pattern(f"{where}: xxh3_128", digest, _HASH)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; each piece is a row, which ends with the piece's hash if the hashes are known."""
+        """Convert to JSON values. Each piece is a list, which ends with its hash if the hashes are known."""
         rows: Any = self.pieces
         if self.hashes is not None:
             rows = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
@@ -171,7 +172,7 @@ class Slice:
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
-        """Read the result of ``to_json``, with or without hashes. Raises CheckpointError for anything else."""
+        """Read the result of ``to_json``, with hashes if ``hashed``. Raises CheckpointError for anything else."""
         values = _check_object("slice", content, _SLICE_FIELDS)
         rows, length = values.pop("pieces"), len(Piece._fields) + hashed
         for row in rows:
@@ -186,20 +187,20 @@ class Slice:
 
 @dataclass(kw_only=True)
 class Origin:
-    """The rank that captured a window, its run, membership and layout."""
+    """Rank that captured a window, with its run, generation and parallel layout."""
 
     run_id: str
-    """Random name of the run; in format 1 the name of its folder."""
+    """Random id of the run; in format 1 the name of its folder."""
     generation: int
-    """Membership that captured it."""
+    """Generation in which the window was captured."""
     topology: Mapping[str, int]
     """Parallel sizes of the job."""
     rank: int
     world_size: int
-    """Number of ranks of the job; the window is complete with the parts of all of them."""
+    """Number of ranks of the job. A complete window has a part of each of them."""
 
     def validate(self) -> None:
-        """Check that every field is possible in this project. Raises CheckpointError."""
+        """Check that the values of all fields are valid. Raises CheckpointError."""
         _check_pattern("run_id", self.run_id, _RUN_ID)
         for name in ("generation", "rank", "world_size"):
             _check_integer(name, getattr(self, name))
@@ -211,57 +212,57 @@ class Origin:
 
 @dataclass(kw_only=True)
 class Window(Origin):
-    """One rank's part of a window: its states and the place of each piece."""
+    """One rank's part of a window: descriptions of its slices and of the pieces in them."""
 
     start_iteration: int
-    """Iteration of the first slice."""
+    """Iteration after which the first slice was captured."""
     num_slices: int
-    """Number of consecutive states."""
+    """Number of slices of the complete window."""
     plan: Mapping[str, Any]
-    """The window's plan, as JSON."""
+    """Plan from which the window was captured, as JSON values."""
     slices: list[Slice] = field(default_factory=list)
-    """Slices; slice i is captured after iteration ``start_iteration + i``. Fewer than ``num_slices`` during capture."""
+    """Slices captured so far. Slice i contains state after iteration ``start_iteration + i``."""
     format_version: int = WINDOW_FORMAT_VERSION
 
     @property
     def key(self) -> WindowKey:
-        """Identity that the parts of all ranks share."""
+        """Key that identifies the window; it is equal for the parts of all ranks."""
         return WindowKey(start_iteration=self.start_iteration, generation=self.generation)
 
     @property
     def last_iteration(self) -> int:
-        """Iteration of the last slice."""
+        """Iteration after which the last slice is captured."""
         return self.start_iteration + self.num_slices - 1
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes from the start of the first slice to the end of the last present one."""
+        """Number of bytes up to the end of the last captured slice, including padding."""
         return self.slices[-1].end if self.slices else 0
 
     @property
     def captured(self) -> bool:
-        """Whether every slice is present."""
+        """Whether all slices are captured."""
         return len(self.slices) == self.num_slices
 
     @property
     def num_hashed(self) -> int:
-        """Number of present slices with hashes."""
+        """Number of slices whose hashes are known."""
         return sum(part.hashes is not None for part in self.slices)
 
     @property
     def complete(self) -> bool:
-        """Whether every slice is present with its hashes."""
+        """Whether all slices are captured and their hashes are known."""
         return self.num_hashed == self.num_slices
 
     def validate(self) -> None:
-        """Check that every field and every present slice is possible in this project. Raises CheckpointError."""
+        """Check that all fields and slices are valid. Raises CheckpointError."""
         check_version(self.format_version)
         super().validate()
         for name in ("start_iteration", "num_slices"):
             _check_integer(name, getattr(self, name))
         if not max(1, len(self.slices)) <= self.num_slices:
             raise CheckpointError(
-                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, the slices of the window"
+                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, the slices that exist"
             )
         position = 0
         for index, part in enumerate(self.slices):
@@ -270,23 +271,23 @@ class Window(Origin):
             position = part.end
 
     def check_next(self, index: int, part: Slice, window_bytes: int) -> None:
-        """Check that ``part`` may follow the present slices as slice ``index``.
+        """Check that ``part`` can be added as slice ``index``.
 
         Args:
-            window_bytes: size of the buffer for the window.
+            window_bytes: size of the window's buffer.
 
         Raises:
-            CheckpointError: out of order, or not at a valid position.
+            CheckpointError: ``part`` is not the next slice, or its position is wrong.
         """
         if index != len(self.slices) or self.captured:
-            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}, the next one")
+            raise CheckpointError(f"slice {index}: must be the next one, {len(self.slices)} of {self.num_slices}")
         self._check_position(index, part, self.num_bytes)
         if part.end > window_bytes:
-            raise CheckpointError(f"slice {index}: ends at byte {part.end}: must end before byte {window_bytes}")
+            raise CheckpointError(f"slice {index}: ends at byte {part.end}: the buffer has only {window_bytes} bytes")
 
     def _check_position(self, index: int, part: Slice, position: int) -> None:
         if part.iteration != self.start_iteration + index:
-            raise CheckpointError(f"slice {index}: iteration {part.iteration} must be {self.start_iteration + index}")
+            raise CheckpointError(f"slice {index}: iteration={part.iteration}: must be {self.start_iteration + index}")
         if part.offset != align(position):
             next_multiple = f"the next multiple of {SLICE_ALIGNMENT_BYTES}"
             raise CheckpointError(f"slice {index}: offset={part.offset}: must be {align(position)}, {next_multiple}")
@@ -300,11 +301,11 @@ class Window(Origin):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON values without slices."""
+        """Convert to JSON values, without the slices."""
         return {**{entry.name: getattr(self, entry.name) for entry in fields(Window)}, "slices": []}
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, with the present slices."""
+        """Convert to JSON values, including the slices captured so far."""
         return {**self.describe(), "slices": [part.to_json() for part in self.slices]}
 
     @classmethod
@@ -312,7 +313,7 @@ class Window(Origin):
         """Read the result of ``to_json``. Raises CheckpointError for anything else, also for a newer format.
 
         Args:
-            whole: whether all slices must be present, with their hashes; otherwise none may be.
+            whole: if true, all slices with their hashes must be present; otherwise there must be no slices.
         """
         # First the version: otherwise the message about a newer format would be about unknown fields.
         if isinstance(content, Mapping):
@@ -321,20 +322,20 @@ class Window(Origin):
         slices = [Slice.from_json(part, hashed=True) for part in values["slices"]]
         window = cls(**{**values, "slices": slices})
         window.validate()
-        if len(slices) != (window.num_slices if whole else 0):
-            raise CheckpointError(f"num_slices={window.num_slices}: the window has {len(slices)}")
+        if len(slices) != (expected := window.num_slices if whole else 0):
+            raise CheckpointError(f"num_slices={window.num_slices}: there must be {expected} slices, not {len(slices)}")
         # Plan and headers are free JSON: what could not be persisted later is refused now.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window
 
     def to_bytes(self) -> bytes:
-        """Return a complete window as in its file: canonical JSON, equal for equal windows.
+        """Convert a complete window to the bytes of its manifest: canonical JSON, which is equal for equal windows.
 
         Raises:
-            CheckpointError: reading it back would fail.
+            CheckpointError: the window is invalid, so the bytes could not be read back.
         """
         self.validate()
-        assert self.complete, f"{self.summary()}: slices or hashes are missing"
+        assert self.complete, f"slices or hashes are missing: {self.summary()}"
         return _dump(self.to_json())
 
 
@@ -348,21 +349,21 @@ _WINDOW_FIELDS: dict[str, type] = {
 
 
 def check_version(version: object) -> None:
-    """Check that this code can read a version. Raises CheckpointError."""
+    """Check that this code can read format ``version``. Raises CheckpointError."""
     if type(version) is not int or not 1 <= version <= WINDOW_FORMAT_VERSION:
         raise CheckpointError(
-            f"window format_version={version!r:.80}: this version reads 1 to {WINDOW_FORMAT_VERSION}; "
-            "a newer one needs a newer version of this project"
+            f"window format_version={version!r:.80}: must be from 1 to {WINDOW_FORMAT_VERSION}; to read a newer "
+            "format, install a newer version of this project"
         )
 
 
 def _check_object(where: str, content: object, types: Mapping[str, type]) -> dict[str, Any]:
-    """Copy an object with exactly the fields ``types``. Raises CheckpointError for anything else."""
+    """Copy ``content``, an object with exactly the fields ``types``. Raises CheckpointError for anything else."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{where}: must be an object")
     if content.keys() != types.keys():
         odd = sorted(str(name)[:80] for name in content.keys() ^ types.keys())
-        raise CheckpointError(f"{where}: fields are missing or unknown: {', '.join(odd[:5])}")
+        raise CheckpointError(f"{where}: has missing or unknown fields: {', '.join(odd[:5])}")
     for name, kind in types.items():
         if type(content[name]) is not kind:
             raise CheckpointError(f"{where}: {name}={content[name]!r:.80}: must be {kind.__name__}")
@@ -384,4 +385,4 @@ def _dump(content: Mapping[str, Any]) -> bytes:
         # Equal windows need equal bytes: a digest of them identifies rejected windows, and an equal file is kept.
         return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"plan or header is not strict JSON: {error}") from None
+        raise CheckpointError(f"the plan or a header is not strict JSON: {error}") from None

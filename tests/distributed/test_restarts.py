@@ -63,7 +63,7 @@ def test_a_job_whose_ranks_all_die_goes_on_and_ends_with_the_same_bits(
     restarted = [event for event in job.records() if event["kind"] == "run_started"][1]
     assert restarted["resumed_from_iteration"] == 2
     assert digests(job) == digests(undisturbed)
-    assert "starting all ranks again (generation 1; at most 0 more restarts without progress): rank" in job.output
+    assert "starting all ranks again (generation 1; restarts left without progress: 0): rank" in job.output
 
 
 def test_without_a_checkpoint_a_job_starts_over(tmp_path: Path, warm_forkserver: str, undisturbed: JobResult) -> None:

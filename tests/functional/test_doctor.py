@@ -40,7 +40,7 @@ def test_what_would_break_the_job_is_named_with_its_mend(tmp_path: Path) -> None
         overrides = (*JOB, f"run.dir={tmp_path}", f"launch.master_port={port}", "--json")
         done = doctor(*overrides, shell="ulimit -n 100; ulimit -f 4096")
     assert done.returncode == 2, done.stderr
-    starts = (f"launch.master_port={port}: cannot be bound", "ulimit -f allows 4.0 MiB", "open files 100; ")
+    starts = (f"launch.master_port={port}: cannot listen", "ulimit -f allows 4.0 MiB", "limit of open files: 100; ")
     found = findings(done, "error")
     assert sorted(each["what"].startswith(starts) for each in found) == [True, True, True], found
     assert {each["check"] for each in found} == {"ports", "limits"}

@@ -51,7 +51,12 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_names_groups_keys_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_moe.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for part in ("mixtral_8x7b", "training.train_iterations (int, 60)", "Iterations of the whole run.", "exit codes:"):
+    for part in (
+        "mixtral_8x7b",
+        "training.train_iterations (int, 60)",
+        "Number of iterations of the whole run.",
+        "exit codes:",
+    ):
         assert part in text
     assert all(f"\n  {code:>3}  " in text for code in EXIT_CODES)
 

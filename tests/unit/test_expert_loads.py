@@ -61,10 +61,10 @@ def test_records_by_iteration(tmp_path: Path) -> None:
     [
         ("[[1, 2], [3", "is not JSON"),
         ("[[1, 2], [3]]", "layer 1 has 1 loads"),
-        ("[1, 2]", "must be a list of per-layer lists"),
-        ("[]", "must be a list of per-layer lists"),
+        ("[1, 2]", "must be a list of loads per layer"),
+        ("[]", "must be a list of loads per layer"),
         ("[[]]", "layer 0 has 0 loads"),
-        ('{"other": [[1]]}', "must be a list of per-layer lists"),
+        ('{"other": [[1]]}', "must be a list of loads per layer"),
         ("[[1, NaN]]", "expert 1 is nan"),
         ("[[1, -2]]", "expert 1 is -2"),
         ("[[1, Infinity]]", "expert 1 is inf"),
@@ -81,13 +81,13 @@ def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,1", "line 3: lacks assigned_tokens"),
-        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,0,5,9\n", "line 3: repeats"),
+        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,1", "line 3: has no value for assigned_tokens"),
+        ("0,a,encoder,1,0,5,9\n0,a,encoder,1,0,5,9\n", "line 3: has the same batch"),
         ("0,a,encoder,1,0,5,9\n1,a,encoder,1,1,5,9\n", "has 2 rows: must have 4, one for each"),
         ("0,a,middle,1,0,5,9\n", "stage=middle"),
         ("0,a,encoder,1,0,-5,9\n", "assigned_tokens=-5"),
         ("0,a,encoder,1,0,x,9\n", "line 2"),
-        ("", "none 0"),
+        ("", "all above 0"),
     ],
 )
 def test_csv_refused(tmp_path: Path, rows: str, message: str) -> None:
@@ -104,7 +104,7 @@ def test_arrays_refused(tmp_path: Path) -> None:
     write(tmp_path, "damaged.npz", b"PK\x03\x04 and then nothing")
     write(tmp_path, "x.txt", "")
     for name, message in [
-        ("lacks.npz", "lacks the array 'iters'"),
+        ("lacks.npz", "must contain the array 'iters'"),
         ("shape.npz", "shape"),
         ("order.npz", "must be ascending"),
         ("ids.npy", "must be integers"),

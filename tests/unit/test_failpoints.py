@@ -39,22 +39,22 @@ def test_a_spec_is_read() -> None:
         ("kill(phase='lunch')", "must set phase to one of"),
         ("kill(rank=1)", "must set phase to one of"),
         ("kill(1, phase='data')", "keyword arguments only"),
-        ("kill(phase='data', color=1)", "no keyword color"),
-        ("kill(**{'phase': 'data'})", "no keyword **"),
+        ("kill(phase='data', color=1)", "must not have the keyword color"),
+        ("kill(**{'phase': 'data'})", "must not have the keyword **"),
         ("kill(phase='data', rank='1')", "literal of type int"),
         ("kill(phase='data', rank=True)", "literal of type int"),
         ("kill(phase='data', rank=1+1)", "rank as a literal"),
         ("kill(phase='data', rank=open('x'))", "rank as a literal"),
-        ("kill(phase='data', rank=-1)", "rank of at least 0"),
-        ("delay(phase='data', seconds=-1)", "seconds of at least 0"),
+        ("kill(phase='data', rank=-1)", "rank a value of at least 0"),
+        ("delay(phase='data', seconds=-1)", "seconds a value of at least 0"),
         ("kill(phase='data'", "must be a call"),
         ("kill(phase='data') or kill(phase='data')", "one call"),
         ("kill(phase='data')(phase='data')", "one call"),
         ("exit(phase='data')", "must give code"),
         ("exit(phase='data', code=256)", "from 0 to 255"),
         ("delay(phase='data')", "must give seconds"),
-        ("kill(phase='data', seconds=1.0)", "no keyword seconds"),
-        ("kill(phase='data', rank=1, rank=2)", "must give rank once"),
+        ("kill(phase='data', seconds=1.0)", "must not have the keyword seconds"),
+        ("kill(phase='data', rank=1, rank=2)", "must give rank only once"),
     ],
 )
 def test_bad_specs_are_refused_by_name(text: str, word: str) -> None:
@@ -231,5 +231,5 @@ def test_a_rank_is_that_of_the_generation_that_is_named_else_the_first(
 
 
 def test_no_pass_before_the_first() -> None:
-    with pytest.raises(ConfigError, match="passes, at least 1"):
+    with pytest.raises(ConfigError, match="passes a value of at least 1"):
         failpoints.parse('kill(phase="forward", passes=0)')

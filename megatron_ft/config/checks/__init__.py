@@ -1,1 +1,1 @@
-"""Checks of a configuration, one file per topic. Pure functions: no files, no torch, no Hydra."""
+"""Checks of a configuration, one file per topic. They use no files, no torch and no Hydra."""

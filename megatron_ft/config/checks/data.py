@@ -1,4 +1,4 @@
-"""Rules for the keys of ``data``. ``megatron_ft.corpus.check`` checks the files."""
+"""Checks of the keys of ``data``. The files that they name are checked in ``megatron_ft.corpus.check``."""
 
 from megatron_ft.config.checks.primitives import one_of, require
 from megatron_ft.config.data import DataConfig
@@ -7,7 +7,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def check_data_knobs(data: DataConfig) -> None:
-    """Check sources, weights, the tokenizer and the files that it needs."""
+    """Check the sources, their weights, the tokenizer, and that files are given for the tokenizer."""
     one_of(("bytes", "huggingface", "gpt2"), "data.tokenizer", data.tokenizer)
     require(bool(data.train), "data.train", data.train, "must name at least one source")
     for split in ("train", "valid"):
@@ -20,16 +20,16 @@ def check_data_knobs(data: DataConfig) -> None:
 
 def _check_sources(split: str, sources: list[str], weights: list[float] | None) -> None:
     key = f"data.{split}_weights"
-    require(all(source.strip() for source in sources), f"data.{split}", sources, "must not hold an empty path")
+    require(all(source.strip() for source in sources), f"data.{split}", sources, "must not contain an empty path")
     if weights is None:
         return
     require(
         len(weights) == len(sources),
         key,
         weights,
-        f"must give one weight for each of the {len(sources)} sources of data.{split}",
+        f"must have as many weights as data.{split} has sources, {len(sources)}",
     )
-    require(all(weight > 0 for weight in weights), key, weights, "must all be greater than 0")
+    require(all(weight > 0 for weight in weights), key, weights, "must contain only weights greater than 0")
 
 
 def _check_tokenizer_files(data: DataConfig) -> None:

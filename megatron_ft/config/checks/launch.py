@@ -1,4 +1,4 @@
-"""Rules for nodes, launchers, addresses, failure detection, the run's name and telemetry."""
+"""Checks of nodes, launchers, addresses, failure detection, the run's name and telemetry."""
 
 import dataclasses
 import ipaddress
@@ -28,7 +28,7 @@ def check_launch(config: JobConfig) -> None:
         wanted_values.append(("launch.forkserver_socket", launch.forkserver_socket, None))
     for key, value, wanted in wanted_values:
         constraint = (
-            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}: its nodes are other machines"
+            f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}, whose nodes are other machines"
         )
         require(launch.node_launcher == "local" or value == wanted, key, value, constraint)
     at_least(1, "launch.num_nodes", launch.num_nodes)
@@ -42,7 +42,7 @@ def check_launch(config: JobConfig) -> None:
         max_restarts == 0 or launch.mode == "local",
         "recovery.max_restarts",
         max_restarts,
-        f"must be 0 with launch.mode={launch.mode}: the launcher restarts ranks (torchrun --max-restarts)",
+        f"must be 0 with launch.mode={launch.mode}: that launcher restarts ranks itself (torchrun --max-restarts)",
     )
     at_least(1, "limits.gpu_memory_bytes", config.limits.gpu_memory_bytes)
     at_least(1, "limits.host_memory_bytes", config.limits.host_memory_bytes)
@@ -64,7 +64,7 @@ def _check_topology(config: JobConfig) -> None:
         domains in (0, most),
         "topology.failure_domains",
         topology.failure_domains,
-        f"must name one domain for each of {counts}, or none; it has {domains} names",
+        f"must have {most} names, one for each node ({counts}), or be empty; it has {domains}",
     )
     key, source = "topology.failure_domain_source", topology.failure_domain_source
     one_of(("listed", "slurm_topology"), key, source)
@@ -75,13 +75,13 @@ def _check_topology(config: JobConfig) -> None:
         launch.node_launcher == "srun",
         key,
         source,
-        f"must be listed with {other}: only launch.node_launcher=srun can read Slurm's topology",
+        f"must be 'listed' with {other}: only launch.node_launcher=srun can read Slurm's topology",
     )
     require(
         not topology.failure_domains,
         "topology.failure_domains",
         topology.failure_domains,
-        f"must be empty with {key}={source}: Slurm names the domains",
+        f"must be empty with {key}={source}, which takes the names from Slurm",
     )
 
 
@@ -93,7 +93,7 @@ def _check_nodes(config: JobConfig) -> None:
         nodes.max_nodes is None or nodes.max_nodes >= fewest,
         "nodes.max_nodes",
         nodes.max_nodes,
-        f"must be null or at least {fewest}: launch.num_nodes={launch.num_nodes} and "
+        f"must be null or at least {fewest}, the sum of launch.num_nodes={launch.num_nodes} and "
         f"nodes.num_spare_nodes={nodes.num_spare_nodes}",
     )
     at_least(0, "nodes.join_window_seconds", nodes.join_window_seconds)
@@ -102,17 +102,17 @@ def _check_nodes(config: JobConfig) -> None:
         config.may_lose_nodes or not nodes.restart_lost_nodes,
         "nodes.restart_lost_nodes",
         nodes.restart_lost_nodes,
-        f"must be false with recovery.min_nodes={show(min_nodes)}: this job ends when it loses a node; lower "
-        "recovery.min_nodes, or set recovery.keep_layout=true",
+        f"must be false with recovery.min_nodes={show(min_nodes)}: the job ends when it loses a node; set "
+        f"recovery.min_nodes below launch.num_nodes={launch.num_nodes}, or recovery.keep_layout=true",
     )
 
 
 def check_detector(detector: DetectorConfig) -> None:
-    """Check that times are above 0 and that each timeout exceeds the previous one."""
+    """Check that all times are above 0, and that the timeouts are long enough compared with each other."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
-        # One late heartbeat must not count as a loss.
+        # One late heartbeat must not make a node count as lost.
         timeout >= 2 * interval,
         "detector.heartbeat_timeout_seconds",
         timeout,
@@ -132,9 +132,11 @@ def check_detector(detector: DetectorConfig) -> None:
 def _check_interface(interface: str) -> None:
     key = "control.interface"
     require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
-    # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
+    # The job's token authenticates but does not encrypt, so the user has to choose the network.
     every = means_every_interface(interface)
-    require(not every, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
+    require(
+        not every, key, interface, "must not mean all interfaces; give the address of one interface, e.g. 127.0.0.1"
+    )
     try:
         ipaddress.ip_address(interface.strip("[]"))
     except ValueError:
@@ -157,7 +159,7 @@ def _check_socket(path: str | None) -> None:
 
 
 def check_run(run: RunConfig) -> None:
-    """Check the name, which must be a single folder name, and the resume policy."""
+    """Check the run's name, which must be a single folder name, and whether the run may be resumed or started over."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
     require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must name a folder")
     require(
@@ -170,25 +172,25 @@ def check_run(run: RunConfig) -> None:
         run.resume != "must" or run.name is not None,
         "run.name",
         run.name,
-        "must be given with run.resume=must: it names the run to resume",
+        "must be given with run.resume=must, to name the run that is resumed",
     )
     require(
         not run.start_over or run.resume == "auto",
         "run.start_over",
         show(run.start_over),
-        f"must be false with run.resume={run.resume}: only run.resume=auto can start over",
+        f"must be false with run.resume={run.resume}: only run.resume=auto can start a run over",
     )
 
 
 def check_telemetry(telemetry: TelemetryConfig) -> None:
-    """Check intervals, sinks, their modes and limits of alerts."""
+    """Check intervals, sinks and their modes, and limits of alerts."""
     for name, spec in telemetry.sinks.items():
         is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
-        why = "must be null, or a mapping that names the class of a sink by _target_"
+        why = "must be null or a mapping in which _target_ names the class of a sink"
         require(spec is None or is_named, f"telemetry.sinks.{name}", repr(spec), why)
     for name in ("metrics", "events"):
         is_given = telemetry.sinks.get(name) is not None
-        why = "must be given: resuming a run and reports about it read the file that this sink writes"
+        why = "must not be null: resumed runs and reports read the file that this sink writes"
         require(is_given, f"telemetry.sinks.{name}", "null", why)
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
@@ -204,25 +206,25 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
 
 
 def check_names(config: JobConfig) -> None:
-    """Check ``model.name``, which run names begin with, and ``dry_run_format``."""
+    """Check ``model.name``, with which generated run names begin, and ``dry_run_format``."""
     require(
         RUN_NAME.fullmatch(config.model.name) is not None,
         "model.name",
         repr(config.model.name),
-        "must be letters, digits, dots, dashes or underscores and start with a letter or digit",
+        "must be 1 to 100 letters, digits, dots, dashes or underscores and start with a letter or digit",
     )
     one_of(("table", "json"), "dry_run_format", config.dry_run_format)
 
 
 def check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes started by others, or by a later command that resumes the run, can find the run's folder."""
+    """Check that nodes can find the run's folder if Slurm starts them (``launch.node_launcher=none``)."""
     if config.launch.node_launcher == "none":
         why = (
-            "with launch.node_launcher=none: nodes find the controller in the run's folder, also when another "
-            "command resumes the run"
+            "with launch.node_launcher=none: nodes look for the controller in the run's folder, also after another "
+            "command has resumed the run"
         )
         require(config.run.name is not None, "run.name", config.run.name, f"must be given {why}")
-        require(config.run.resume != "never", "run.resume", config.run.resume, f"must be auto or must {why}")
+        require(config.run.resume != "never", "run.resume", config.run.resume, f"must be 'auto' or 'must' {why}")
 
 
 _LOCAL_ONLY = {
@@ -231,16 +233,16 @@ _LOCAL_ONLY = {
     "launch.forkserver_socket": "the launcher starts the ranks",
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
 }
-"""Keys that only the control plane reads, each with the reason why other launchers ignore it."""
+"""Keys that only the control plane of mode ``local`` reads, each with the reason why other modes ignore it."""
 
 
 def check_launchers(config: JobConfig) -> None:
-    """Check that keys of the control plane have their defaults under torchrun, ft_launcher and srun.
+    """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
-    ``recovery.max_restarts`` is checked in ``check_launch``, keys for lost nodes and snapshots in ``recovery.py``.
+    ``check_launch`` checks ``recovery.max_restarts``; ``recovery.py`` checks keys for lost nodes and snapshots.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: a key has another value; the message names it.
     """
     launch, detector = config.launch, config.detector
     if launch.mode == "local":

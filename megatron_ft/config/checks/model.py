@@ -1,4 +1,4 @@
-"""Rules for a model: first the dense part, then MoE layers and routers."""
+"""Checks of a model: sizes and dense layers first, then MoE layers and routers."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
 from megatron_ft.config.model import ModelConfig
@@ -22,7 +22,7 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check sizes, heads, positions, norms and dropout."""
+    """Check sizes, attention heads, position embeddings, norms and dropout."""
     for name in SIZES:
         at_least(1, f"model.{name}", getattr(model, name))
     one_of(("rope", "learned_absolute"), "model.position_embedding_type", model.position_embedding_type)
@@ -71,7 +71,10 @@ def _check_positions(model: ModelConfig) -> None:
         )
         return
     require(
-        0 < model.rotary_percent <= 1, "model.rotary_percent", model.rotary_percent, "must be greater than 0, at most 1"
+        0 < model.rotary_percent <= 1,
+        "model.rotary_percent",
+        model.rotary_percent,
+        "must be greater than 0 and at most 1",
     )
     channels = model.kv_channels or model.hidden_size // model.num_attention_heads
     rotated = model.qk_pos_emb_head_dim if model.multi_latent_attention else int(channels * model.rotary_percent)
@@ -80,7 +83,7 @@ def _check_positions(model: ModelConfig) -> None:
         rotated >= 2 and rotated % 2 == 0,
         key,
         getattr(model, key.removeprefix("model.")),
-        f"must rotate an even number of a head's channels, at least 2; it rotates {rotated} of {channels}",
+        f"must rotate an even number of channels per head, at least 2; it rotates {rotated} of {channels}",
     )
 
 
@@ -136,8 +139,8 @@ def _check_has_mixture_layer(model: ModelConfig) -> None:
         last > model.moe_first_dense_layers,
         "model.moe_layer_freq",
         model.moe_layer_freq,
-        f"must make at least one of the model.num_layers={model.num_layers} layers an MoE layer; the first "
-        f"model.moe_first_dense_layers={model.moe_first_dense_layers} are dense. For a dense model set "
+        f"must make at least one of the model.num_layers={model.num_layers} layers an MoE layer, but not the first "
+        f"model.moe_first_dense_layers={model.moe_first_dense_layers}, which are dense. For a dense model set "
         "model.num_moe_experts=null",
     )
 
@@ -193,7 +196,7 @@ def _check_trace(model: ModelConfig) -> None:
             value = getattr(model, name)
             require(value == unset, f"model.{name}", value, f"must be {show(unset)} unless model.router=trace")
         return
-    require(model.num_moe_experts is not None, "model.router", "trace", "must be learned in a dense model")
+    require(model.num_moe_experts is not None, "model.router", "trace", "must be 'learned' in a dense model")
     require(
         model.router_trace_file is not None, "model.router_trace_file", None, "must be given with model.router=trace"
     )
@@ -203,7 +206,9 @@ def _check_trace(model: ModelConfig) -> None:
         ("moe_router_enable_expert_bias", True, model.moe_router_enable_expert_bias),
         ("moe_router_load_balancing_type", "sinkhorn", model.moe_router_load_balancing_type == "sinkhorn"),
     ):
-        require(not steers, f"model.{name}", value, "must not be set with model.router=trace, which fixes the routing")
+        require(
+            not steers, f"model.{name}", value, "must keep its default with model.router=trace, which fixes the routing"
+        )
 
 
 def _check_groups(model: ModelConfig, num_experts: int) -> None:
@@ -212,7 +217,7 @@ def _check_groups(model: ModelConfig, num_experts: int) -> None:
         (groups is None) == (group_topk is None),
         "model.moe_router_num_groups",
         groups,
-        "must be given together with model.moe_router_group_topk",
+        "must be given if and only if model.moe_router_group_topk is given",
     )
     if groups is None or group_topk is None:
         return
@@ -229,8 +234,8 @@ def _check_groups(model: ModelConfig, num_experts: int) -> None:
         model.moe_router_topk % group_topk == 0 and per_group <= num_experts // groups,
         "model.moe_router_topk",
         model.moe_router_topk,
-        f"must be a multiple of model.moe_router_group_topk={group_topk} and take at most the "
-        f"{num_experts // groups} experts of each selected group",
+        f"must be a multiple of model.moe_router_group_topk={group_topk} and at most "
+        f"{group_topk * (num_experts // groups)}, the number of experts in the selected groups",
     )
 
 
@@ -241,7 +246,7 @@ def _check_balancing(model: ModelConfig) -> None:
         model.moe_router_load_balancing_type != "sinkhorn" or model.moe_aux_loss_coeff == 0,
         "model.moe_aux_loss_coeff",
         model.moe_aux_loss_coeff,
-        "must be 0 with model.moe_router_load_balancing_type=sinkhorn: it has no auxiliary loss",
+        "must be 0 with model.moe_router_load_balancing_type=sinkhorn, which has no auxiliary loss",
     )
 
 

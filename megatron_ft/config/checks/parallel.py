@@ -1,4 +1,4 @@
-"""Rules for parallel sizes. The batch need not be divisible by them, because padding microbatches are added."""
+"""Checks of parallel sizes. The batch need not be divisible by them, because padding microbatches are added."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
@@ -6,7 +6,7 @@ from megatron_ft.topology import Topology
 
 
 def check_parallel(config: JobConfig) -> None:
-    """Check that sizes fit the number of ranks, the layers, heads and experts, and the device."""
+    """Check that the parallel sizes fit the number of ranks, the layers, heads and experts, and the device."""
     parallel = config.parallel
     virtual = parallel.virtual_pipeline_model_parallel_size
     at_least(2, "parallel.virtual_pipeline_model_parallel_size", virtual)
@@ -40,13 +40,13 @@ def _check_backend(config: JobConfig) -> None:
         parallel.expert_tensor_parallel_size == 1 or not (is_chosen or device == "cpu"),
         "parallel.expert_tensor_parallel_size",
         parallel.expert_tensor_parallel_size,
-        f"must be 1 with training.device=cpu or {key}=gloo: gloo cannot gather tensors of different sizes",
+        f"must be 1 with training.device=cpu or {key}=gloo, which cannot gather tensors of different sizes",
     )
     require(
         parallel.context_parallel_size == 1 or not is_chosen,
         "parallel.context_parallel_size",
         parallel.context_parallel_size,
-        f"must be 1 with {key}=gloo: context parallelism sends GPU memory, which gloo cannot",
+        f"must be 1 with {key}=gloo: context parallelism sends GPU memory, which gloo does not support",
     )
 
 
@@ -110,7 +110,7 @@ def _check_context(config: JobConfig) -> None:
 
 
 def check_transformer_engine(config: JobConfig) -> None:
-    """Check that no key needs Transformer Engine if it cannot be used."""
+    """Check that no key requires Transformer Engine if the device or ``training.transformer_impl`` excludes it."""
     training = config.training
     without = [
         ("training.device", training.device, "cpu"),
@@ -118,13 +118,12 @@ def check_transformer_engine(config: JobConfig) -> None:
     ]
     for key, value, constraint in needs_transformer_engine(config):
         for reason, chosen, excluded in without:
-            require(
-                chosen != excluded, key, value, f"{constraint} with {reason}={excluded}: it needs Transformer Engine"
-            )
+            why = f"with {reason}={excluded}: this value needs Transformer Engine"
+            require(chosen != excluded, key, value, f"{constraint} {why}")
 
 
 def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]:
-    """List key, value and constraint of every key that Megatron's local layers cannot train."""
+    """Return key, value and constraint of every key whose value Megatron's local layers cannot train."""
     needs: list[tuple[str, object, str]] = []
     if config.parallel.context_parallel_size > 1:
         needs.append(("parallel.context_parallel_size", config.parallel.context_parallel_size, "must be 1"))
@@ -132,5 +131,5 @@ def needs_transformer_engine(config: JobConfig) -> list[tuple[str, object, str]]
         needs.append(("model.multi_latent_attention", True, "must be false"))
     if config.model.add_bias_linear and config.model.num_moe_experts is not None:
         # Megatron's local experts add their bias in place to a view, which autograd refuses.
-        needs.append(("model.add_bias_linear", True, "must be false in a mixture of experts"))
+        needs.append(("model.add_bias_linear", True, "must be false in a model with experts"))
     return needs

@@ -1,4 +1,4 @@
-"""Rules for replica slots: they must fit experts, ranks and failure domains."""
+"""Checks of expert replicas: slots and replicas must fit the experts, ranks and failure domains."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ def check_placement(config: JobConfig) -> None:
     """Check the keys of ``placement`` that can be checked without a plan.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     placement, model, parallel = config.placement, config.model, config.parallel
     one_of(BACKENDS, "placement.dispatch_backend", placement.dispatch_backend)
@@ -27,13 +27,13 @@ def check_placement(config: JobConfig) -> None:
         raise ConfigError.of(
             "parallel.expert_model_parallel_size",
             parallel.expert_model_parallel_size,
-            "must be 1 with replica slots: all ranks of a pipeline stage are one expert group",
+            "must be 1 with placement.algorithm: all ranks of a pipeline stage form one expert group",
         )
     if parallel.expert_tensor_parallel_size != 1:
         raise ConfigError.of(
             "parallel.expert_tensor_parallel_size",
             parallel.expert_tensor_parallel_size,
-            "must be 1 with replica slots",
+            "must be 1 with placement.algorithm",
         )
     _check_slots(config)
     _check_rebalancing(config)
@@ -58,7 +58,8 @@ def _check_slots(config: JobConfig) -> None:
             raise ConfigError.of(
                 "placement.num_slots_per_rank",
                 placement.num_slots_per_rank,
-                f"must give the {stage_size} ranks of a stage at least model.num_moe_experts={num_experts} slots",
+                f"must be large enough that the {stage_size} ranks of a stage have at least "
+                f"model.num_moe_experts={num_experts} slots",
             )
     for name, value in (("min_replicas", placement.min_replicas), ("state_copies", placement.state_copies)):
         if value is not None and not 1 <= value <= num_domains:
@@ -87,7 +88,7 @@ def _check_rebalancing(config: JobConfig) -> None:
 
 
 def _stage(config: JobConfig) -> tuple[int, int]:
-    """Return (ranks, failure domains) of the stage with the fewest domains."""
+    """Return the number of ranks of a pipeline stage, and the smallest number of failure domains of a stage."""
     launch = config.launch
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     stages = [
@@ -99,10 +100,10 @@ def _stage(config: JobConfig) -> tuple[int, int]:
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
-    """Return ``config`` with derived values filled in.
+    """Return ``config`` with the values that follow from replica slots.
 
-    With replica slots, all ranks of a pipeline stage form one expert group. The default number of slots of a rank is
-    twice an even share of the experts, rounded up.
+    With replica slots, all ranks of a pipeline stage form one expert group. By default, the slots of a stage are twice
+    as many as the experts of a layer, rounded up to the same number on each rank.
     """
     if config.placement.algorithm is None:
         return config

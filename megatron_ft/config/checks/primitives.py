@@ -1,4 +1,4 @@
-"""Common forms of rules. Each raises ``ConfigError`` with key, value and constraint."""
+"""Checks that many keys share. Each raises ``ConfigError``, which names key, value and constraint."""
 
 import dataclasses
 import math
@@ -10,46 +10,46 @@ from megatron_ft.errors import ConfigError
 
 
 def require(condition: bool, key: str, value: object, constraint: str) -> None:
-    """Raise unless ``condition`` holds."""
+    """Raise ``ConfigError`` with key, value and constraint unless ``condition`` is true."""
     if not condition:
         raise ConfigError.of(key, show(value), constraint)
 
 
 def at_least(smallest: float, key: str, value: float | None) -> None:
-    """Require a number of at least ``smallest``; null passes."""
+    """Check that the value is at least ``smallest``; None is accepted."""
     require(value is None or value >= smallest, key, value, f"must be at least {smallest}")
 
 
 def above(bound: float, key: str, value: float | None) -> None:
-    """Require a number above ``bound``; null passes."""
+    """Check that the value is greater than ``bound``; None is accepted."""
     require(value is None or value > bound, key, value, f"must be greater than {bound}")
 
 
 def share(key: str, value: float, *, closed: bool = False) -> None:
-    """Require a number in [0, 1), or in [0, 1] if ``closed``."""
+    """Check that the value is at least 0 and below 1, or at most 1 if ``closed``."""
     inside = 0 <= value <= 1 if closed else 0 <= value < 1
     require(inside, key, value, f"must be in [0, 1{']' if closed else ')'}")
 
 
 def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
-    """Require one of the listed words; null passes."""
+    """Check that the value is one of ``choices``; None is accepted."""
     known = list(choices)
     if value is not None and value not in known:
         raise ConfigError.of(key, value, f"must be one of {', '.join(known)}{close_matches(value, known)}")
 
 
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
-    """Require a multiple of ``divisor``. ``of_what`` describes the divisor with its key."""
+    """Check that ``value`` is a multiple of ``divisor``. ``of_what`` is the name of the divisor in the message."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
 
 
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
-    """Require that ``needed`` does not exceed ``limit``, the value of ``key``. A limit of None allows any value."""
+    """Check that ``needed`` does not exceed ``limit``, the value of ``key``. None means no limit."""
     require(limit is None or needed <= limit, key, limit, f"must be at least {needed}, {advice}")
 
 
 def finite_numbers(group: str, values: Any) -> None:
-    """Require that no field of a config dataclass is NaN or infinite."""
+    """Check that no field of a config dataclass is NaN or infinite."""
     for field in dataclasses.fields(values):
         value = getattr(values, field.name)
         numbers = value if isinstance(value, list) else [value]
@@ -59,7 +59,7 @@ def finite_numbers(group: str, values: Any) -> None:
 
 
 def show(value: object) -> str:
-    """Write a value as YAML does."""
+    """Write a value in the syntax of YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

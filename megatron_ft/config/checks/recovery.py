@@ -1,4 +1,4 @@
-"""Rules for jobs that lose nodes and continue, for snapshots, the upstream log and membership schedules."""
+"""Checks of keys for lost nodes, snapshots, the upstream log and membership schedules."""
 
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, at_least, require, show
@@ -8,11 +8,10 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 
 def check_survival(config: JobConfig) -> None:
-    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and the keys that they
-    require.
+    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and related keys.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     launch, recovery = config.launch, config.recovery
     above(0, "recovery.reconfigure_timeout_seconds", recovery.reconfigure_timeout_seconds)
@@ -34,7 +33,7 @@ def check_survival(config: JobConfig) -> None:
     feature = config.why_nodes_change or "a testing.membership_schedule"
     instead = ""
     if feature.startswith("nodes.num_spare_nodes="):
-        instead = "; for spares that take the places of lost nodes in the same layout set recovery.keep_layout=true"
+        instead = "; if spares are to replace lost nodes in the same layout, set recovery.keep_layout=true"
     _check_requirements(config, REPLICAS, feature, instead)
     _check_slots(config, fewest, feature)
 
@@ -45,19 +44,19 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     changes: list[MembershipChange] = []
     nodes: tuple[int, ...] = tuple(range(num_nodes))
     earliest, last = 1, config.training.train_iterations
-    # In order: whether a change is possible depends on the members that the earlier ones leave.
+    # Check in order, because the members before a change depend on the earlier changes.
     for text in schedule:
         change = parse_membership_change(text)
         named = (*change.lose, *change.join)
         require(max(named, default=0) < num_nodes, key, text, f"must name nodes in 0..{num_nodes - 1}")
-        members = f"the members before that change, {list(nodes)}"
-        require(set(change.lose) <= set(nodes), key, text, f"must lose only nodes of {members}")
+        members = f"must lose only members; before that change the members are nodes {list(nodes)}"
+        require(set(change.lose) <= set(nodes), key, text, members)
         staying = set(nodes) - set(change.lose)
         require(
             not set(change.join) & staying,
             key,
             text,
-            f"must join only nodes that are not members; members that stay: {sorted(staying)}",
+            f"must join no node that is still a member; nodes {sorted(staying)} stay members",
         )
         require(bool(staying), key, text, "must keep at least one member, from which joining nodes receive the state")
         nodes = change.after(nodes)
@@ -81,7 +80,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         not changes or config.recovery.max_restarts == 0,
         "recovery.max_restarts",
         config.recovery.max_restarts,
-        "must be 0 with a testing.membership_schedule: a restart would begin with all nodes again",
+        "must be 0 with a testing.membership_schedule: a restart of all ranks would start with all nodes again",
     )
     return changes
 
@@ -90,9 +89,9 @@ def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
     found = unmet(config, requirements)
-    # All in one message: of several refusals the last may make the others pointless.
+    # Name all of them in one message, because the user may find only the last one impossible to change.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
-    also = f"; it needs besides: {', '.join(others)}" if others else ""
+    also = f"; {feature} also requires: {', '.join(others)}" if others else ""
     for need in found[:1]:
         require(False, need.key, value_of(config, need.key), f"{need.constraint(feature)}{also}{instead}")
 
@@ -111,9 +110,9 @@ def _check_keeps_layout(config: JobConfig) -> None:
         nodes.num_spare_nodes > 0 or (nodes.restart_lost_nodes and nodes.max_node_restarts > 0),
         "recovery.keep_layout",
         True,
-        f"needs replacement nodes: set nodes.num_spare_nodes={nodes.num_spare_nodes} above 0, or "
-        f"nodes.restart_lost_nodes={show(nodes.restart_lost_nodes)} to true with "
-        f"nodes.max_node_restarts={nodes.max_node_restarts} above 0",
+        "needs nodes that replace lost ones: set nodes.num_spare_nodes above 0, or nodes.restart_lost_nodes=true and "
+        f"nodes.max_node_restarts above 0; now nodes.restart_lost_nodes={show(nodes.restart_lost_nodes)} and "
+        f"nodes.max_node_restarts={nodes.max_node_restarts}",
     )
 
 
@@ -125,16 +124,16 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_slots * num_ranks >= num_experts,
         "placement.num_slots_per_rank",
         config.placement.num_slots_per_rank,
-        f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: with {feature} the job "
-        f"may continue on only {num_ranks} ranks",
+        f"must be large enough that {num_ranks} ranks have at least model.num_moe_experts={num_experts} slots: with "
+        f"{feature} the job may continue on only that many ranks",
     )
 
 
 def check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a stage can be replayed alone, bit for bit.
+    """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a stage can replay alone with the same bits.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     at_least(0, "upstream_log.commit_lag_iterations", config.upstream_log.commit_lag_iterations)
     at_least(1, "upstream_log.memory_limit_bytes", config.upstream_log.memory_limit_bytes)
@@ -151,7 +150,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
         config.training.deterministic,
         "training.deterministic",
         config.training.deterministic,
-        f"must be true with {feature}: a replay must give the same bits as the surviving ranks have",
+        f"must be true with {feature}: a replay must reproduce the state of the surviving ranks bit for bit",
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
@@ -159,14 +158,14 @@ def _check_replays_exactly(config: JobConfig) -> None:
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
         f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "
-        "not hold the gradients of tied embeddings, which the first and the last stage add",
+        "not contain the gradients of tied embeddings, which the first and the last stage exchange",
     )
     require(
         config.precision.fp8 is None or config.precision.fp8_recipe != "delayed",
         "precision.fp8_recipe",
         config.precision.fp8_recipe,
-        f"must not be delayed with {feature} and precision.fp8={config.precision.fp8}: windows do not hold the amax "
-        "history that delayed scaling uses",
+        f"must not be delayed with {feature} and precision.fp8={config.precision.fp8}: windows do not contain the "
+        "amax history that delayed scaling uses",
     )
 
 
@@ -174,7 +173,7 @@ def check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:
-        ConfigError: names key, value and constraint.
+        ConfigError: a rule is violated; the message names key, value and constraint.
     """
     snapshot, launch = config.snapshot, config.launch
     at_least(0, "snapshot.num_peer_copies", snapshot.num_peer_copies)
@@ -190,7 +189,7 @@ def check_snapshot(config: JobConfig) -> None:
         launch.mode == "local" or config.dry_run,
         "snapshot.policy",
         snapshot.policy.get("_target_"),
-        f"needs node processes, which own the memory of snapshots: launch.mode={launch.mode} has none; use "
+        f"must be null with launch.mode={launch.mode}, which starts no processes for the memory of snapshots; use "
         "launch.mode=local or snapshot=none",
     )
     num_domains = len(set(config.member_domains))
@@ -198,6 +197,6 @@ def check_snapshot(config: JobConfig) -> None:
         snapshot.num_peer_copies < num_domains,
         "snapshot.num_peer_copies",
         snapshot.num_peer_copies,
-        f"must be below the number of failure domains, {num_domains}: each copy of a node's windows needs another "
-        "domain; 0 keeps windows on their own node only",
+        f"must be below the number of failure domains, {num_domains}: each copy of a node's windows needs a domain "
+        "of its own; 0 makes no copies on other nodes",
     )

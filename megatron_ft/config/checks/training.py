@@ -1,4 +1,4 @@
-"""Rules for length, batch, policies, the optimizer and number formats."""
+"""Checks of length, batch size, policies, the optimizer and number formats."""
 
 from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
 from megatron_ft.config.job import JobConfig
@@ -47,7 +47,7 @@ def _check_words(training: TrainingConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
-    """Check learning rates, schedule, moments and clipping."""
+    """Check learning rates, their schedule, moments and gradient clipping."""
     above(0, "optimizer.lr", optimizer.lr)
     for name in ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "lr_warmup_iterations"):
         at_least(0, f"optimizer.{name}", getattr(optimizer, name))
@@ -85,7 +85,7 @@ def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
 
 
 def check_precision(precision: PrecisionConfig) -> None:
-    """Check formats and loss scaling. FP8 is refused: this version has no provider."""
+    """Check number formats and loss scaling. FP8 is refused, because this version cannot train with it."""
     one_of(("fp32", "bf16", "fp16"), "precision.params_dtype", precision.params_dtype)
     one_of(("e4m3", "hybrid"), "precision.fp8", precision.fp8)
     one_of(FP8_RECIPES, "precision.fp8_recipe", precision.fp8_recipe)
@@ -93,7 +93,7 @@ def check_precision(precision: PrecisionConfig) -> None:
         precision.fp8 is None,
         "precision.fp8",
         precision.fp8,
-        "must be null: this version has no FP8 provider; use precision=bf16",
+        "must be null: this version cannot train with FP8; use precision=bf16",
     )
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         above(0, f"precision.{name}", getattr(precision, name))
@@ -114,7 +114,7 @@ def check_precision(precision: PrecisionConfig) -> None:
 
 
 def check_checkpoint(config: JobConfig) -> None:
-    """Check intervals and retention."""
+    """Check intervals of saves and the number of kept checkpoints."""
     for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
         at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))
     interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations

@@ -1,4 +1,4 @@
-"""Copies slice after slice into the buffers of windows, and reports each to the snapshot server."""
+"""Copies the slices of windows into shared memory, and reports each finished slice to the snapshot server."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,40 +15,40 @@ from megatron_ft.snapshot.server.client import Arena, KeeperClient
 from megatron_ft.snapshot.window import Slice
 
 Source = Callable[[Piece], torch.Tensor]
-"""Function that returns the live elements of a piece: 1-D, contiguous."""
+"""Function that returns the present elements of a piece as a contiguous 1-D tensor."""
 
 
 @dataclass(kw_only=True)
 class CaptureFigures:
-    """Cost of capturing on this rank."""
+    """Time that this rank has spent on captures."""
 
     num_slices: int = 0
     num_bytes: int = 0
     stalled_seconds: float = 0.0
-    """Time in which training waited for copies or started them."""
+    """Seconds for which training waited for copies or started them."""
     busy_seconds: float = 0.0
-    """Time of the copies, most of which training does not wait for."""
+    """Seconds for which copies ran; training does not wait for most of this time."""
 
 
 class WindowMemory:
-    """The buffers of an arena as tensors while they are mapped; pinned if copies come from CUDA."""
+    """The window buffers of an arena as tensors. They are pinned if the copies come from CUDA."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
-        """Map and pin the buffers. Raises RuntimeError if the driver refuses to pin them."""
+        """Map the buffers as tensors; pin them on CUDA. Raises RuntimeError if the driver refuses to pin them."""
         self.arena = arena
         self.buffers = [torch.frombuffer(arena.buffer(index), dtype=torch.uint8) for index in range(arena.num_buffers)]
-        """uint8 [window_bytes] each. Views of them must be gone before ``release``."""
+        """One tensor per buffer, uint8 [window_bytes]. No view of them may exist when ``release`` is called."""
         self._is_pinned = device.type == "cuda"
         if self._is_pinned:
             for buffer in self.buffers:
                 pin(buffer)
 
     def release(self) -> None:
-        """Unpin and unmap: the snapshot server can then free the memory.
+        """Unpin and unmap the buffers. Afterwards the snapshot server can free their memory.
 
         Raises:
-            BufferError: a buffer is in use.
-            RuntimeError: the driver refuses.
+            BufferError: a view of a buffer still exists.
+            RuntimeError: the driver refuses to unpin a buffer.
         """
         # Each tensor exports the mapping: it can be closed only after the last one is gone.
         while self.buffers:
@@ -63,8 +63,8 @@ class WindowCapture:
     """Captures the slices of ``plan`` on one rank.
 
     Args:
-        buffers: host memory of each buffer: uint8 [at least the window's bytes].
-        source: live tensors; they must stay in place as long as this object is used.
+        buffers: host memory of each buffer, uint8, at least as large as a window.
+        source: returns the elements of a piece. The tensors must stay at the same addresses while this object is used.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class WindowCapture:
         # Prepared once for every buffer: starting a slice must not cost time in proportion to its pieces.
         self._batches = [[self._batch(part, buffer, source) for part in self._slices] for buffer in buffers]
         self._under_way: tuple[int, int, Slice] | None = None
-        """Buffer, index and description of the slice that is being copied."""
+        """The slice that is being copied: number of its buffer, its index in the window, and its description."""
 
     def begin_window(self, buffer: int, start_iteration: int) -> None:
-        """Begin a window in ``buffer``; its slices follow."""
+        """Begin a window in ``buffer``. The next calls of ``begin_slice`` add its slices."""
         num_slices, plan = self.plan.num_iterations, self._plan_json
         self._client.begin(buffer, start_iteration=start_iteration, num_slices=num_slices, plan=plan)
 
     def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
-        """Start to copy slice ``index`` of the state after ``iteration``, with its ``header``."""
-        assert self._under_way is None, "the previous slice is not finished"
+        """Start to copy slice ``index``, which belongs to the state after ``iteration``. Store ``header`` with it."""
+        assert self._under_way is None, "a slice is still being copied"
         began = time.perf_counter()
         self._copier.start(self._batches[buffer][index])
         self._under_way = buffer, index, replace(self._slices[index], iteration=iteration, header=header)
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait until the slice in progress, if any, is copied, and report it. Afterwards its sources may change."""
+        """Wait until the slice in progress, if any, is copied, and report it. Then the tensors may change."""
         if self._under_way is None:
             return
         began = time.perf_counter()

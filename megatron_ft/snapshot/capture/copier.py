@@ -1,7 +1,7 @@
-"""Copies bytes during the computation: a thread on CPU, a side stream on CUDA.
+"""Copies bytes during the computation: in a thread on CPU, or on a side stream on CUDA.
 
-A batch is started, and waited for before its sources may change. It is prepared once: starting it again allocates
-nothing.
+A batch of copies is prepared once and can be started many times without new allocations. After each start, the caller
+waits for the batch before it changes the copied tensors.
 """
 
 import ctypes
@@ -16,26 +16,26 @@ import torch
 
 _PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _NUM_PIECES = 4
-"""Number of parts in which a large tensor is copied, so that the device needs only a part of the memory."""
+"""Number of parts in which a large tensor is copied, so that temporary device memory is needed for one part only."""
 _NUM_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBatch:
-    """Copies that are started together."""
+    """Pairs of sources and targets that are copied together."""
 
     sources: tuple[torch.Tensor, ...]
-    """Contiguous live tensors, any shape and dtype."""
+    """Contiguous tensors of any shape and dtype."""
     targets: tuple[torch.Tensor, ...]
-    """Host memory of the same sizes: uint8 [num_bytes]."""
+    """Host memory for each source, uint8 [bytes of the source]."""
     num_bytes: int
 
     @classmethod
     def of(cls, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> "CopyBatch":
-        """Pair sources with targets.
+        """Pair each source with a target.
 
         Raises:
-            ValueError: a source that is not contiguous, or a target of another size.
+            ValueError: a source is not contiguous, or a target has another size than its source.
         """
         for source, target in zip(sources, targets, strict=True):
             size = source.numel() * source.element_size()
@@ -48,7 +48,7 @@ class CopyBatch:
 
 
 class ThreadCopier:
-    """Copies in a separate thread, without the interpreter's lock while bytes are copied."""
+    """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes."""
 
     def __init__(self) -> None:
         self._batch: CopyBatch | None = None
@@ -65,16 +65,16 @@ class ThreadCopier:
         self._thread.start()
 
     def start(self, batch: CopyBatch) -> None:
-        """Start to copy and return at once. One batch at a time."""
-        assert not self._under_way, "the previous batch is not finished"
+        """Start to copy and return at once. Only one batch may be in progress."""
+        assert not self._under_way, "a batch is still being copied"
         self._batch, self._under_way = batch, True
         self._wake.release()
 
     def wait(self) -> float:
-        """Wait until the batch is copied; return the seconds of waiting, 0 without a batch.
+        """Wait until the batch is copied. Return the seconds of waiting, 0 if no batch is in progress.
 
         Raises:
-            BaseException: raised by the copying thread.
+            BaseException: the error that the copying thread raised.
         """
         if not self._under_way:
             return 0.0
@@ -86,8 +86,8 @@ class ThreadCopier:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """End the copier; no batch may be in progress."""
-        assert not self._under_way, "a batch is not finished"
+        """End the thread. No batch may be in progress."""
+        assert not self._under_way, "a batch is still being copied"
         self._closed = True
         self._wake.release()
         self._thread.join()
@@ -114,17 +114,18 @@ class ThreadCopier:
 
 
 class StreamCopier:
-    """Copies on a separate CUDA stream into memory that was pinned with ``pin``; methods as ``ThreadCopier``.
+    """Copies on a separate CUDA stream into pinned memory. The methods are those of ``ThreadCopier``.
 
-    The host copies sources in host memory itself, in ``start``. It also writes them itself, so at that moment they have
-    the same values as when the device's sources were queued. The ``step`` of PyTorch's Adam is such a source.
+    Sources in host memory are copied by the host itself, in ``start``. Only the host writes to them, so their values
+    belong to the same iteration as those of the device tensors, whose copies are queued at that time. The ``step`` of
+    PyTorch's Adam is such a source.
 
-    The batch keeps its sources until ``wait``. ``Tensor.record_stream`` would keep their memory in use for longer, at a
-    cost for each of them.
+    The batch keeps references to its sources until ``wait``. ``Tensor.record_stream`` would keep their memory in use
+    for longer and would cost time for each source.
 
     Args:
         device: device of the sources that are not in host memory.
-        cuda: has ``Stream``, ``Event``, ``current_stream`` and ``stream`` of ``torch.cuda``; tests replace it.
+        cuda: ``torch.cuda``, or a replacement with ``Stream``, ``Event``, ``current_stream`` and ``stream`` for tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -137,7 +138,7 @@ class StreamCopier:
 
     def start(self, batch: CopyBatch) -> None:
         # After what the computing stream has queued so far.
-        assert self._batch is None, "the previous batch is not finished"
+        assert self._batch is None, "a batch is still being copied"
         self._batch = batch
         self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
@@ -161,7 +162,7 @@ class StreamCopier:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        assert self._batch is None, "a batch is not finished"
+        assert self._batch is None, "a batch is still being copied"
 
 
 Copier = ThreadCopier | StreamCopier
@@ -173,10 +174,10 @@ def open_copier(device: torch.device) -> Copier:
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Pin host memory for asynchronous copies from CUDA. ``unpin`` it before it is unmapped.
+    """Pin host memory, so that CUDA can copy to it asynchronously. Call ``unpin`` before the memory is unmapped.
 
     Raises:
-        RuntimeError: the driver refuses, for instance at the limit of locked memory.
+        RuntimeError: the driver refuses, for instance because the limit of locked memory is reached.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     # ``Tensor.pin_memory`` would copy to memory of its own; this memory belongs to the snapshot server.
@@ -186,7 +187,7 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Unpin memory to which no copy is in progress. Raises RuntimeError if it was not pinned."""
+    """Unpin host memory; no copy to it may be in progress. Raises RuntimeError if it was not pinned."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = cudart.cudaHostUnregister(memory.data_ptr())
     if int(code) != 0:
@@ -194,10 +195,10 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def capture_bandwidth(device: torch.device, copier: Copier) -> float:
-    """Measure the bytes per second that ``copier`` copies from ``device`` into memory like that of windows: the best of
-    a few.
+    """Measure how many bytes per second ``copier`` copies from ``device`` to host memory: the best of several trials.
 
-    That memory is shared, has all its pages, and is pinned if copies come from CUDA. No copy may be in progress.
+    The host memory has the properties of a window buffer: shared, with all pages allocated, and pinned if ``device`` is
+    CUDA. No copy may be in progress.
     """
     num_bytes = _PROBE_BYTES[device.type]
     source = torch.ones(num_bytes // _NUM_PIECES, dtype=torch.uint8, device=device)

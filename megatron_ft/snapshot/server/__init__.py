@@ -1,1 +1,1 @@
-"""The process of a node that owns the memory of snapshots, replicates and persists them. No torch."""
+"""The snapshot server, a process on each node that owns the memory of snapshots and replicates it. No torch."""

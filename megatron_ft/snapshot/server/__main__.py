@@ -1,4 +1,4 @@
-"""``python -m megatron_ft.snapshot.server``: see ``process.py``."""
+"""Command of the snapshot server, ``python -m megatron_ft.snapshot.server``; see ``process.py``."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A rank's connection to its node's snapshot server. No torch: memory is returned as buffers."""
+"""Connection of a rank to the snapshot server of its node. No torch: memory is returned as buffers."""
 
 import mmap
 import os
@@ -18,14 +18,14 @@ from megatron_ft.snapshot.window import Slice, Window
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
-"""Longest time for a snapshot server to answer or to accept a request."""
+"""Time limit for the snapshot server to accept or answer a request."""
 FLUSH_SECONDS = 600.0
-"""Longest wait of ``flush`` for storage."""
+"""Time limit for ``flush`` to wait for storage."""
 PATIENT_SECONDS = FLUSH_SECONDS + 300.0
-"""Longest time for an answer if the server allocates memory, asks other nodes or waits for storage."""
+"""Time limit for requests for which the server allocates memory, asks other nodes or waits for storage."""
 MAX_UNREAD = 32
-"""Largest number of answers to ``captured`` that may wait in the socket: if it were full, both ends would wait for each
-other."""
+"""Largest number of unread answers to requests like ``captured``. With more, answers could fill the socket, so that
+client and server would wait for each other."""
 (
     REPLICATED_START,
     REPLICATED_BYTES,
@@ -37,11 +37,11 @@ other."""
     COMMITTED_START,
     PERSISTED_BYTES,
 ) = range(9)
-"""Fields of the status page. A commit is in ``COMMITTED_START`` after the buffers that it pins."""
+"""Indices of fields of the status page. The server writes ``COMMITTED_START`` after ``PINNED_BUFFERS``."""
 BUFFER_REPLICATED = 9
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""First of ``NUM_BUFFERS`` fields each: the start iteration of the window in each buffer if it was given up; otherwise
--1."""
+"""Index of the first of ``NUM_BUFFERS`` fields, one for each buffer: the start iteration of its window if some peer
+will never have the window, otherwise -1. ``BUFFER_REPLICATED`` is the same for windows that all peers have."""
 
 
 class KeeperRefused(ControlError):
@@ -49,15 +49,15 @@ class KeeperRefused(ControlError):
 
 
 class Arena:
-    """A rank's memory, mapped: a status page and the buffers of windows. The snapshot server owns it."""
+    """A rank's memory for windows, mapped into this process: a status page and buffers. The snapshot server owns it."""
 
     def __init__(self, descriptor: int, window_bytes: int, num_buffers: int, status_bytes: int) -> None:
-        """Map the file of ``descriptor``, and close the descriptor."""
+        """Map the memory file ``descriptor`` and close the descriptor."""
         self.window_bytes = window_bytes
         self.num_buffers = num_buffers
         self._status_bytes = status_bytes
         try:
-            # All pages are mapped now: faults during the first captures would be measured as stalls of training.
+            # All pages are mapped now, because page faults in the first captures would count as stalls of training.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self._map = mmap.mmap(descriptor, status_bytes + num_buffers * window_bytes, flags=flags)
         finally:
@@ -66,37 +66,38 @@ class Arena:
         self._status = self._view[:status_bytes].cast("q")
 
     def buffer(self, index: int) -> memoryview:
-        """Return the bytes of a buffer, ``window_bytes``."""
+        """Return the memory of a buffer, ``window_bytes`` bytes."""
         assert 0 <= index < self.num_buffers, f"buffer {index} of {self.num_buffers}"
         start = self._status_bytes + index * self.window_bytes
         return self._view[start : start + self.window_bytes]
 
     def status(self, word: int) -> int:
-        """Return a field of the status page as the server last wrote it."""
+        """Return field ``word`` of the status page, as the server last wrote it."""
         return int(self._status[word])
 
     def close(self) -> None:
-        """Unmap. Raises BufferError while a buffer is in use."""
+        """Unmap the memory. Raises BufferError while a view of a buffer exists."""
         self._status.release()
         self._view.release()
         self._map.close()
 
 
 class KeeperClient:
-    """One connection for one rank; for one thread.
+    """A rank's connection to its snapshot server, for use in one thread.
 
-    Requests that cost one send are not answered at once; a later request may raise their refusal.
+    ``begin``, ``captured``, ``committed`` and ``abandon`` do not wait for an answer. If the server refuses such a
+    request, a later request raises ``KeeperRefused``.
     """
 
     def __init__(self, socket_path: str, *, hello: Mapping[str, Any]) -> None:
-        """Connect and present the token; ``hello`` has the fields of the protocol without ``op``.
+        """Connect to the server and send the first message; ``hello`` contains its fields, except ``op``.
 
         Raises:
-            ControlError: there is no server, or it refuses.
+            ControlError: no server answers, or the server refuses the connection.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # A server that is stopped still has a socket, whose queue takes connections that are never answered.
+            # The socket of a stopped server still accepts connections into its queue, but nothing answers them.
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(socket_path)
         except OSError as error:
@@ -108,7 +109,7 @@ class KeeperClient:
         self._arena: Arena | None = None
         self._socket_path = socket_path
         self._committed = -1
-        """The newest commit that was sent since the arena was allocated."""
+        """Start iteration of the newest commit sent since the arena was allocated."""
         try:
             self._call({**hello, "op": "hello"})
         except BaseException:
@@ -116,38 +117,38 @@ class KeeperClient:
             raise
 
     def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
-        """Return this rank's memory, for windows of at least ``window_bytes`` bytes.
+        """Return this rank's memory for windows, with buffers of at least ``window_bytes`` bytes.
 
-        Memory of an earlier process that is large enough is mapped again, with its windows. Memory that is too small,
-        or any if ``new``, is freed with its windows: fetch them before.
+        If an earlier process of the rank had memory of this size, it is returned with the windows in it. If that memory
+        is too small, or if ``new``, it is freed together with its windows, so fetch them first.
 
         Raises:
             KeeperRefused: there is not enough memory.
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "new": new})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
-        # The page is the server's: this client has sent no commit for this memory yet.
+        # Begin with the commit on the status page, because this client has sent none for this memory yet.
         self._committed = self._arena.status(COMMITTED_START)
         return self._arena
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
-        """Assign a buffer to a new window. Costs one send.
+        """Assign a buffer to a new window. Does not wait for the answer.
 
-        Refused while the buffer is being written to storage, or if it holds the newest window that was committed, or
-        confirmed by ``committed``, in this generation.
+        The server refuses this while the buffer is being written to storage, and if the buffer has the newest window
+        that was committed in this generation or confirmed by ``committed``.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
         self._request({"op": "begin", **about})
 
     def captured(self, buffer: int, index: int, part: Slice) -> None:
-        """Report that slice ``index`` of a buffer's window is complete and will not change. Costs one send."""
+        """Report that slice ``index`` of a buffer's window is complete and final. Does not wait for the answer."""
         self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
 
     def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
-        """Report that the whole job has replicated this window, or has just continued from it. Costs one send.
+        """Report that all ranks have replicated a window or have continued from it. Does not wait for the answer.
 
-        Refused if this server does not have it completely. ``captured_in``: the generation that captured it; None: this
-        client's.
+        The server refuses this if its copy of the window is incomplete. ``captured_in`` is the generation that captured
+        the window; None means the generation of this client.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         self._request({"op": "committed", "start_iteration": start_iteration, **captured})
@@ -155,16 +156,16 @@ class KeeperClient:
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:
-        """Forget a window that the job will not commit. Costs one send; refused if the server does not have it or it is
-        committed."""
+        """Discard a window that the job will not commit. Does not wait for the answer. The server refuses this if it
+        does not have the window, or if the window is committed."""
         self._request({"op": "abandon", "start_iteration": start_iteration})
 
     def buffer_states(self) -> BufferStates:
-        """Return the state of this rank's buffers as the server last wrote it."""
+        """Return the state of this rank's buffers, as the server last wrote it to the status page."""
         arena = self._arena
         if arena is None:
             return BufferStates()
-        # Read before what is pinned: the server writes it after.
+        # Read this field before the pinned buffers, because the server writes it after them.
         knows_commits = arena.status(COMMITTED_START) == self._committed
         pinned = arena.status(PINNED_BUFFERS)
         buffers = range(arena.num_buffers)
@@ -176,32 +177,36 @@ class KeeperClient:
         )
 
     def persist(self, start_iteration: int) -> None:
-        """Request that a window is written to storage. Raises KeeperRefused if the server does not have it, or there is
-        no ``persist_url``."""
+        """Request that a window is written to storage.
+
+        Raises:
+            KeeperRefused: the server does not have the window, or no ``persist_url`` is configured.
+        """
         self._call({"op": "persist", "start_iteration": start_iteration})
 
     def flush(self) -> bool:
-        """Wait until all requested windows are on storage; return False if that takes too long."""
+        """Wait until all requested windows are on storage. Return False if they are not within the time limit."""
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:
-        """Return ``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
+        """Return the problems since the last call, each with ``what``, ``error`` and ``start_iteration``."""
         return list(self._call({"op": "problems"})["problems"])
 
     def inventory(self, rank: int, *, ask_peers: bool = False) -> list[StoredWindow]:
-        """Return the windows of ``rank`` in memory of this node, and also of the peers that answer if ``ask_peers``."""
+        """Return the windows of ``rank`` on this node and, if ``ask_peers``, on all other nodes that answer."""
         seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
         answer = self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)
         return [stored_window(entry) for entry in items(answer, "windows")]
 
     def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:
-        """Fetch a complete window of a node, and its bytes, which ``Slice.check_payload`` must check.
+        """Fetch a complete window of ``rank`` from a node. Return its description and its bytes.
 
-        The bytes stay mapped as long as something refers to them; changes to them are private to this process.
+        The caller must check the bytes with ``Slice.check_payload``. They stay mapped as long as a reference to them
+        exists; other processes do not see changes to them.
 
         Raises:
-            KeeperRefused: the node does not have it, or it does not arrive.
-            CheckpointError: its description cannot be read.
+            KeeperRefused: the node does not have the window, or the transfer failed.
+            CheckpointError: the description of the window cannot be read.
         """
         answer, descriptor = self._call_for_memory({"op": "fetch", "rank": rank, "node": node, **asdict(key)})
         try:
@@ -214,13 +219,13 @@ class KeeperClient:
         return Window.from_json(answer["window"]), content[page : page + num_bytes]
 
     def close(self) -> None:
-        """Close the connection; the server keeps all windows."""
+        """Close the connection. The server keeps all windows of the rank."""
         self._reader.close()
 
     def _call_for_memory(self, message: Message) -> tuple[Message, int]:
         answer = self._call(message, PATIENT_SECONDS)
         if not self._reader.descriptors:
-            raise ControlError(f"snapshot server: the answer to {message['op']} has no file descriptor")
+            raise ControlError(f"snapshot server: its answer to the request {message['op']} has no file descriptor")
         return answer, self._reader.descriptors.popleft()
 
     def _request(self, message: Message) -> None:
@@ -238,7 +243,7 @@ class KeeperClient:
     def _read_answers(self, seconds: float | None = None) -> Message:
         # Read all answers that are due, each within ``seconds``; the last one counts, unless one is a refusal.
         self._reader.sock.settimeout(ANSWER_SECONDS if seconds is None else seconds)
-        # All are read before one is raised: the next request must find its own answer first.
+        # Read all answers before a refusal is raised, so that the next request reads its own answer.
         answers = [self._receive() for _ in range(self._num_unread)]
         self._num_unread = 0
         for answer in answers:
@@ -271,5 +276,5 @@ class KeeperClient:
     def _unresponsive(self) -> ControlError:
         seconds = self._reader.sock.gettimeout()
         return ControlError(
-            f"snapshot server at {self._socket_path}: no answer within {seconds:g} s; it is stopped or blocked"
+            f"snapshot server at {self._socket_path}: no answer within {seconds:g} s; its process is stopped or blocked"
         )

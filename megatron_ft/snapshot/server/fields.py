@@ -1,4 +1,4 @@
-"""Reads fields of messages and checks their bounds before they are used."""
+"""Reads fields of messages, and checks their types and bounds before they are used."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ MAX_TEXT = 4096
 
 
 def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
-    """Read a whole number. Raises ControlError if it is missing, not a whole number, or out of bounds."""
+    """Read an integer. Raises ControlError if it is missing, not an integer, or not from ``least`` to ``most``."""
     value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ControlError(f"{name}={value!r}: must be a whole number from {least} to {most}")
@@ -34,7 +34,7 @@ def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
 
 
 def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read an object. Raises ControlError if it is not one."""
+    """Read a JSON object. Raises ControlError if the field is missing or something else."""
     value = message.get(name)
     if not isinstance(value, dict):
         raise ControlError(f"{name}={value!r:.100}: must be an object")
@@ -42,7 +42,7 @@ def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def items(message: Mapping[str, Any], name: str) -> list[Any]:
-    """Read a list. Raises ControlError if it is not one."""
+    """Read a list. Raises ControlError if the field is missing or something else."""
     value = message.get(name)
     if not isinstance(value, list):
         raise ControlError(f"{name}={value!r:.100}: must be a list")
@@ -50,7 +50,7 @@ def items(message: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def host_and_port(address: object) -> tuple[str, int]:
-    """Split ``host:port``, the host of IPv6 in brackets. Raises ControlError for anything else."""
+    """Split an address ``host:port``; IPv6 hosts are in brackets. Raises ControlError for anything else."""
     host, _, port = str(address).rpartition(":")
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536
     if not host.strip("[]") or not is_port:
@@ -59,12 +59,12 @@ def host_and_port(address: object) -> tuple[str, int]:
 
 
 def window_key(message: Mapping[str, Any]) -> WindowKey:
-    """Read the key of the window that a message is about. Raises ControlError if it has none."""
+    """Read the key of the window to which a message refers. Raises ControlError if the key is missing or invalid."""
     return WindowKey(start_iteration=integer(message, "start_iteration"), generation=integer(message, "generation"))
 
 
 def stored_window(content: object) -> StoredWindow:
-    """Read an entry of an inventory. Raises ControlError if it is not one."""
+    """Read an entry of an inventory. Raises ControlError if the entry is invalid."""
     try:
         window = StoredWindow.from_json(content)
     except ValueError as error:

@@ -1,6 +1,7 @@
-"""Memory files without a name: limited before they are allocated; all their pages are present afterwards.
+"""Allocation of anonymous memory files within a limit. After the allocation, all pages of a file exist.
 
-Allocation lets other threads run, which mapping with ``MAP_POPULATE`` would not; ranks use the latter themselves.
+The snapshot server allocates pages with ``posix_fallocate``, during which its other threads run. Mapping with
+``MAP_POPULATE`` would block them; only ranks map with it.
 """
 
 import mmap
@@ -15,49 +16,48 @@ from megatron_ft.errors import ControlError
 # ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Number of bytes that one call allocates. Between calls, the rest of a segment counts as missing."""
+"""Number of bytes that one call allocates. Between calls, the number of bytes still to be allocated is updated."""
 
 
 class Segment:
-    """A mapped memory file, closed with the last reference to it; a view of it keeps the bytes, not the file."""
+    """A mapped memory file. It is closed with the last reference to this object; views of its memory stay valid."""
 
     def __init__(self, name: str, num_bytes: int, on_allocated: Callable[[int], None]) -> None:
-        """Allocate all pages. Raises OSError if there is not enough memory.
+        """Allocate a memory file with all its pages. Raises OSError if there is not enough memory.
 
         Args:
-            on_allocated: Called with the number of bytes allocated since the last call.
+            on_allocated: called with the number of bytes allocated since the last call.
         """
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         for start in range(0, num_bytes, _CHUNK_BYTES):
             chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
-            # A page that is missing later would be a SIGBUS in whichever process touches it.
+            # If a page could not be allocated later, the process that touches it would get a SIGBUS.
             os.posix_fallocate(self.descriptor, start, chunk_bytes)
             on_allocated(chunk_bytes)
         self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
 
     def read_only_descriptor(self) -> int:
-        """Open the file again, for reading only."""
+        """Open the memory file again for reading only, and return the descriptor."""
         # A duplicate would share the access mode: its receiver could change a window that others restore from.
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Memory:
-    """All segments of a process. Safe to use from threads."""
+    """All memory files of a process, with a common limit. Threads may use it at the same time."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """Limit all segments together to ``limit_bytes``; None limits them to the available memory of the machine each
-        time."""
+        """Limit the total size to ``limit_bytes``. With None, the available memory is the limit."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._missing_bytes = 0
-        """Bytes of segments that are being allocated, as far as the machine still counts the pages as available."""
+        """Bytes of running allocations whose pages do not exist yet, so the machine still reports them as available."""
         # Reentrant: garbage collection can run ``_give_back`` in a thread that holds the lock.
         self._lock = threading.RLock()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
-        """Allocate a segment. Raises ControlError if it exceeds the limit or the memory of the machine."""
+        """Allocate a memory file. Raises ControlError if it exceeds the limit or the available memory."""
         with self._lock:
             self._check(name, num_bytes)
             self.used_bytes += num_bytes
@@ -71,7 +71,7 @@ class Memory:
                 self._missing_bytes -= chunk_bytes
 
         try:
-            # Outside the lock: touching all pages of a large segment takes seconds.
+            # Do not hold the lock here, because the allocation of a large segment takes seconds.
             segment = Segment(name, num_bytes, allocated)
         except OSError as error:
             allocated(missing_bytes)
@@ -83,15 +83,15 @@ class Memory:
     def _check(self, name: str, num_bytes: int) -> None:
         if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
             raise ControlError(
-                f"{name}: cannot allocate {num_bytes} bytes: {self.used_bytes} are in use, the limit is "
-                f"{self.limit_bytes} (memory_limit_bytes of the snapshot server)"
+                f"{name}: cannot allocate {num_bytes} bytes: {self.used_bytes} bytes are in use, and the "
+                f"limit is {self.limit_bytes} (memory_limit_bytes of the snapshot server)"
             )
         available = available_bytes()
         # Two threads that allocate at the same time must not both count on the same pages.
         if num_bytes > available * _USABLE_SHARE - self._missing_bytes:
-            missing = f", of which {self._missing_bytes} are being allocated" if self._missing_bytes else ""
+            missing = f", and {self._missing_bytes} of them are already being allocated" if self._missing_bytes else ""
             raise ControlError(
-                f"{name}: cannot allocate {num_bytes} bytes: the machine has only {available} available{missing}"
+                f"{name}: cannot allocate {num_bytes} bytes: the machine has only {available} bytes available{missing}"
             )
 
     def _give_back(self, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Serves connections of other nodes' snapshot servers: receives slices, answers inventories, each in a thread."""
+"""Connections from other nodes' snapshot servers, each in a thread: receives slices, sends inventories and windows."""
 
 import socket
 import threading
@@ -19,27 +19,27 @@ from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_t
 from megatron_ft.snapshot.window import Slice, Window
 
 MAX_UNAUTHENTICATED = 64
-"""Largest number of open connections that have not presented the token; beyond it the oldest is closed."""
+"""Largest number of open connections that have not presented the token. One more closes the oldest of them."""
 GREETING_SECONDS = 10.0
-"""A connection that has not presented the token after this time is closed, also one that sends slowly."""
+"""Time limit for a connection to present the token; after it the connection is closed, even if bytes still arrive."""
 REPLACE_SECONDS = 10.0
 KEEPALIVE_SECONDS = 5.0
 _ARRIVING_BYTES = 1 << 20
-"""Bytes received at a time; they are still in the processor's cache when they are hashed."""
+"""Number of bytes received at a time. They are hashed while they are still in the processor's cache."""
 
 
 class PeerSessions:
-    """The connections through which other nodes replicate: at most one for each."""
+    """All connections from other nodes. Each node may have one connection that writes copies."""
 
     def __init__(self) -> None:
         self._of_node: dict[int, list[PeerSession]] = {}
-        """The sessions of each node that may still write, oldest first."""
+        """Connections of each node that may still write copies, the oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[PeerSession, float] = {}
-        """Time of connection of each unauthenticated connection, the oldest first."""
+        """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection; if there are too many unauthenticated ones, the oldest is closed."""
+        """Serve a new connection in a thread. If too many connections have no token yet, the oldest is closed."""
         session = PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -51,13 +51,13 @@ class PeerSessions:
         session.start()
 
     def greeted(self, session: "PeerSession") -> None:
-        """Record that a connection has presented the token, or has ended."""
+        """Record that a connection has presented the token or has ended."""
         with self._lock:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close unauthenticated connections that are late; return the seconds until the next one is, None without
-        any."""
+        """Close connections that have not presented the token in time. Return the seconds until the next one is due;
+        None if there is no such connection."""
         now = time.monotonic()
         with self._lock:
             late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
@@ -69,23 +69,23 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End earlier connections of a node: two must not write to one buffer. Raises ControlError if one remains."""
+        """End earlier connections of a node, so that only one writes. Raises ControlError if one does not end."""
         with self._lock:
-            # Also those that an earlier call could not end: one that came after them must not hide them.
+            # Include connections that earlier calls could not end: a newer connection must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
             self._of_node[node] = [*earlier, session]
         for other in earlier:
             other.abort()
         deadline = time.monotonic() + REPLACE_SECONDS
         for other in earlier:
-            # Outside the lock, which the other thread may need in order to end.
+            # Do not hold the lock here: the other thread may need it in order to end.
             other.join(max(0.0, deadline - time.monotonic()))
         if any(other.is_alive() for other in earlier):
-            raise ControlError(f"node={node}: an earlier connection is still in use")
+            raise ControlError(f"node={node}: an earlier connection of this node does not end")
 
 
 class PeerSession(threading.Thread):
-    """One accepted TCP connection."""
+    """A connection from the snapshot server of another node, with the thread that serves it."""
 
     def __init__(self, sock: socket.socket, store: Store, sessions: PeerSessions) -> None:
         super().__init__(name="peer", daemon=True)
@@ -95,11 +95,11 @@ class PeerSession(threading.Thread):
         self._generation = -1
 
     def abort(self) -> None:
-        """End the connection; called from another thread."""
+        """Shut the connection down. Other threads may call this."""
         self._wire.abort()
 
     def run(self) -> None:
-        """Answer until the other side closes."""
+        """Answer messages until the peer closes the connection."""
         try:
             if self._answer(self._greet):
                 while self._answer(self._serve_one):
@@ -127,7 +127,7 @@ class PeerSession(threading.Thread):
         finally:
             self._sessions.greeted(self)
         if hello.get("op") != "hello":
-            raise ControlError("the first message must be hello")
+            raise ControlError(f"op={hello.get('op')!r:.100}: must be hello in the first message")
         node = fields.integer(hello, "node", most=fields.MAX_RANK)
         generation = fields.integer(hello, "generation")
         with self._store.lock:
@@ -136,7 +136,7 @@ class PeerSession(threading.Thread):
         self._generation = generation
         if hello.get("replicates") is True:
             self._sessions.replace(node, self)
-        # After the earlier connection has ended: the list has all that it still wrote.
+        # The earlier connection has ended, so the list includes all slices that it wrote.
         with self._store.lock:
             held = [
                 {"rank": rank, "window": asdict(window.stored("copy", self._store.node))}
@@ -148,7 +148,7 @@ class PeerSession(threading.Thread):
     def _serve_one(self) -> None:
         message = self._wire.receive(patient=True)
         with self._store.lock:
-            # Again for every message: a newer generation may have greeted since this connection did.
+            # Check this for every message: a client of a newer generation may have connected meanwhile.
             self._store.check_generation(self._generation)
         answers = {
             "slice": self._slice,
@@ -162,10 +162,10 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive, verify and acknowledge an announced slice; after a failure the copy does not contain it.
+        """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
-        A slice that ``waits`` may need memory: its bytes follow ``go``. The bytes of other slices follow the
-        announcement. Hashes come last, so that bytes can be sent while they are computed.
+        The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
+        follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -173,7 +173,7 @@ class PeerSession(threading.Thread):
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
         incoming, part = read_announcement(message, self._generation)
         rank = incoming.rank
-        # Before memory for it is allocated; later slices are checked against the window that they continue.
+        # Check the first slice before memory is allocated; later slices are checked against their window.
         if index == 0:
             incoming.check_next(index, part, window_bytes)
         waits = message.get("waits") is True
@@ -185,9 +185,9 @@ class PeerSession(threading.Thread):
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
             hashes = receive_hashed(part, payload, self._wire.receive_into)
-            # Both ends hash on their own: a difference shows what memory or network did to the bytes.
+            # Both ends compute the hashes, so a difference shows that memory or network has changed the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
-                raise Refused(f"slice={index} of window {window.start_iteration}: was damaged on the way", "hash")
+                raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
             part.hashes = hashes
             # Receiving took time: a newer generation may have fenced this connection meanwhile, and freed the memory.
             with self._store.lock:
@@ -199,13 +199,13 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "ack"})
 
     def _copy_of(self, rank: int, window_bytes: int, *, may_take: bool) -> Copy:
-        # Much memory takes longer to allocate than the sender waits without a message.
+        # To allocate much memory takes longer than the time for which the sender waits without a message.
         with self._store.lock:
             copy = self._store.copies.get(rank)
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: no memory was requested for windows of {window_bytes} bytes")
+            raise ControlError(f"rank={rank}: no memory was requested for copies of windows of {window_bytes} bytes")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._store.take_copy, rank, window_bytes, self._generation)
             while not taken.done():
@@ -218,22 +218,22 @@ class PeerSession(threading.Thread):
             self._check_copy(rank, copy)
             # An earlier connection that could not be ended may still write to the buffer.
             if incoming.buffer in copy.receiving:
-                raise ControlError(f"buffer={incoming.buffer}: is being written through another connection")
+                raise ControlError(f"buffer={incoming.buffer}: another connection is writing to it")
             window = copy.windows.expect(incoming, index, part)
             copy.receiving.add(window.buffer)
         return window
 
     def _check_copy(self, rank: int, copy: Copy) -> None:
-        # The lock is held until the change that follows: what is acknowledged must be where it is looked for.
+        # The caller holds the lock until it has changed the copy: an acknowledged slice must be in the present copy.
         self._store.check_generation(self._generation)
         if self._store.copies.get(rank) is not copy:
-            raise ControlError(f"rank={rank}: its memory was freed meanwhile")
+            raise ControlError(f"rank={rank}: the memory for copies was freed during the transfer")
 
     def _committed(self, message: Message) -> None:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         key = fields.window_key(message)
         with self._store.lock:
-            # With the commit, which forgets other windows: those of a newer generation must stay.
+            # Check this under the lock of the commit, which drops other windows: those of a newer generation must stay.
             self._store.check_generation(self._generation)
             if rank not in self._store.copies:
                 raise ControlError(f"rank={rank}: this server has no copy of the rank's windows")
@@ -243,7 +243,7 @@ class PeerSession(threading.Thread):
     def _inventory(self, message: Message) -> None:
         with self._store.lock:
             windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
-        # Buffers are of this node: they mean nothing on the node that asks.
+        # Numbers of buffers have no meaning on the node that requested the inventory.
         self._wire.send({"op": "inventory", "windows": [asdict(replace(window, buffer=None)) for window in windows]})
 
     def _fetch(self, message: Message) -> None:
@@ -254,13 +254,12 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
         # The other end allocates memory first, which may take long.
         if self._wire.receive(patient=True).get("op") != "go":
-            raise ControlError("expected the message go before the window is sent")
+            raise ControlError("the message after the answer to fetch must be go")
         self._wire.send_bytes(segment.view[offset : offset + num_bytes])
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """Return the message that precedes the bytes of a slice. Only the message of the first slice has topology and
-    plan."""
+    """Make the message that precedes the bytes of a slice. Only the first slice's message has topology and plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}
@@ -270,13 +269,13 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
 
 
 def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
-    """Read the result of ``announce``: the window without slices, and the slice without hashes.
+    """Read the message of ``announce``. Return the window without slices, and the slice without hashes.
 
     Raises:
         ControlError, CheckpointError: a field is missing or invalid.
     """
     window = Window.from_json(message.get("window"), whole=False)
-    # Later windows supersede by generation: one of a generation that is yet to come would outlive them.
+    # A window is superseded by newer generations: one of a future generation would never be dropped.
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
@@ -284,7 +283,7 @@ def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWin
 
 
 def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
-    """Receive a slice into ``payload`` and hash each piece while its bytes are still in the cache."""
+    """Receive a slice into ``payload``. Each piece is hashed while its bytes are still in the processor's cache."""
     received, hashes = 0, []
     for piece in part.pieces:
         digest, position = xxhash.xxh3_128(), piece.offset

@@ -1,7 +1,6 @@
-"""The process of a node's snapshot server: serves ranks of its node and other nodes' servers until its parent ends.
+"""Process of a node's snapshot server. It serves ranks of its node and servers of other nodes until its parent ends.
 
-The main thread only accepts connections. Every connection, the hashing, each peer and the storage have separate
-threads.
+The main thread only accepts connections. Connections, peers, hashing and storage have separate threads.
 """
 
 import ctypes
@@ -37,17 +36,18 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperSpec:
-    """Settings of a snapshot server, one line of JSON on its standard input."""
+    """Settings of a snapshot server. It reads them from standard input, as one line of JSON."""
 
     socket_path: str
-    """Socket for the ranks of the node; its directory must be of mode 0700."""
+    """Path of the Unix socket for ranks of the node. The directory must have mode 0700."""
     interface: str
-    """Address of this node for other nodes' servers."""
+    """Address on which this server listens for servers of other nodes."""
     token: str
-    """Secret of the job; every connection must present it first."""
+    """Secret of the job, which every connection must present in its first message."""
     node: int
     memory_limit_bytes: int | None = None
-    """Limit of arenas and copies together; None: the available memory of the machine when they are allocated."""
+    """Limit of the memory for windows of this node's ranks and copies for other nodes. With None, each allocation is
+    limited by the memory then available."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "KeeperSpec":
@@ -68,10 +68,10 @@ class KeeperSpec:
 
 
 class Keeper:
-    """The main thread: listening sockets, and one sender for each peer."""
+    """The snapshot server: accepts connections and starts one sender for each peer."""
 
     def __init__(self, spec: KeeperSpec) -> None:
-        """Listen. Raises ControlError if an address or the socket's directory cannot be used."""
+        """Listen for ranks and peers. Raises ControlError if an address or the socket's directory cannot be used."""
         self._spec = spec
         self._store = Store(spec.node, spec.token, Memory(spec.memory_limit_bytes))
         self._store.on_peers = self._set_peers
@@ -96,7 +96,7 @@ class Keeper:
                     if isinstance(key.fileobj, socket.socket):
                         self._accept(key.fileobj)
                     elif not os.read(sys.stdin.fileno(), 4096):
-                        # The parent held the other end: its death ends this server even if no signal came.
+                        # Standard input closes when the parent ends, even if it ended without a signal to this process.
                         return
 
     def _accept(self, listener: socket.socket) -> None:
@@ -112,7 +112,7 @@ class Keeper:
             self._sessions.accept(connection, self._store)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and remove the socket."""
         self._ranks.close()
         self._peers.close()
         Path(self._spec.socket_path).unlink(missing_ok=True)
@@ -130,8 +130,8 @@ class Keeper:
 
 
 def check_interface(interface: str) -> str:
-    """Return the address without brackets. Raises ConfigError for an address that means every interface."""
-    # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
+    """Return ``interface`` without brackets. Raises ConfigError if it means all network interfaces."""
+    # Windows contain the weights of the job, and connections are not encrypted, so listen on one chosen network only.
     if means_every_interface(interface):
         raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
     return interface.strip("[]")
@@ -167,7 +167,7 @@ def _listen_for_peers(interface: str) -> socket.socket:
 def _read_spec() -> KeeperSpec:
     line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
-        raise ControlError("standard input must contain a line with the snapshot server's settings")
+        raise ControlError("snapshot server: standard input must contain a line with its settings")
     try:
         content = json.loads(line)
     except ValueError as error:
@@ -192,7 +192,7 @@ def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
 
 
 def main() -> int:
-    """Run the process; return its exit code."""
+    """Run the snapshot server and return its exit code."""
     # Ctrl-C reaches the whole process group, and ranks still persist their newest window after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback
@@ -202,7 +202,7 @@ def main() -> int:
     except MegatronFtError as error:
         print(f"snapshot server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    # Only now: after this line the parent lets ranks and peers connect.
+    # Print this last, because the parent then lets ranks and peers connect.
     print(json.dumps({"address": keeper.address}), flush=True)
     try:
         keeper.serve()

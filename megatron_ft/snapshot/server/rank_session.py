@@ -1,4 +1,4 @@
-"""Serves one rank's process: one request, one answer, in a separate thread."""
+"""Connection from one rank, with the thread that serves it. Each request gets one answer."""
 
 import os
 import socket
@@ -23,12 +23,12 @@ from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice
 
 _MAX_INQUIRIES = 16
-"""Peers that are asked for their inventories at the same time."""
+"""Largest number of peers that are asked for their inventories at the same time."""
 _OK = {"op": "ok"}
 
 
 class RankSession(threading.Thread):
-    """One connection of the node's socket."""
+    """A connection from a rank of this node, with the thread that serves it."""
 
     def __init__(self, sock: socket.socket, store: Store, persister: Persister) -> None:
         super().__init__(name="rank", daemon=True)
@@ -41,7 +41,7 @@ class RankSession(threading.Thread):
         self._rank_listens = True
 
     def run(self) -> None:
-        """Answer requests until the rank's process has ended or is replaced."""
+        """Answer requests until the rank's process ends or another process replaces it."""
         try:
             closed = False
             while not closed:
@@ -52,16 +52,16 @@ class RankSession(threading.Thread):
                 for message in messages:
                     self._serve(message)
         except (ControlError, OSError) as error:
-            self._store.report(f"the connection of a rank is closed: {error}")
+            self._store.report(f"the connection of a rank was closed: {error}")
         finally:
             with self._store.lock:
-                # A newer connection may act for the rank by now: its entry stays.
+                # If a newer connection acts for the rank by now, its entry must stay.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
                 self._reader.close()
 
     def abort(self) -> None:
-        """End the connection; called from another thread."""
+        """Shut the connection down. Other threads may call this."""
         abort(self._sock)
 
     def _serve(self, message: Message) -> None:
@@ -79,16 +79,16 @@ class RankSession(threading.Thread):
             for descriptor in descriptors:
                 os.close(descriptor)
         if self._own is None:
-            raise ControlError(f"greeting refused: {answer.get('reason')}")
+            raise ControlError(f"its first message was refused: {answer.get('reason')}")
 
     def _send(self, answer: Message, descriptors: list[int]) -> None:
-        # A rank may die right after its last requests: they are served all the same, and not answered.
+        # A rank may die right after its last requests. They are still carried out, but not answered.
         if not self._rank_listens:
             return
         try:
             send(self._sock, answer, descriptors)
         except OSError as error:
-            self._store.report(f"a rank no longer accepts answers: {error}")
+            self._store.report(f"an answer could not be sent to a rank: {error}")
             self._rank_listens = False
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
@@ -96,7 +96,7 @@ class RankSession(threading.Thread):
         if self._own is None or self._settings is None:
             return self._hello(message)
         with self._store.lock:
-            # Another process may have greeted since: requests that were on their way must not count.
+            # Another process may have replaced this one: requests that arrive after that must be refused.
             self._store.check_acting(self._own, self._settings)
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
@@ -115,11 +115,11 @@ class RankSession(threading.Thread):
         return answers[operation](self._own, message, descriptors)
 
     def _hello(self, message: Message) -> Message:
-        # First, so that nothing else of a message without the token is looked at.
+        # Check the token first, so that nothing else in a message without the token is read.
         if not is_token(message.get("token"), self._store.token):
             raise Refused("wrong or missing token")
         if message.get("op") != "hello":
-            raise ControlError("the first message must be hello")
+            raise ControlError(f"op={message.get('op')!r:.100}: must be hello in the first message")
         settings = read_settings(message)
         if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
             raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
@@ -132,7 +132,7 @@ class RankSession(threading.Thread):
         assert self._settings is not None, "greeted"
         is_new = message.get("new") is True
         segment, taken_bytes = self._store.take_arena(own, self._settings, window_bytes, new=is_new)
-        # A copy: ``_serve`` closes what it has sent, and the segment keeps its own.
+        # Duplicate the descriptor, because ``_serve`` closes it after sending.
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
         return {"op": "memory", **sizes}
@@ -164,7 +164,7 @@ class RankSession(threading.Thread):
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
-            # Only now: until the whole job has a window of this generation, a restart may need those before it.
+            # Free them only now: until all ranks have a window of this generation, a restart may need older ones.
             self._store.free_older(window.generation)
         return _OK
 
@@ -176,7 +176,7 @@ class RankSession(threading.Thread):
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._changing(own) as windows:
             if own.settings.persist_url is None:
-                raise ControlError("persist_url=null: must be a path or URL for windows")
+                raise ControlError("persist_url=null: must be a path or URL, so that windows can be written to storage")
             self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
         return _OK
 
@@ -200,7 +200,8 @@ class RankSession(threading.Thread):
             windows = [asdict(window) for window in self._store.inventory(rank)]
         others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
         if message.get("ask_peers") is True and others:
-            # All at once: each node that is gone costs the whole limit of a connection attempt.
+            # Ask all nodes at the same time, because each node that is gone costs the time limit of a connection
+            # attempt.
             with ThreadPoolExecutor(min(_MAX_INQUIRIES, len(others))) as pool:
                 greeting = self._greeting(own)
                 answers = pool.map(lambda peer: self._ask_inventory(*peer, greeting, rank), sorted(others.items()))
@@ -216,8 +217,8 @@ class RankSession(threading.Thread):
             finally:
                 wire.close()
         except (ControlError, OSError) as error:
-            # A peer that is lost has no windows any more: the restart uses those of the others.
-            self._store.report(f"cannot ask node {node} for windows of rank {rank}: {error}")
+            # A lost peer has no windows any more, so the restart uses those of other nodes.
+            self._store.report(f"cannot get the list of windows of rank {rank} from node {node}: {error}")
             return []
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
@@ -225,7 +226,7 @@ class RankSession(threading.Thread):
         node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
-                # Its bytes are read later and without the lock: the rank compares each piece with its hash.
+                # The rank reads the bytes later without the lock, and compares each piece with its hash.
                 segment, offset, window = self._store.find(rank, key)
             description, num_bytes = window.to_json(), window.num_bytes
         elif node not in own.settings.peers:
@@ -236,28 +237,28 @@ class RankSession(threading.Thread):
                 address = own.settings.peers[node]
                 segment, description = fetch_window(address, self._greeting(own), request, self._store.memory)
             except OSError as error:
-                raise ControlError(f"node={node}: {key} of rank {rank} did not arrive: {error}") from error
+                raise ControlError(f"node={node}: the transfer of {key} of rank {rank} failed: {error}") from error
             offset, num_bytes = 0, segment.num_bytes
         descriptors.append(segment.read_only_descriptor())
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
 
     def _changing(self, own: OwnRank) -> AbstractContextManager[OwnWindows]:
-        # Checked again with the change: another process may have greeted since the request arrived.
+        # ``changing`` checks again that no other process has replaced this one since the request arrived.
         assert self._settings is not None, "greeted"
         return self._store.changing(own, self._settings)
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
-        # Only a replicating connection replaces the one that this node's sender uses.
+        # With ``replicates``, this connection would replace the one of this node's sender.
         about = {"run_id": origin.run_id, "generation": origin.generation, "replicates": False}
         return {"token": self._store.token, "node": self._store.node, **about}
 
 
 def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
-    """Fetch a window of another server into newly allocated memory; the rank that asked verifies it.
+    """Fetch a window from another server into newly allocated memory. The rank that requested it checks its hashes.
 
     Raises:
-        ControlError, OSError: the server does not have it, or it does not arrive.
+        ControlError, OSError: the server does not have the window, or the transfer failed.
     """
     wire, _ = connect(address, greeting)
     try:
@@ -272,7 +273,7 @@ def fetch_window(address: str, greeting: Message, request: Message, memory: Memo
 
 
 def read_settings(message: Message) -> Settings:
-    """Read and check a rank's first message.
+    """Read and check the first message of a rank.
 
     Raises:
         ControlError, CheckpointError: a field is missing or invalid.
@@ -292,7 +293,8 @@ def read_settings(message: Message) -> Settings:
     peer_nodes = tuple(dict.fromkeys(_node(node) for node in fields.items(message, "peer_nodes")))
     own_node = fields.integer(message, "node", most=fields.MAX_RANK)
     if unknown := [node for node in peer_nodes if node not in peers or node == own_node]:
-        raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be another one of {sorted(peers)}")
+        allowed = sorted(peers.keys() - {own_node})
+        raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be one of {allowed}")
     url = message.get("persist_url")
     return Settings(
         origin=origin,

@@ -1,6 +1,6 @@
-"""Replicates the windows of this node's ranks to one peer: a thread, a connection, slices in order.
+"""Replicates the windows of this node's ranks to one peer, in a thread with one connection.
 
-A slice is sent without waiting for the acknowledgement of the one before; answers are read as they arrive.
+Slices are sent in order. A slice is sent before the previous one is acknowledged; answers are read as they arrive.
 """
 
 import threading
@@ -18,31 +18,31 @@ from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
 AWAY_SECONDS = 2.0
-"""Time without a connection to the peer, while slices wait, after which a problem is reported."""
+"""Time without a connection to the peer after which a problem is reported, if slices have to be sent."""
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
-"""Number of times that a slice may arrive damaged before its window is given up for this peer."""
+"""Number of times that a slice may arrive damaged before its window is no longer sent to this peer."""
 MAX_UNANSWERED = 4
-"""Largest number of slices that are on their way or being verified."""
+"""Largest number of slices that have been sent without an acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An action for a rank's window."""
+    """A slice or commit to send, and the rank to which it belongs."""
 
     own: OwnRank
     action: SendSlice | SendCommit
 
     @property
     def iteration(self) -> int:
-        """Iteration that was captured; the oldest is sent first."""
+        """Iteration of the slice, or first iteration of the committed window. The lowest is sent first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 
 
 class Sender(threading.Thread):
-    """Replicates to one node until stopped."""
+    """Thread that replicates windows to one peer until it is stopped."""
 
     def __init__(self, node: int, address: str, store: Store) -> None:
         super().__init__(name=f"sender-{node}", daemon=True)
@@ -54,19 +54,19 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Expected content of the peer's buffers by rank, after it has answered."""
+        """Content of the peer's buffers by rank: its last list, and what was sent since."""
         self._accepted_bytes: dict[int, int] = {}
-        """Bytes of a window for which the peer has memory, by rank."""
+        """Size of the windows for which the peer has allocated memory, by rank."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
         self._num_damaged = 0
         self._given_up: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
-        """Windows that are no longer sent, because they arrived damaged too often."""
+        """Windows that are no longer sent to this peer, because their slices arrived damaged too often."""
         self._reported: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
 
     def stop(self) -> None:
-        """End the thread. The store's lock must be held."""
+        """Stop the thread. The store's lock must be held."""
         self._stopped = True
         if self._wire is not None:
             # The thread may wait in a send or for an answer: only the end of the connection wakes it at once.
@@ -74,7 +74,7 @@ class Sender(threading.Thread):
         self._store.changed()
 
     def run(self) -> None:
-        """Wait for work and do it until stopped."""
+        """Send slices and commits as they become available, until the thread is stopped."""
         while self._work_once():
             pass
         self._disconnect()
@@ -91,7 +91,7 @@ class Sender(threading.Thread):
             if work is None or len(self._unanswered) == MAX_UNANSWERED:
                 self._take_answer()
             elif self._wire is None or self._generation != generation:
-                # A newer membership greets again: the peer's fence compares the generation of the greeting.
+                # Connect again for a newer membership, because the peer checks the generation of the first message.
                 self._connect(generation)
             else:
                 self._send(work)
@@ -114,7 +114,7 @@ class Sender(threading.Thread):
         return min(found, key=lambda work: work.iteration, default=None)
 
     def _connect(self, generation: int) -> None:
-        # The peer's own list replaces what it acknowledged before: it may have been restarted.
+        # The peer's list replaces its earlier acknowledgements, because the peer may have been restarted.
         self._disconnect()
         about = {"token": self._store.token, "node": self._store.node, "run_id": self._store.run_id}
         greeting = {**about, "generation": generation, "replicates": True}
@@ -154,7 +154,7 @@ class Sender(threading.Thread):
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
         rank = window.rank
-        # The peer may need minutes to allocate: bytes sent before that would fill the socket, and count as a stall.
+        # The peer may need minutes to allocate memory; until then the bytes would fill the socket and count as a stall.
         waits = self._accepted_bytes.get(rank) != window_bytes
         wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
         if waits:
@@ -168,7 +168,7 @@ class Sender(threading.Thread):
         self._sent(work)
 
     def _hashes(self, work: Work, part: Slice) -> Sequence[str]:
-        # None if the window was forgotten meanwhile: then the peer refuses the bytes.
+        # Without hashes, because the window was dropped meanwhile, the peer refuses the bytes.
         own, window = work.own, work.action.window
         with self._store.lock:
             self._store.lock.wait_for(
@@ -198,8 +198,8 @@ class Sender(threading.Thread):
             own.publish()
 
     def _failed(self, work: Work | None, generation: int, error: ControlError | OSError) -> None:
-        # The connection ends, and the next one begins with what the peer holds. A window that was forgotten while it
-        # was sent is no failure.
+        # The connection ends, and the next one begins with the peer's list of windows. It is no failure if a window was
+        # dropped while it was sent.
         if not isinstance(error, Refused):
             error = self._refusal() or error
         # Answers have the order of requests: what failed is the oldest request without an answer.
@@ -211,7 +211,7 @@ class Sender(threading.Thread):
             if kind == "hash":
                 self._damaged(work, error)
                 return
-            # The peer has seen a newer generation: nothing is sent before a rank of this node has joined it.
+            # The peer knows a newer generation, so nothing is sent before a rank of this node belongs to it.
             if kind == "stale":
                 self._fenced = generation
                 self._note(work, error)
@@ -228,7 +228,7 @@ class Sender(threading.Thread):
                 self._store.lock.wait(left)
 
     def _refusal(self) -> Refused | None:
-        # A peer that refuses ends the connection: its reason may still be unread.
+        # A peer that refuses a message ends the connection, and its reason may still be unread.
         try:
             while self._unanswered and self._wire is not None and self._wire.has_arrived():
                 self._take_answer()
@@ -239,7 +239,7 @@ class Sender(threading.Thread):
         return None
 
     def _damaged(self, work: Work, error: ControlError | OSError) -> None:
-        # Bytes of a window that was overwritten meanwhile are no problem; others are sent again a few times.
+        # It is no problem if the window was overwritten meanwhile; otherwise the slice is sent again a few times.
         if work.own.windows is None or work.action.window not in work.own.windows:
             return
         self._num_damaged += 1
@@ -250,13 +250,14 @@ class Sender(threading.Thread):
             self._note(work, error)
 
     def _note(self, work: Work, error: Exception) -> None:
-        # Once for each window.
+        # Report only one problem for each window.
         own, window = work.own, work.action.window
         if window in self._reported:
             return
         self._reported.add(window)
         own.note_problem("replicate", f"node {self._node} at {self.address}: {error}", window.start_iteration)
-        self._store.report(f"window {window.start_iteration} of rank {window.rank}: {error}")
+        failed = f"window {window.start_iteration} of rank {window.rank} was not sent to node {self._node}"
+        self._store.report(f"{failed}: {error}")
         own.publish()
 
     def _disconnect(self) -> None:

@@ -1,7 +1,8 @@
-"""State of a node's snapshot server: ranks with their arenas, copies for ranks of other nodes, and the generation.
+"""State of a node's snapshot server: its ranks with their windows, copies of windows of other nodes, and the
+generation.
 
-One lock protects all of it and is held only for bookkeeping; bytes are hashed, sent, received and written without it.
-After a change that a thread may wait for, ``changed`` is called.
+One lock protects this state. Threads hold the lock only for bookkeeping; they hash, send, receive and write bytes
+without it. After a change for which a thread may wait, call ``changed``.
 """
 
 import sys
@@ -22,36 +23,35 @@ from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
 
 PAGE_BYTES = 4096
-"""Size of a status page; the size of windows is a multiple of it."""
+"""Size in bytes of a status page, and alignment of windows in memory."""
 MAX_PROBLEMS = 1000
-"""Largest number of problems that are kept until their rank asks; older ones are dropped and counted in the status
-page."""
+"""Largest number of problems kept for a rank until it requests them. The oldest are dropped but still counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A rank and its job, from the rank's first message."""
+    """Settings of a rank and its job, from the first message of the rank."""
 
     origin: Origin
     peers: Mapping[int, str]
     """Address of every node's snapshot server; it may include the server of this node."""
     peer_nodes: tuple[int, ...]
-    """Nodes that hold copies of this rank's windows."""
+    """Nodes that have copies of this rank's windows."""
     persist_every: int
-    """Number of commits between two windows written to storage; 0: on request only."""
+    """Number of commits after which a window is written to storage; 0 writes windows only on request."""
     persist_url: str | None
     num_persisted: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnRank:
-    """A rank of this node."""
+    """A rank of this node, with its windows and their memory."""
 
     settings: Settings
     windows: OwnWindows | None = None
     segment: Segment | None = None
     abort: Callable[[], None] | None = None
-    """Ends the connection of the process that acts for the rank."""
+    """Function that closes the connection of the process that acts for the rank now."""
     problems: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_PROBLEMS))
     num_problems: int = 0
     replicated_bytes: int = 0
@@ -59,17 +59,17 @@ class OwnRank:
     persisted_start: int = -1
     persisted_bytes: int = 0
     allocating: threading.Lock = field(default_factory=threading.Lock)
-    """Held while memory of the rank is replaced."""
+    """Lock that is held while the rank's memory is replaced."""
 
     def view(self, window: HeldWindow, part: Slice) -> memoryview:
-        """Return the bytes of a slice."""
-        assert self.segment is not None, "a window without memory"
+        """Return the memory of a slice."""
+        assert self.segment is not None, "the window has no memory"
         start = self.offset(window) + part.offset
         return self.segment.view[start : start + part.num_bytes]
 
     def offset(self, window: HeldWindow) -> int:
-        """Return the first byte of a window in the segment."""
-        assert self.windows is not None, "a window without memory"
+        """Return the position of a window's first byte in the rank's memory file."""
+        assert self.windows is not None, "the window has no memory"
         return PAGE_BYTES + window.buffer * self.windows.window_bytes
 
     def note_problem(self, what: str, error: object, start_iteration: int) -> None:
@@ -77,12 +77,12 @@ class OwnRank:
         self.problems.append({"what": what, "error": str(error), "start_iteration": start_iteration})
 
     def give_up(self, window: HeldWindow) -> None:
-        """Record that a peer will never hold ``window``."""
+        """Record that some peer will never have a complete copy of ``window``."""
         window.given_up = True
         self.publish()
 
     def publish(self) -> None:
-        """Write the status page, each field with one store, in order."""
+        """Write the status page. Each field is written in one store, in the order of the fields."""
         settings, windows = self.settings, self.windows
         if windows is None or self.segment is None:
             return
@@ -109,20 +109,20 @@ class OwnRank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
-    """Windows of a rank of another node, and their memory."""
+    """Copies of windows of a rank of another node, and their memory."""
 
     windows: CopyWindows
     segment: Segment
     receiving: set[int] = field(default_factory=set)
-    """Buffers that are receiving bytes."""
+    """Buffers into which a connection is writing now."""
 
     def offset(self, window: HeldWindow) -> int:
-        """Return the first byte of a window in the segment."""
+        """Return the position of a window's first byte in the memory file."""
         return window.buffer * self.windows.window_bytes
 
 
 class Store:
-    """All state of a snapshot server."""
+    """State of a snapshot server that its threads share."""
 
     def __init__(self, node: int, token: str, memory: Memory) -> None:
         self.node = node
@@ -132,50 +132,57 @@ class Store:
         self.ranks: dict[int, OwnRank] = {}
         self.copies: dict[int, Copy] = {}
         self._allocating_copies: dict[int, threading.Lock] = {}
-        """The lock of each rank; held while memory for its copies is replaced."""
+        """Lock by rank, held while the memory for copies of this rank's windows is replaced."""
         self.run_id: str | None = None
         self.generation = -1
-        """The newest generation that any client has presented."""
+        """Newest generation that any connection has presented."""
         self.own_generation = -1
-        """The newest generation that a rank of this node has presented."""
+        """Newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Called with the addresses of all nodes that shall hold copies, with the lock held."""
+        """Function that receives the addresses of all nodes to which windows are replicated. The lock is held."""
 
     def changed(self) -> None:
-        """Wake the threads that wait for work. The lock must be held."""
-        # All, because hasher, senders, persister and flushes wait on one condition for different things.
+        """Wake all threads that wait for a change. The lock must be held."""
+        # Wake all threads, because hasher, senders, persister and flushes wait for different changes.
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
-        """Check run and generation of a first message, and advance to a newer generation. The lock must be held.
+        """Check run and generation of a first message, and adopt a newer generation. The lock must be held.
 
         Raises:
-            Refused: another run than this server's, or a stale generation.
+            Refused: the message is of another run than this server, or of a stale generation.
         """
         if self.run_id is not None and run_id != self.run_id:
-            raise Refused(f"run_id={run_id}: this snapshot server serves run {self.run_id}")
-        # Before anything is changed: a stale greeting must not end the connection of its successor.
+            raise Refused(f"run_id={run_id}: must be {self.run_id}, the run of this snapshot server")
+        # Check this before anything is changed: a stale process must not end the connection of its successor.
         self.check_generation(generation)
         self.run_id, self.generation = run_id, generation
 
     def check_generation(self, generation: int) -> None:
-        """Refuse a process of an earlier membership, which must not change anything. The lock must be held.
+        """Check that a request is not from a process of an earlier membership. The lock must be held.
 
         Raises:
-            Refused: ``generation`` is older than the newest one.
+            Refused: ``generation`` is older than the newest generation.
         """
         if generation < self.generation:
-            raise Refused(f"generation={generation}: is stale, the newest is {self.generation}", "stale")
+            raise Refused(f"generation={generation}: is stale; the newest generation is {self.generation}", "stale")
 
     def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
-        """Let a new connection act for a rank of this node; an earlier one is ended. ``abort`` ends the new one.
+        """Let a new connection act for a rank of this node, and end the earlier connection of the rank, if any.
 
-        The lock must be held. Raises Refused as ``enter``.
+        The lock must be held.
+
+        Args:
+            settings: settings in the first message of the new connection.
+            abort: function that closes the new connection.
+
+        Raises:
+            Refused: the same cases as ``enter``.
         """
         origin = settings.origin
         self.enter(origin.run_id, origin.generation)
         self.own_generation = max(self.own_generation, origin.generation)
-        # Windows and arena of a dead process stay with its rank: its successor restores from them.
+        # Windows and arena of a dead process stay, because the next process of the rank restores its state from them.
         own = self.ranks.setdefault(origin.rank, OwnRank(settings=settings))
         # A process that was replaced may still be alive; two must not begin windows in one arena.
         if own.abort is not None:
@@ -187,18 +194,18 @@ class Store:
         # Ranks of earlier generations name peers that may have left: senders to them would report failures without end.
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]
         self.on_peers({node: known.peers[node] for known in current for node in known.peer_nodes})
-        # The page still shows the generation before, whose windows must not count in a vote of this one.
+        # The status page still shows windows of the previous generation, which must not count in a vote of this one.
         own.publish()
         self.changed()
         return own
 
     def check_acting(self, own: OwnRank, settings: Settings) -> None:
-        """Fence: a process that greeted with ``settings`` and was replaced since must not change the rank's windows.
+        """Check that the process with ``settings`` still acts for the rank and may change the rank's windows.
 
         The lock must be held until the change is made.
 
         Raises:
-            Refused: another process acts for the rank, or its generation is stale.
+            Refused: another process has replaced it, or its generation is stale.
         """
         self.check_generation(settings.origin.generation)
         if own.settings is not settings:
@@ -209,11 +216,12 @@ class Store:
 
     @contextmanager
     def changing(self, own: OwnRank, settings: Settings) -> Iterator[OwnWindows]:
-        """Hold the lock while the process that greeted with ``settings`` changes its rank's windows; then publish.
+        """Hold the lock in a ``with`` block in which the process with ``settings`` changes the windows of its rank.
+        Afterwards, write the status page.
 
         Raises:
-            Refused: as ``check_acting``.
-            ControlError: the rank has no memory.
+            Refused: the same cases as ``check_acting``.
+            ControlError: no memory was allocated for the rank.
         """
         with self.lock:
             self.check_acting(own, settings)
@@ -226,18 +234,19 @@ class Store:
     def take_arena(
         self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
     ) -> tuple[Segment, int]:
-        """Return memory for windows of a rank, and the size of a window. Reuses large enough memory unless ``new``.
+        """Return a rank's memory for windows, and the size of a window. Unless ``new``, large enough memory is reused.
 
         Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
         Args:
-            settings: Greeting of the process that asks.
+            settings: settings of the process that requests the memory.
 
         Raises:
             Refused: the same cases as ``check_acting``.
             ControlError: there is not enough memory.
         """
-        # One after the other: a process that replaces another one finds the memory that this one still took returned.
+        # Only one process at a time: if another process replaces this one, the memory that this one allocates is freed
+        # before.
         with own.allocating:
             with self.lock:
                 self.check_acting(own, settings)
@@ -247,13 +256,14 @@ class Store:
                 # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
                 own.windows = own.segment = None
             name = f"arena-rank-{own.settings.origin.rank}"
-            # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
+            # Do not hold the lock here: other threads have to answer peers and ranks while pages are allocated.
             segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
             with self.lock:
                 try:
                     self.check_acting(own, settings)
                 except Refused:
-                    # Before the next process allocates: an exception keeps local variables for a while.
+                    # Free the memory before the next process allocates, because the exception would keep a reference to
+                    # it.
                     del segment
                     raise
                 own.windows, own.segment = OwnWindows(window_bytes), segment
@@ -261,12 +271,12 @@ class Store:
             return segment, window_bytes
 
     def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
-        """Return memory for windows of a rank of another node. Reuses the present memory if it has this size.
+        """Return the memory for copies of windows of a rank of another node; memory of the same size is reused.
 
         Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
         Args:
-            generation: Generation of the connection that asks.
+            generation: generation of the connection that requests the memory.
 
         Raises:
             Refused: ``generation`` is stale.
@@ -274,7 +284,7 @@ class Store:
         """
         with self.lock:
             allocating = self._allocating_copies.setdefault(rank, threading.Lock())
-        # One after the other: a connection that was given up may still allocate for the same rank.
+        # Only one thread at a time: an earlier connection may still allocate for the same rank.
         with allocating:
             with self.lock:
                 self.check_generation(generation)
@@ -288,11 +298,10 @@ class Store:
                 return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
-        """Free memory that holds only windows of earlier generations, after the whole job has one of ``generation``.
+        """Free memory that has only windows of earlier generations, when all ranks have a window of ``generation``.
 
-        Call it only for a commit of a rank of this node. On a node without a rank in ``generation``, windows of the
-        generation before may be the only complete ones for a restart with this node, so all of them stay. The lock must
-        be held.
+        Call it only for a commit of a rank of this node. If this node has no rank in ``generation``, it may have the
+        only complete windows for a restart with it, so nothing may be freed. The lock must be held.
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]
@@ -304,19 +313,19 @@ class Store:
                 del self.ranks[rank]
 
     def inventory(self, rank: int) -> list[StoredWindow]:
-        """Return the windows of ``rank`` on this server. The lock must be held."""
+        """Return the windows of ``rank`` that this server has. The lock must be held."""
         return [window.stored(where, self.node) for where, window in self._windows_of(rank)]
 
     def find(self, rank: int, key: WindowKey) -> tuple[Segment, int, HeldWindow]:
-        """Return a complete window of ``rank``: segment, first byte, description. The lock must be held.
+        """Return memory file, first byte and description of a complete window of ``rank``. The lock must be held.
 
         Raises:
-            ControlError: this server does not have it.
+            ControlError: this server does not have the window.
         """
         for memory in (self.ranks.get(rank), self.copies.get(rank)):
             for window in [] if memory is None or memory.windows is None else memory.windows:
                 if window.key == key and window.complete:
-                    assert memory is not None and memory.segment is not None, "a window without memory"
+                    assert memory is not None and memory.segment is not None, "the window has no memory"
                     return memory.segment, memory.offset(window), window
         raise ControlError(f"window {key.start_iteration} of generation {key.generation}: not complete on this server")
 

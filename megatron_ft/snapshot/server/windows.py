@@ -1,9 +1,9 @@
-"""Decides which buffer holds which window, which window may be dropped, and what is sent next. Pure: no sockets,
-threads or memory.
+"""Buffers of windows: which window each buffer has, which window may be dropped, and which slice is sent next.
 
-A rank of this node has three buffers: for its newest committed window, the window that is being replicated, and the one
-that is being filled. A rank of another node has two for copies: the sender chooses the buffer of a window; the receiver
-refuses to overwrite its newest committed window.
+A rank of this node has three buffers: one for its newest committed window, one for the window that is being replicated,
+and one for the window that is being captured. For a rank of another node there are two buffers for copies. The sender
+chooses the buffer of a copy; the receiver refuses to overwrite its newest committed window. This module is pure: it
+uses no sockets, threads or memory.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,21 +21,21 @@ NUM_COPY_BUFFERS = 2
 
 @dataclass(kw_only=True, eq=False)
 class HeldWindow(Window):
-    """A window in a buffer of this node. Compared by identity: a second capture of the same iterations is another
-    window."""
+    """A window in a buffer of this node. Two captures of the same iterations are different windows, so windows are
+    compared by object identity."""
 
     buffer: int
     acknowledged: dict[int, int] = field(default_factory=dict)
-    """Number of slices that each peer node has received and verified."""
+    """Number of slices that each peer has received and verified, by node."""
     given_up: bool = False
-    """Whether some peer will never hold it."""
+    """Whether some peer will never have a complete copy."""
     committed: bool = False
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     def stored(self, where: Where, node: int) -> StoredWindow:
-        """Return an entry for an inventory."""
+        """Return the entry of this window in an inventory."""
         return StoredWindow(
             start_iteration=self.start_iteration,
             generation=self.generation,
@@ -49,23 +49,23 @@ class HeldWindow(Window):
 
 
 def is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
-    """Whether a window may be dropped after ``by`` is committed: an earlier committed window, or one of an older
-    state."""
+    """Return whether window ``old`` may be dropped after window ``by`` was committed. It may be dropped if it was
+    committed before, is of an earlier generation, or starts earlier."""
     is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
     return old != by and (was_committed or is_older)
 
 
 class OwnWindows:
-    """The windows of one rank of this node."""
+    """Windows of one rank of this node."""
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.pinned: set[int] = set()
         """Buffers that are being written to storage and must not change."""
         self.confirmed: HeldWindow | None = None
-        """The newest window that was committed, or confirmed to be committed, in this generation."""
+        """The newest window that was committed, or confirmed as committed, in this generation."""
         self._order: list[HeldWindow] = []
-        """Windows in the order in which they were begun, at most one for each buffer."""
+        """Windows in the order in which they began, at most one for each buffer."""
         self._num_commits = 0
         self._is_new_commit = False
 
@@ -77,26 +77,27 @@ class OwnWindows:
 
     @property
     def committed(self) -> HeldWindow | None:
-        """The newest committed window."""
+        """The newest committed window; None if there is none."""
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Keep windows until they are overwritten or confirmed by a commit; start to count commits again."""
+        """Begin a new generation. Windows stay until they are overwritten or superseded; commits count from 0."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
-        """Assign its buffer to a new window. Forgets incomplete windows and an uncommitted one of the same iterations.
+        """Assign a buffer to a new window. Drop incomplete windows and an uncommitted one of the same iterations.
 
         Raises:
-            ControlError: the buffer is pinned, or holds the newest window that was committed in this generation.
+            ControlError: the buffer is being written to storage, or has the newest window committed in this generation.
         """
         buffer, held = window.buffer, self._in_buffer(window.buffer)
         if buffer in self.pinned:
-            raise ControlError(f"buffer={buffer}: is being written to storage")
+            raise ControlError(f"buffer={buffer}: must not be overwritten while it is being written to storage")
         if held is not None and held is self.confirmed:
-            raise ControlError(f"buffer={buffer}: contains window {held.start_iteration}, the newest committed one")
-        # A rank fills one window at a time: an incomplete one will never be completed, and an uncommitted one of the
-        # same iterations is of a history that the job has left.
+            newest = f"window {held.start_iteration}, the newest committed one"
+            raise ControlError(f"buffer={buffer}: must not be overwritten, because it contains {newest}")
+        # A rank captures one window at a time, so an incomplete window will never be completed. An uncommitted window
+        # of the same iterations was captured before the job went back to an earlier state.
         for other in self:
             is_same = other.start_iteration == window.start_iteration and not other.committed
             if other is held or is_same or not other.captured:
@@ -104,26 +105,25 @@ class OwnWindows:
         self._order.append(window)
 
     def capture(self, buffer: int, index: int, part: Slice) -> None:
-        """Add a slice to the window of a buffer.
+        """Add a slice to the window in a buffer.
 
         Raises:
-            ControlError: the buffer has no window.
-            CheckpointError: the slice does not fit.
+            ControlError: no window was begun in the buffer.
+            CheckpointError: the slice is not the next one of the window, or is at a wrong position.
         """
         window = self._in_buffer(buffer)
         if window is None:
-            raise ControlError(f"buffer={buffer}: no window was begun in it")
+            raise ControlError(f"buffer={buffer}: no window was begun in this buffer")
         window.check_next(index, part, self.window_bytes)
         window.slices.append(part)
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
-        """Return the oldest slice whose hashes are not known."""
+        """Return the oldest slice without hashes, and its window; None if all slices have hashes."""
         waiting = ((window, part) for window in self._order for part in window.slices if part.hashes is None)
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return the windows of this generation that are complete on this node and all ``peers``: buffer to first
-        iteration."""
+        """Return complete windows of ``generation`` on this node and all ``peers``: buffer to start iteration."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)
@@ -131,11 +131,11 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Return the windows of this generation that some peer will never hold: buffer to first iteration."""
+        """Return the windows of ``generation`` that some peer will never have completely: buffer to start iteration."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
-        """Return the bytes of this generation that peers have not received yet, each peer counted."""
+        """Return the number of bytes of ``generation`` that peers have not received yet, summed over peers."""
         return sum(
             part.num_bytes
             for window in self._of_generation(generation)
@@ -144,14 +144,14 @@ class OwnWindows:
         )
 
     def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> HeldWindow:
-        """Record in ``generation`` that the whole job holds a window, and forget the windows that it supersedes.
+        """Record that all ranks have a window, and drop the windows that it supersedes.
 
-        For a window that an earlier generation captured (``captured_in``), this confirms it, which does not count for
-        ``is_persist_due``, because a rank that resumed from another source has nothing to confirm. A window that was
-        captured again is another one, with separate copies, although its bytes are the same.
+        If an earlier generation captured the window (``captured_in``), the call confirms that the job has continued
+        from it. Such a call does not count as a commit in ``is_persist_due``, because ranks that continued from another
+        source do not make it. A window that was captured again is another one with separate copies.
 
         Raises:
-            ControlError: no complete window of that generation starts there.
+            ControlError: no complete window of that generation starts at ``start_iteration``.
         """
         captured_in = generation if captured_in is None else captured_in
         window = self.find(start_iteration, captured_in)
@@ -163,30 +163,29 @@ class OwnWindows:
         return window
 
     def abandon(self, start_iteration: int, generation: int) -> None:
-        """Forget a window that the job will not commit.
+        """Drop a window that the job will not commit.
 
         Raises:
-            ControlError: no window of ``generation`` starts there, or it is committed.
+            ControlError: no window of ``generation`` starts at ``start_iteration``, or the window is committed.
         """
         key = WindowKey(start_iteration=start_iteration, generation=generation)
         found = [window for window in self._order if window.key == key]
         if not found or found[0].committed:
-            raise ControlError(f"start_iteration={start_iteration}: there is no window to abandon")
+            missing = f"there is no uncommitted window of generation {generation}"
+            raise ControlError(f"start_iteration={start_iteration}: {missing}")
         self._order.remove(found[0])
 
     def is_persist_due(self, persist_every: int) -> bool:
-        """Return whether the newly committed window must be persisted: every ``persist_every``-th commit of this
-        generation; 0: never."""
+        """Return whether the window that was just committed must be written to storage: every ``persist_every``-th
+        commit of the generation; never if 0."""
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
-        """Return the complete window that starts at ``start_iteration``: if there are several, the committed one, then
-        the newest.
-
-        A committed one is preferred to a later capture, because every rank has it.
+        """Return the complete window that starts at ``start_iteration``. A committed one is preferred, because every
+        rank has it; otherwise the newest one is returned.
 
         Raises:
-            ControlError: there is none.
+            ControlError: there is no such window.
         """
         found = [
             window
@@ -205,7 +204,7 @@ class OwnWindows:
 
 
 class CopyWindows:
-    """The receiving end: windows of one rank of another node."""
+    """Copies of windows of one rank of another node, on the receiving side."""
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
@@ -215,35 +214,36 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """Return the window to which an announced slice belongs; the first slice of a window takes the buffer.
+        """Return the window to which an announced slice belongs. Its first slice replaces the window in the buffer.
 
         Raises:
-            ControlError: the buffer holds the newest committed window.
-            CheckpointError: the slice is not the next one, or does not fit.
+            ControlError: the buffer has the newest committed window.
+            CheckpointError: the slice is not the next one of the window, or is at a wrong position.
         """
-        # The announced window is kept only with its first slice: that one alone has topology and plan.
+        # A new window begins only with its first slice, because only this announcement has topology and plan.
         held = self.buffers[incoming.buffer]
         if held is not None and held.key == incoming.key and index > 0:
             held.check_next(index, part, self.window_bytes)
             return held
-        # It may be the only copy of the job's state that a loss leaves: the sender's choice is not trusted with it.
+        # After a loss this window may be the only copy of the job's state, so a mistake of the sender must not drop it.
         if held is not None and held.committed:
-            raise ControlError(f"buffer={incoming.buffer}: contains window {held.start_iteration}, which is committed")
-        # A slice that does not fit must not cost the window that the buffer holds now.
+            committed = f"window {held.start_iteration}, which is committed"
+            raise ControlError(f"buffer={incoming.buffer}: must not be overwritten, because it contains {committed}")
+        # Check the slice first: an invalid one must not drop the window that is in the buffer now.
         incoming.check_next(index, part, self.window_bytes)
         self.buffers[incoming.buffer] = incoming
         return incoming
 
     def commit(self, key: WindowKey) -> None:
-        """Mark a window as committed, and forget the windows that it supersedes.
+        """Mark a window as committed, and drop the windows that it supersedes.
 
         Raises:
-            ControlError: there is no complete copy of it.
+            ControlError: this server has no complete copy of the window.
         """
         window = next((window for window in self if window.key == key and window.complete), None)
         if window is None:
             raise ControlError(
-                f"window {key.start_iteration} of generation {key.generation}: there is no complete copy"
+                f"window {key.start_iteration} of generation {key.generation}: this server has no complete copy"
             )
         for number, other in enumerate(self.buffers):
             if other is not None and is_superseded(other.key, other.committed, key):
@@ -253,7 +253,7 @@ class CopyWindows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSlice:
-    """Send a slice into a buffer of the peer."""
+    """Action: send a slice into a buffer of the peer."""
 
     window: HeldWindow
     index: int
@@ -262,16 +262,16 @@ class SendSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommit:
-    """Report to the peer that a window in its buffers is committed."""
+    """Action: report to the peer that a window in its buffers is committed."""
 
     window: HeldWindow
 
 
 class PeerBuffers:
-    """The sending end: a peer's copies of one rank."""
+    """Copies of one rank's windows in the buffers of a peer, as known on the sending side."""
 
     def __init__(self, held: Iterable[StoredWindow] = ()) -> None:
-        """Begin with the peer's own inventory. Raises ControlError for an invalid buffer."""
+        """Create the buffers from the windows that the peer lists. Raises ControlError for an invalid buffer."""
         self.buffers: list[StoredWindow | None] = [None] * NUM_COPY_BUFFERS
         for window in held:
             if window.buffer not in range(NUM_COPY_BUFFERS):
@@ -279,30 +279,30 @@ class PeerBuffers:
             self.buffers[window.buffer] = window
 
     def find(self, key: WindowKey) -> StoredWindow | None:
-        """Return the peer's entry for a window."""
+        """Return the window with ``key`` in the peer's buffers; None if the peer does not have it."""
         return next((held for held in self.buffers if held is not None and held.key == key), None)
 
     def num_received(self, window: HeldWindow) -> int:
-        """Return the number of slices of a window that the peer has, or will have when it has answered."""
+        """Return the number of slices of a window that the peer has, including sent ones without an acknowledgement."""
         found = self.find(window.key)
         return found.num_held if found else 0
 
     def next_action(
         self, own: OwnWindows, generation: int, given_up: Collection[HeldWindow] = ()
     ) -> SendSlice | SendCommit | None:
-        """Choose what to send next: a commit first, then slices in order; None if there is nothing to send.
+        """Choose what to send next: a commit, otherwise the next slice of the oldest window, otherwise None.
 
-        Windows of this generation are sent, and the newest committed window of any generation, so that a new peer gets
-        it; those in ``given_up`` are not.
+        Windows of ``generation`` are sent, and the newest committed window of any generation, so that a new peer gets
+        it. Windows in ``given_up`` are not sent.
         """
-        # A commit comes before slices: it frees the peer's other buffer for them.
+        # A commit is sent before slices, because it frees the peer's other buffer for them.
         committed = self._wanted_commit(own)
         found = None if committed is None else self.find(committed.key)
         if committed and found and not found.committed and found.complete:
             return SendCommit(window=committed)
         wanted = [window for window in own if window not in given_up]
         live = {window.key for window in wanted}
-        # In the order of capture, each whole before the next: the oldest is the next one that the job can commit.
+        # Complete one window after the other in the order of capture, because the job commits the oldest one next.
         for window in wanted:
             if window is committed or (window.generation == generation and not window.committed):
                 action = self._next_slice(window, live, generation)
@@ -311,8 +311,8 @@ class PeerBuffers:
         return None
 
     def _wanted_commit(self, own: OwnWindows) -> HeldWindow | None:
-        # A node that returns may hold an older committed window than its peer does. The peer's is overwritten only if
-        # the job has confirmed in this generation that it went back to the older one.
+        # A restarted node may have an older committed window than its peer. It overwrites the peer's window only if the
+        # job has confirmed in this generation that it continued from the older one.
         window = own.committed
         newest = max((_age(held.key) for held in self.buffers if held is not None and held.committed), default=None)
         is_older = window is not None and newest is not None and _age(window.key) < newest
@@ -326,7 +326,7 @@ class PeerBuffers:
         return None if buffer is None else SendSlice(window=window, index=index, buffer=buffer)
 
     def _choose_buffer(self, live: Collection[WindowKey], generation: int) -> int | None:
-        # A free buffer, or one whose window will never be committed: forgotten here, or of an older generation.
+        # Choose a free buffer, or one whose window will never be committed: dropped here, or of an older generation.
         if None in self.buffers:
             return self.buffers.index(None)
         for number, held in enumerate(self.buffers):
@@ -336,8 +336,8 @@ class PeerBuffers:
         return None
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
-        """Count a sent slice or commit as held by the peer: after a refusal the connection ends, and ``read_held``
-        replaces this object."""
+        """Record a sent slice or commit as if the peer had it. If the peer refuses, the connection ends, and
+        ``read_held`` makes a new object."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return
@@ -366,7 +366,7 @@ def _age(key: WindowKey) -> tuple[int, int]:
 
 
 def read_held(answer: Mapping[str, Any]) -> dict[int, PeerBuffers]:
-    """Read the buffers of a peer by rank, from its first answer. Raises ControlError if it is malformed."""
+    """Read the lists of windows in the peer's first answer, by rank. Raises ControlError if the answer is invalid."""
     by_rank: dict[int, list[StoredWindow]] = {}
     for entry in items(answer, "held"):
         if not isinstance(entry, dict):

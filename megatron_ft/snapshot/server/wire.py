@@ -1,4 +1,4 @@
-"""Connections between snapshot servers: JSON messages, and raw bytes that never pass through Python objects."""
+"""TCP connections between snapshot servers, for JSON messages and bytes of windows without copies in Python."""
 
 import contextlib
 import hmac
@@ -13,14 +13,14 @@ from megatron_ft.snapshot.server.fields import host_and_port
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 30
-"""A connection without progress for this long, within a message or while an answer is due, is broken."""
+"""Time without progress, within a message or while an answer is expected, after which a connection counts as broken."""
 GREETING_BYTES = 16 * 1024
-"""Longest first message that is read, before the token is checked."""
+"""Largest size in bytes of the first message, which is received before the token is checked."""
 
 _HEADER_BYTES = 4
 _CALL_BYTES = 1 << 20
-"""Bytes sent or received by one call: the kernel handles acknowledgements in between; larger calls are a third
-slower."""
+"""Number of bytes that one call sends or receives. Larger calls are a third slower, because the kernel handles
+acknowledgements between calls."""
 
 
 class Refused(ControlError):
@@ -35,16 +35,16 @@ class Refused(ControlError):
 
 
 class Wire:
-    """One blocking TCP connection. Only ``abort`` may be called from another thread."""
+    """A blocking TCP connection. Other threads may call only ``abort``."""
 
     def __init__(self, sock: socket.socket, *, stall_seconds: int = STALL_SECONDS) -> None:
-        # Limits of the kernel, which count from the last progress of a call. With those of Python, ``sendall`` has one
-        # limit for all of its bytes, which a large message over a slow network would exceed.
+        # These limits of the kernel restart with each progress of a call. Python's limit applies to all bytes of
+        # ``sendall`` together, which a large message over a slow network would exceed.
         timeout = struct.pack("ll", stall_seconds, 0)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        # A machine that is gone closes nothing: keepalive ends a patient wait for its next message.
+        # A failed machine does not close its connections: keepalive ends a wait for its next message.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # Acknowledgements are small frames, which Nagle's algorithm would delay.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -52,19 +52,19 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one message; ``goes_on``: more data follow at once, and the kernel may put both into one packet.
+        """Send one message. With ``goes_on``, more data follow at once, and the kernel may put both into one packet.
 
-        Raises OSError when the peer is gone or makes no progress.
+        Raises OSError if the connection is broken or makes no progress.
         """
         with self._moving():
             self._sock.sendall(encode(message), socket.MSG_MORE if goes_on else 0)
 
     def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
-        """Receive a message; ``patient`` waits for its beginning without a limit.
+        """Receive a message. With ``patient``, the beginning of the message may take any time.
 
         Raises:
-            ControlError: too long, or not a JSON object.
-            OSError: the peer is gone, or makes no progress.
+            ControlError: the message is too long, or is not a JSON object.
+            OSError: the connection is broken or makes no progress.
         """
         header = bytearray(_HEADER_BYTES)
         while True:
@@ -79,7 +79,7 @@ class Wire:
             raise ConnectionResetError("the peer has closed the connection")
         self.receive_into(memoryview(header)[begun:])
         size = int.from_bytes(header, "big")
-        # Before memory is allocated: the peer may not have presented the token yet.
+        # Check this before memory is allocated, because the peer may not have presented the token yet.
         if size > most_bytes:
             raise ControlError(f"a peer announced a message of {size} bytes: must have at most {most_bytes}")
         payload = bytearray(size)
@@ -91,13 +91,16 @@ class Wire:
 
         Raises:
             Refused: the peer refused the request.
-            ControlError, OSError: as ``send`` and ``receive``.
+            ControlError, OSError: the same cases as ``send`` and ``receive``.
         """
         self.send(message)
         return self.answer()
 
     def answer(self) -> Message:
-        """Wait for an answer; the other side may send ``wait`` before. Raises as ``call``."""
+        """Wait for an answer. Messages ``wait``, which the peer sends while it allocates memory, are skipped.
+
+        Raises the same errors as ``call``.
+        """
         while (answer := self.receive()).get("op") == "wait":
             pass
         if answer.get("op") == "error":
@@ -105,7 +108,7 @@ class Wire:
         return answer
 
     def has_arrived(self) -> bool:
-        """Whether a read would return at once, with bytes or because the peer has closed the connection."""
+        """Return whether a read would return at once: bytes have arrived or the peer has closed the connection."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -113,14 +116,14 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send bytes unchanged; from a mapping as fast as ``sendfile``. ``goes_on`` and errors as for ``send``."""
+        """Send raw bytes, from mapped memory as fast as ``sendfile``. ``goes_on`` and errors are those of ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():
                 view = view[self._sock.send(view[:_CALL_BYTES], flags) :]
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill ``view``. Raises OSError when the peer is gone or makes no progress."""
+        """Fill ``view`` with received bytes. Raises OSError if the connection is broken or makes no progress."""
         while view.nbytes:
             with self._moving():
                 received = self._sock.recv_into(view[:_CALL_BYTES])
@@ -136,7 +139,7 @@ class Wire:
             raise TimeoutError(f"no bytes were transferred for {self._stall_seconds} s") from None
 
     def abort(self) -> None:
-        """Make every call on the connection fail, in any thread."""
+        """Shut the connection down, so that every call on it fails, in any thread."""
         abort(self._sock)
 
     def close(self) -> None:
@@ -145,13 +148,13 @@ class Wire:
 
 
 def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
-    """Connect to a snapshot server and present the token; return the connection and the answer.
+    """Connect to a snapshot server and present the token. Return the connection and the server's answer.
 
     Raises:
-        Refused: wrong token, other run, or a stale generation.
-        ControlError, OSError: no connection, or no snapshot server at the other end.
+        Refused: the token is wrong, or the server is of another run or a newer generation.
+        ControlError, OSError: the connection failed, or the other end is not a snapshot server.
     """
-    # A machine that is gone does not refuse connections: without a limit the kernel would try for minutes.
+    # A failed machine does not refuse connections, and without a limit the kernel would try for minutes.
     sock = socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS)
     try:
         wire = Wire(sock)
@@ -162,11 +165,11 @@ def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
 
 
 def abort(sock: socket.socket) -> None:
-    """Shut a connection down, from any thread; do nothing if it has ended."""
+    """Shut a connection down; other threads may call this. Nothing happens if the connection has already ended."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Compare with the token in a time that does not depend on the position of the first difference."""
+    """Return whether ``given`` is the token, in a time that does not depend on where the first difference is."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

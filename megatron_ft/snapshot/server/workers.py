@@ -13,25 +13,25 @@ from megatron_ft.snapshot.window import Slice
 
 
 class Hasher(threading.Thread):
-    """Computes the hashes of slices, oldest first; each piece in one call, which lets other threads run."""
+    """Thread that hashes captured slices, the oldest first. Other threads run while a piece is hashed."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="hasher", daemon=True)
         self._store = store
 
     def run(self) -> None:
-        """Hash until the process ends."""
+        """Hash slices until the process ends."""
         while True:
             self._hash_one()
 
     def _hash_one(self) -> None:
-        # A function of its own: no local variable may keep memory alive while the thread waits.
+        # This is a separate function, so that no local variable keeps memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._next() is not None)
             found = self._next()
             assert found is not None, "there is no piece to hash"
             own, window, part = found
-            # The view keeps the memory, should the rank get another arena while its bytes are hashed.
+            # The view keeps the memory if the rank gets another arena while the bytes are hashed.
             payload = own.view(window, part)
         hashes = part.hash_pieces(payload)
         with self._store.lock:
@@ -59,7 +59,11 @@ class _Write:
 
 
 class Persister(threading.Thread):
-    """Writes requested windows in order, from the memory of their capture, which is pinned from the request on."""
+    """Thread that writes requested windows to storage, in the order of the requests.
+
+    It writes from the memory into which the window was captured. This memory must not be overwritten from the request
+    until the window is written.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="persister", daemon=True)
@@ -67,13 +71,13 @@ class Persister(threading.Thread):
         self._due: deque[_Write] = deque()
 
     def request(self, own: OwnRank, window: HeldWindow) -> None:
-        """Request a window unless it is already requested. The store's lock must be held."""
+        """Request that a window is written, unless this was already requested. The store's lock must be held."""
         assert own.windows is not None and own.settings.persist_url is not None, (
             "no window, or no storage is configured"
         )
         if any(due.window is window for due in self._due):
             return
-        # The views keep the memory, the pin keeps its content: the rank must not begin a window there meanwhile.
+        # The views keep the memory. The pin keeps its content, because no window may begin in a pinned buffer.
         payload = [own.view(window, part) for part in window.slices]
         own.windows.pinned.add(window.buffer)
         url = own.settings.persist_url
@@ -81,25 +85,25 @@ class Persister(threading.Thread):
         own.publish()
 
     def is_due(self, own: OwnRank) -> bool:
-        """Whether a window of this rank is still to be written. The store's lock must be held."""
+        """Return whether a requested window of this rank is not written yet. The store's lock must be held."""
         return any(due.own is own for due in self._due)
 
     def run(self) -> None:
-        """Write until the process ends."""
+        """Write requested windows until the process ends."""
         while True:
             self._write_one()
 
     def _write_one(self) -> None:
-        # A function of its own: no local variable may keep memory alive while the thread waits.
+        # This is a separate function, so that no local variable keeps memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._due)
-            # It leaves the queue when it is written: until then a flush waits for it, and it is not requested twice.
+            # The request stays in the queue until the window is written, so that a flush waits for it.
             due = self._due[0]
         error = self._write(due)
         with self._store.lock:
             self._due.popleft()
-            # Also after a failure: storage that is full or slow must not stop captures. The windows are those of the
-            # request, for the rank may have another arena by now.
+            # Unpin also after a failure, because full storage must not stop captures. The rank may have another arena
+            # by now, so the request has its own reference to the windows.
             due.windows.pinned.discard(due.window.buffer)
             if error is None:
                 due.own.persisted_start = due.window.start_iteration
@@ -108,7 +112,7 @@ class Persister(threading.Thread):
                 due.own.note_problem("persist", error, due.window.start_iteration)
             due.own.publish()
             self._store.changed()
-        # Older windows go only after this one is durable.
+        # Older windows are deleted only after this one is durable.
         if error is None:
             self._delete_old(due)
 
@@ -121,7 +125,7 @@ class Persister(threading.Thread):
         return None
 
     def _delete_old(self, due: _Write) -> None:
-        # Delete what is too old: rank 0 for all ranks; nothing where all windows are kept.
+        # Delete old windows. Rank 0 does this for all ranks; nothing is deleted if all windows are kept.
         window, num_persisted = due.window, due.own.settings.num_persisted
         # One process alone deletes: two would rename the same directories.
         if window.rank != 0 or num_persisted == 0:

@@ -1,1 +1,1 @@
-"""Files of checkpoints: written with checksums, committed by a manifest, verified before use."""
+"""Checkpoints and windows on storage: written with checksums, complete only with a manifest, verified before use."""

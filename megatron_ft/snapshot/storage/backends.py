@@ -1,7 +1,8 @@
-"""Stores windows in a local folder or in an object store reached by URL. Both commit a file in one step.
+"""Storage of windows in a local folder, or in an object store or file system that fsspec opens by URL.
 
-Local: a temporary name, fsync, one rename, fsync of the directory. Object stores (:data:`ATOMIC_PUTS`): one put of a
-whole object, which they show to readers only when it is complete. Other file systems: a temporary name, then one move.
+Readers never see a part of a file. In a local folder a file is written under a temporary name, synced and renamed, and
+the directory is synced. In an object store (``ATOMIC_PUTS``) a file is one put of a whole object, which readers see
+only when it is complete. In other file systems a file is written under a temporary name and moved.
 """
 
 import os
@@ -16,38 +17,41 @@ from megatron_ft.errors import CheckpointError, MegatronFtError
 from megatron_ft.snapshot.storage.files import fsync_directory, naming, write_atomically
 
 ATOMIC_PUTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
-"""Protocols whose objects appear completely or not at all."""
+"""URL protocols of object stores, in which an object appears completely or not at all."""
 
 TRASH_PREFIX = ".deleted_"
-"""Prefix of directories whose deletion has begun."""
+"""Prefix of the names of directories that are being deleted."""
 
 Chunks = Iterable[bytes | memoryview]
 
 
 class LocalBackend:
-    """A folder of a local or mounted file system. Directories are one name, or empty for the folder itself."""
+    """Storage in a folder of a local or mounted file system.
+
+    The argument ``directory`` is the name of a directory in the folder, or empty for the folder itself.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def describe(self, directory: str, name: str = "") -> str:
-        """Full path or URL, for messages."""
+        """Return the full path of a directory or file, for messages."""
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file; readers see all of it or its former content. Raises OSError, and the errors of the chunks."""
+        """Write a file. Readers see the new content or the former one. Raises OSError, and errors of ``chunks``."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
-        """Whether something has the name, a dangling link included."""
+        """Return whether a file, directory or link with this name exists, even a link without a target."""
         return os.path.lexists(self.folder / directory / name)
 
     def open(self, directory: str, name: str) -> "LocalSource":
-        """Open a regular file; links are not followed. Raises OSError or CheckpointError."""
+        """Open a regular file; links are not followed. Raises OSError, or CheckpointError for other kinds of files."""
         return LocalSource(self.folder / directory / name)
 
     def list_directories(self) -> list[str]:
-        """Names of the directories in the folder without links; none if it is missing."""
+        """Return the names of the directories in the folder, without links; empty if the folder does not exist."""
         if not self.folder.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
@@ -58,7 +62,7 @@ class LocalBackend:
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
-        """Remove a directory; a crash leaves nothing that counts as a window. Raises OSError."""
+        """Delete a directory. After a crash, nothing that remains counts as a window. Raises OSError."""
         # Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)
@@ -82,7 +86,7 @@ class LocalBackend:
 
 
 class LocalSource:
-    """A regular file, read by position: an error of the device is an OSError, not a signal as with a mapping."""
+    """A regular file, read by position. Device errors raise OSError, whereas a memory map would get a signal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -93,16 +97,16 @@ class LocalSource:
         self.num_bytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise CheckpointError(f"{path}: not a regular file")
+            raise CheckpointError(f"{path}: must be a regular file")
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target``. Raises OSError when the file ends before."""
+        """Fill ``target`` with the bytes from ``offset`` on. Raises OSError if the file ends first."""
         done = 0
         with naming(self._path):
             while done < len(target):
                 count = os.preadv(self._descriptor, [target[done:]], offset + done)
                 if count == 0:
-                    raise OSError(f"{self._path}: ends at {offset + done}")
+                    raise OSError(f"{self._path}: ends too early, at byte {offset + done}")
                 done += count
 
     def close(self) -> None:
@@ -114,7 +118,7 @@ class LocalSource:
 
 @contextmanager
 def _client_errors(where: str) -> Iterator[None]:
-    """Turn every error of a client into an OSError that names ``where``, as callers of both backends expect it."""
+    """Turn every error in the ``with`` block into an OSError that names ``where``."""
     try:
         yield
     except (OSError, MegatronFtError):
@@ -125,10 +129,10 @@ def _client_errors(where: str) -> Iterator[None]:
 
 
 class RemoteBackend:
-    """A prefix of an object store, or a folder of a file system of fsspec; methods as ``LocalBackend``."""
+    """Storage at an fsspec URL: an object store or another file system. The methods are those of ``LocalBackend``."""
 
     def __init__(self, url: str) -> None:
-        """Raises CheckpointError where the client is not installed or refuses the URL."""
+        """Open the URL. Raises CheckpointError if its client is not installed, or refuses the URL."""
         import fsspec  # type: ignore[import-untyped]
 
         try:
@@ -212,7 +216,7 @@ class RemoteBackend:
 
 
 class RemoteSource:
-    """An object, read by position."""
+    """An object that is read by position."""
 
     def __init__(self, file: Any, where: str) -> None:
         self._file = file
@@ -226,7 +230,7 @@ class RemoteSource:
             while done < len(target):
                 chunk = self._file.read(len(target) - done)
                 if not chunk:
-                    raise OSError(f"{self._where}: ends at {offset + done}")
+                    raise OSError(f"{self._where}: ends too early, at byte {offset + done}")
                 target[done : done + len(chunk)] = chunk
                 done += len(chunk)
 
@@ -240,7 +244,7 @@ Source = LocalSource | RemoteSource
 
 
 def open_backend(folder: Path | str) -> Backend:
-    """Open a path or a URL. Raises CheckpointError when the URL's protocol is not installed."""
+    """Return the backend for a path or URL. Raises CheckpointError if no client for the URL's protocol is installed."""
     text = str(folder)
     if text.startswith("file://"):
         text = text.removeprefix("file://")

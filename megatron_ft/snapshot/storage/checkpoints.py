@@ -2,11 +2,11 @@
 
 ::
 
-    checkpoints/iter_0000030/        complete once it holds a manifest
-    checkpoints/iter_0000030.1/      saved again after the first one (a run that went back and forth)
-    checkpoints/damaged_iter_0000020 set aside by a resume that found it damaged
-    checkpoints/foreign_iter_0000050 set aside by a resume: of another run, or its name is of another iteration
-    checkpoints/latest               JSON; the newest complete checkpoint, for people and tools
+    checkpoints/iter_0000030/        a checkpoint, complete if it contains a manifest
+    checkpoints/iter_0000030.1/      the same iteration, saved again after the run had resumed from an earlier one
+    checkpoints/damaged_iter_0000020 renamed by a job that found the checkpoint damaged
+    checkpoints/foreign_iter_0000050 renamed, because it is of another run, or of another iteration than its name says
+    checkpoints/latest               JSON with the name of the newest complete checkpoint
 """
 
 import json
@@ -31,27 +31,27 @@ _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredCheckpoint:
-    """One directory of the folder; ordered by age, oldest first."""
+    """A checkpoint directory. Checkpoints are ordered by iteration and attempt, the oldest first."""
 
     iteration: int
     attempt: int
-    """0 for the first save of this iteration."""
+    """Number of the save of this iteration: 0 for the first one, 1 if the iteration was saved again."""
     path: Path
     complete: bool
-    """Whether it has a manifest. Its files may still be damaged."""
+    """Whether the directory has a manifest. Files of a complete checkpoint may still be damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageReport:
-    """A checkpoint or a window that is not used, and the reason."""
+    """A checkpoint or window that cannot be used, and the reason."""
 
     path: Path | str
-    """Path, or URL of a window."""
+    """Path of the checkpoint; path or URL of the window."""
     reason: str
 
 
 def directory_name(iteration: int, attempt: int = 0) -> str:
-    """Name of the directory of ``iteration``."""
+    """Return the name of the directory for a checkpoint of ``iteration``."""
     return f"iter_{iteration:07d}" + (f".{attempt}" if attempt else "")
 
 
@@ -59,11 +59,11 @@ def iteration_of(path: Path) -> int:
     """Return the iteration in the name of a checkpoint's directory.
 
     Raises:
-        CheckpointError: no checkpoint has such a name.
+        CheckpointError: the name is not that of a checkpoint.
     """
     match = _DIRECTORY.fullmatch(path.name)
     if match is None:
-        raise CheckpointError(f"{path}: must have a checkpoint's name, such as {directory_name(30)}")
+        raise CheckpointError(f"{path}: must be named like a checkpoint, e.g. {directory_name(30)}")
     return int(match[1])
 
 
@@ -88,7 +88,7 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """List damaged checkpoints in ``folder`` that starts have renamed; none if it is missing."""
+    """List the directories of damaged checkpoints that earlier starts have renamed; empty without ``folder``."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -97,10 +97,10 @@ def list_set_aside(folder: Path) -> list[Path]:
 
 
 def start_directory(folder: Path, iteration: int) -> Path:
-    """Create the directory into which a save of ``iteration`` writes.
+    """Create the directory for a save of ``iteration`` and return it.
 
-    Remains of a crashed save of the same iteration are removed. A complete checkpoint of it is never touched: the new
-    one gets the next attempt number.
+    Remains of an incomplete save of the same iteration are deleted. A complete checkpoint of the same iteration stays;
+    the new one gets the next attempt number.
     """
     folder.mkdir(parents=True, exist_ok=True)
     same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
@@ -117,10 +117,10 @@ def start_directory(folder: Path, iteration: int) -> Path:
 
 
 def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
-    """Return the newest checkpoint that passes ``check``, and a report on each newer one that did not.
+    """Return the newest checkpoint that passes ``check``, and a report on each newer checkpoint that does not.
 
-    Directories without a manifest remain from a save that never finished, and renamed ones contain another iteration
-    than their names: both are reported too.
+    Reports also name directories without a manifest, which an unfinished save has left, and directories whose name and
+    manifest disagree on the iteration.
     """
     reports = []
     for stored in reversed(list_checkpoints(folder)):
@@ -138,25 +138,25 @@ def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tu
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Describe the problem if the directory's name and its manifest disagree on the iteration; None if they agree."""
+    """Describe the difference if a directory's name and manifest have different iterations; None if they agree."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
     return (
-        f"{path}: contains iteration {manifest.iteration}, not {named} as its name says: it was renamed, or its "
-        "files swapped"
+        f"{path}: contains iteration {manifest.iteration}, not {named} as its name says: the directory was renamed, "
+        "or its files were replaced"
     )
 
 
 def move_latest(folder: Path, path: Path, iteration: int) -> None:
-    """Point ``latest`` at ``path``, in one atomic step. Call it when ``path`` is complete."""
+    """Point ``latest`` at the checkpoint ``path`` in one atomic step. The checkpoint must be complete."""
     assert (path / MANIFEST_NAME).is_file(), f"{path}: cannot become latest without a manifest"
     content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
     write_atomically(folder, LATEST_NAME, content.encode())
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Read the target of ``latest``; None without it. Raises CheckpointError when it is damaged."""
+    """Return the checkpoint to which ``latest`` points; None without it. Raises CheckpointError if it is damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
@@ -165,14 +165,14 @@ def read_latest(folder: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
-        raise CheckpointError(f"{path}: {name!r} is not the name of a checkpoint")
+        raise CheckpointError(f"{path}: must name a checkpoint, not {name!r}")
     return folder / name
 
 
 def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
-    """Rename a checkpoint so that it no longer counts as one; its bytes are kept.
+    """Rename a checkpoint so that it no longer counts as a checkpoint of the run. Its files stay unchanged.
 
-    ``latest`` is set to the newest remaining complete checkpoint, and removed when there is none.
+    ``latest`` then points to the newest remaining complete checkpoint; it is removed if there is none.
     """
     for attempt in range(1_000_000):
         target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
@@ -182,7 +182,7 @@ def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Pa
             fsync_directory(path.parent)
             _move_latest_back(path.parent)
             return target
-    raise CheckpointError(f"{path}: cannot be renamed, all names are in use")
+    raise CheckpointError(f"{path}: cannot be renamed, because all new names are in use")
 
 
 def _move_latest_back(folder: Path) -> None:
@@ -195,14 +195,15 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a checkpoint; after a crash no part of it has its name."""
+    """Delete a checkpoint. After a crash, no incomplete directory has its name."""
     LocalBackend(path.parent).delete(path.name)
 
 
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
-    """Delete remains of saves: half-deleted directories, and incomplete ones older than ``before_iteration``.
+    """Delete what unfinished saves and deletions have left: half-deleted directories, and incomplete checkpoints that
+    are older than ``before_iteration``. Return the deleted directories.
 
-    Call it after a checkpoint of ``before_iteration`` is complete and while no save is in progress.
+    Call it when a checkpoint of ``before_iteration`` is complete and no save is in progress.
     """
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:

@@ -1,6 +1,6 @@
-"""Durable files: checksums are computed during writing; files are renamed only when they are on disk.
+"""Files that survive a power failure: hashed during writing, and renamed only after they are synced.
 
-All bytes of a checkpoint pass ``_write``, so that a test can make any single write call fail.
+All bytes of checkpoints are written by ``_write``, so that a test can make any single write fail.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file of a checkpoint as its manifest lists it."""
+    """Entry of a checkpoint's manifest for one file."""
 
     name: str
-    """Path below the checkpoint directory, with ``/``."""
+    """Path of the file below the checkpoint directory, with ``/`` as separator."""
     num_bytes: int
-    """Size."""
+    """Size of the file in bytes."""
     xxh3_128: str
     """Hexadecimal checksum of the content."""
 
@@ -37,7 +37,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError: system calls on descriptors do not name their file."""
+    """Add ``path`` to an OSError in the ``with`` block, because errors of file descriptors do not name the file."""
     try:
         yield
     except OSError as error:
@@ -47,10 +47,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that counts and hashes the bytes written to it.
+    """A new file that hashes and counts the bytes written to it.
 
-    Refuses to replace an existing file. :meth:`commit` makes the content durable. ``failure`` keeps the first failed
-    write, for writers that replace it by an error of their own.
+    An existing file is not replaced. :meth:`commit` syncs the content. ``failure`` is the first error of a write, for
+    callers whose library replaces it by another exception.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -71,7 +71,7 @@ class HashedFile(io.RawIOBase):
         return self.num_bytes
 
     def write(self, data: Any) -> int:
-        """Write all of ``data`` (any buffer) or raise OSError."""
+        """Write all of ``data``, any buffer, or raise OSError."""
         view = memoryview(data).cast("B")
         written = 0
         try:
@@ -87,7 +87,7 @@ class HashedFile(io.RawIOBase):
         return len(view)
 
     def commit(self) -> FileEntry:
-        """Flush to the device, close, and return the entry of the file."""
+        """Sync and close the file, and return its manifest entry."""
         with naming(self.path):
             # Delayed writing may fail only now (a network file system, a quota), and then there is nothing to describe.
             os.fsync(self._descriptor)
@@ -102,15 +102,15 @@ class HashedFile(io.RawIOBase):
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make names durable that were created in or moved into ``directory``."""
+    """Sync a directory, so that files created in it or moved into it survive a power failure."""
     with naming(directory):
         fsync_folder(directory)
 
 
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
-    """Write ``content``, whole or in chunks, to ``name``: readers see the old file or the new one, never a mixture.
+    """Write ``content``, bytes or chunks, to the file ``name``. Readers see the old content or the new one.
 
-    Raises OSError and leaves the old file unchanged when the disk is full or fails; errors of the chunks are passed on.
+    Raises OSError, and leaves an existing file unchanged, if the disk is full or fails; errors of chunks are passed on.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
@@ -129,14 +129,14 @@ def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes
 
 
 def write_file(directory: Path, name: str, content: bytes) -> FileEntry:
-    """Write a new durable file ``name`` and return its entry."""
+    """Write and sync a new file ``name``, and return its manifest entry."""
     with HashedFile(directory, name) as file:
         file.write(content)
         return file.commit()
 
 
 def hash_file(file: IO[bytes]) -> str:
-    """Return the checksum of the rest of ``file``."""
+    """Return the checksum of ``file`` from its present position to the end."""
     digest = xxhash.xxh3_128()
     while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)

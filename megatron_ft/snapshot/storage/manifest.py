@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: its files and their checksums, written last.
+"""Manifest of a checkpoint: the list of its files with their checksums. It is written after all files.
 
-A directory with a readable manifest is a complete checkpoint. The manifest is JSON, contains a checksum of itself, and
-is verified (sizes, then checksums of all files) before anything else opens a file: the data files contain pickle, which
-must never be read from bytes without a verified checksum.
+A directory with a readable manifest is a complete checkpoint. The manifest is JSON and contains a checksum of itself.
+The sizes and checksums of all files are verified before any other code opens them, because data files contain pickle,
+which must not be loaded from unverified bytes.
 """
 
 import json
@@ -24,7 +24,7 @@ from megatron_ft.strict_json import decode
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 64 << 20
-"""Largest size of a manifest; a larger one is refused before it is read."""
+"""Largest size of a manifest in bytes; a larger one is not read."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -32,31 +32,31 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint: its run, its iteration, and its files byte for byte."""
+    """Content of a manifest: the run and iteration of a checkpoint, and its files with their checksums."""
 
     run_id: str
-    """Random id of the run that wrote it; in format 1, which has none, the name of its folder."""
+    """Random id of the run that wrote the checkpoint. Format 1 contains the name of the run's folder instead."""
     run_name: str
     """Name of the run's folder."""
     generation: int
-    """Membership of the ranks that wrote it."""
+    """Generation of the ranks that wrote the checkpoint."""
     topology: dict[str, int]
-    """Parallel sizes of the ranks that wrote it, including ``world_size``."""
+    """Parallel sizes of the ranks that wrote the checkpoint, including ``world_size``."""
     iteration: int
-    """Newest iteration whose update it contains."""
+    """Newest iteration whose update the checkpoint contains."""
     consumed_samples: int
-    """Samples read up to that iteration."""
+    """Number of samples read up to that iteration."""
     settings: Settings
-    """The run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
+    """Settings of the run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
     software: dict[str, str]
-    """Versions of the packages that wrote it."""
+    """Versions of the software that wrote the checkpoint."""
     files: tuple[FileEntry, ...]
     """All files except the manifest itself."""
     format_version: int = field(default=FORMAT_VERSION)
-    """Version of this layout."""
+    """Version of the manifest's format."""
 
     def validate(self) -> None:
-        """Check that names, sizes and checksums are possible in this project. Raises CheckpointError."""
+        """Check that names, sizes and checksums are valid. Raises CheckpointError."""
         seen: set[str] = set()
         for entry in self.files:
             check_name(entry.name)
@@ -64,12 +64,12 @@ class Manifest:
                 raise CheckpointError(f"manifest lists {entry.name!r} twice")
             seen.add(entry.name)
             if entry.num_bytes < 0 or not _HASH.fullmatch(entry.xxh3_128):
-                raise CheckpointError(f"manifest entry of {entry.name!r} has a bad size or checksum")
+                raise CheckpointError(f"manifest entry of {entry.name!r} has an invalid size or checksum")
         if self.iteration < 0 or self.consumed_samples < 0 or self.generation < 0:
             raise CheckpointError("manifest has a negative iteration, sample count or generation")
 
     def summary(self) -> str:
-        """Return one line for a log."""
+        """Describe the checkpoint in one line."""
         total = sum(entry.num_bytes for entry in self.files)
         return (
             f"iteration {self.iteration}, {len(self.files)} files, {total} bytes, "
@@ -77,7 +77,7 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """Return JSON whose last field is the checksum of everything before it."""
+        """Convert to JSON. The last field is the checksum of everything before it."""
         body = asdict(self)
         body["manifest_xxh3_128"] = _body_checksum(body)
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
@@ -113,31 +113,31 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Check that ``name`` is a plain path below the checkpoint directory. Raises CheckpointError."""
+    """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Commit the checkpoint in ``directory``: after this call it is complete and durable."""
+    """Write and sync the manifest, which completes the checkpoint in ``directory``."""
     manifest.validate()
     write_atomically(directory, MANIFEST_NAME, manifest.to_bytes())
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError naming ``directory`` when there is none that can be read."""
+    """Read the manifest in ``directory``. Raises CheckpointError, which names the directory, if it cannot be read."""
     path = directory / MANIFEST_NAME
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
+            raise CheckpointError(f"{path}: must be a regular file")
         # Before it is read into memory.
         if status.st_size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path}: {status.st_size} bytes: must be at most {MAX_MANIFEST_BYTES}")
         return Manifest.from_bytes(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{directory}: has no {MANIFEST_NAME}; it is incomplete, or not written by this project"
+            f"{directory}: has no {MANIFEST_NAME}; the checkpoint is incomplete, or was not written by this project"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -147,13 +147,13 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> Manifest:
-    """Check every file of the checkpoint against its manifest and return the manifest.
+    """Compare the files of a checkpoint with its manifest, and return the manifest.
 
-    Names and sizes of all files are checked by every caller; checksums of every ``num_parts``-th
-    file, starting at ``part``, so that ranks can share the reading.
+    Every caller checks the names and sizes of all files. It computes the checksums of every ``num_parts``-th file,
+    starting at ``part``, so that ranks can share the reading.
 
-    Raises CheckpointError naming the first file that is missing, unexpected, of another size,
-    not a regular file, or of other content.
+    Raises:
+        CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names it.
     """
     manifest = read_manifest(directory)
     _check_listing(directory, manifest.files)
@@ -169,14 +169,14 @@ def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:
     present.pop(MANIFEST_NAME, None)
     for entry in files:
         if entry.name not in present:
-            raise CheckpointError(f"{directory / entry.name}: missing")
+            raise CheckpointError(f"{directory / entry.name}: is missing, but the manifest lists it")
         if present[entry.name] != entry.num_bytes:
             raise CheckpointError(
                 f"{directory / entry.name}: has {present[entry.name]} bytes, but the manifest says {entry.num_bytes}"
             )
     unexpected = sorted(present.keys() - {entry.name for entry in files})
     if unexpected:
-        raise CheckpointError(f"{directory / unexpected[0]}: not listed in the manifest")
+        raise CheckpointError(f"{directory / unexpected[0]}: is not listed in the manifest")
 
 
 def _check_content(directory: Path, entry: FileEntry) -> None:
@@ -205,7 +205,7 @@ def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
         elif entry.is_file(follow_symlinks=False):
             yield name, entry.stat(follow_symlinks=False).st_size
         else:
-            raise CheckpointError(f"{entry.path}: neither a regular file nor a directory")
+            raise CheckpointError(f"{entry.path}: must be a regular file or a directory")
 
 
 def _parse(body: dict[str, Any]) -> Manifest:
@@ -215,11 +215,11 @@ def _parse(body: dict[str, Any]) -> Manifest:
             body = {**body, "run_name": body["run_id"], "settings": {}}
         settings = body["settings"]
         if type(settings) is not dict or not all(type(values) is dict for values in settings.values()):
-            raise TypeError("settings must be an object of objects")
+            raise TypeError("manifest settings must be an object of objects")
         files = tuple(FileEntry(**_decoded(FileEntry, entry)) for entry in body["files"])
         return Manifest(**_decoded(Manifest, body, "settings", "files"), settings=settings, files=files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"manifest lacks a field, or a field has another type: {error}") from None
+        raise CheckpointError(f"manifest has a missing field, or a field of another type: {error}") from None
 
 
 def _decoded(kind: type[FileEntry] | type[Manifest], content: dict[str, Any], *without: str) -> dict[str, Any]:

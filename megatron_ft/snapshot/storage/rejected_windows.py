@@ -1,7 +1,7 @@
-"""Windows whose replay differed from the logged iterations although they verify; they are not tried again.
+"""List of windows that are not tried again, because their replay gave other results than the logged iterations.
 
-They are listed in ``refused_windows.json`` in the run's folder by their content, not by their names, because a run that
-resumes from an earlier iteration captures other windows with the same names.
+Their files are intact. The list is ``refused_windows.json`` in the run's folder. It identifies windows by their content
+and not by their names, because a run that resumes from an earlier iteration captures other windows with the same names.
 """
 
 import json
@@ -22,18 +22,18 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedWindow:
-    """A window that is not tried again."""
+    """A window that must not be replayed again."""
 
     start_iteration: int
     generation: int
-    """Membership that captured it."""
+    """Generation that captured the window."""
     digest: str
-    """Its ``window_digest``."""
+    """Digest of the window, from ``window_digest``."""
     reason: str
 
     @classmethod
     def from_json(cls, content: JsonValue) -> "RejectedWindow":
-        """Read the values of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        """Read the result of ``dataclasses.asdict``. Raises ValueError for anything else."""
         names = [entry.name for entry in fields(cls)]
         if not isinstance(content, dict) or sorted(content) != sorted(names):
             raise ValueError(f"{str(content)[:80]}: must be an object of {', '.join(names)}")
@@ -44,19 +44,19 @@ class RejectedWindow:
 
 
 def window_digest(manifests: Sequence[str]) -> str:
-    """Return the checksum over the content of all ranks' parts: 32 hexadecimal digits.
+    """Return a checksum of the manifests of all ranks' parts of a window: 32 hexadecimal digits.
 
-    A manifest contains the plan, the votes and a checksum of every piece.
+    The checksum identifies the content, because a manifest contains the plan, the votes and a checksum of every piece.
     """
     # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
 
 
 def read_rejected(run_dir: Path) -> list[RejectedWindow]:
-    """Read all rejected windows of a run, oldest first; none without the file.
+    """Read the list of rejected windows of a run, the oldest first; empty if the file does not exist.
 
     Raises:
-        CheckpointError: the file cannot be read, or has another content than ``add_rejected`` writes.
+        CheckpointError: the file cannot be read, or ``add_rejected`` has not written it.
     """
     path = run_dir / REJECTED_NAME
     try:
@@ -71,10 +71,10 @@ def read_rejected(run_dir: Path) -> list[RejectedWindow]:
 
 
 def add_rejected(run_dir: Path, window: RejectedWindow) -> None:
-    """Add a window to the file, durably: readers see the old list or the new one. Call it in one process of the job.
+    """Add a window to the list and sync the file. Readers see the old or new list. Call it in one process only.
 
     Raises:
-        CheckpointError: the file cannot be read or written; its earlier content is unchanged.
+        CheckpointError: the file cannot be read or written; its content is unchanged.
     """
     rejected = [asdict(entry) for entry in [*read_rejected(run_dir), window]]
     try:

@@ -1,4 +1,4 @@
-"""Compares the settings of a job with those that its run's saved state was written with, by manifests alone."""
+"""Compares the settings of a job with those of its run's saved state, which are in the manifests."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
 
 SETTINGS = "settings"
-"""Entry of the header of a window's first slice: the settings it was captured with, as JSON text."""
+"""Key of a window's settings in the header of its first slice; the value is JSON text."""
 
 
 def check_same_settings(
@@ -22,18 +22,19 @@ def check_same_settings(
     compares_data: bool,
     allow_other_data: bool,
 ) -> None:
-    """Refuse a job that the ranks would refuse for its settings, before any of them starts.
+    """Refuse a job whose settings differ from those of its run's saved state, before any rank starts.
 
-    Reads the manifest of the run's newest checkpoint and of rank 0's part of its newest window; what cannot be read is
-    left to the ranks, which also verify the content.
+    Only the manifests of the newest checkpoint and of rank 0's part of the newest window are read. If a manifest cannot
+    be read, no error is raised here; the ranks verify the files later.
 
     Args:
-        windows: the run's persisted windows; None where it has none.
-        compares_data: whether ``identity`` knows the samples.
-        allow_other_data: ``checkpoint.allow_other_data``, which counts for checkpoints alone.
+        identity: settings of the job.
+        windows: the run's persisted windows; None if it has no folder for them.
+        compares_data: whether ``identity`` contains the fingerprint of the data.
+        allow_other_data: ``checkpoint.allow_other_data``, which applies only to checkpoints.
 
     Raises:
-        CheckpointError: the newest state has other settings; names each key with both values.
+        CheckpointError: the newest state has other settings; the message names each key with both values.
     """
     checkpoint = _newest_checkpoint(run_dir / "checkpoints", identity)
     if checkpoint is not None:
@@ -50,35 +51,35 @@ def check_same_settings(
 
 
 def other_checkpoint(path: Path, manifest: Manifest, settings: Settings, *, ignores_data: bool) -> str | None:
-    """Describe the other settings of a checkpoint of this run; None where they are the same."""
+    """Describe the settings in which a checkpoint differs from the job; None if there is no difference."""
     if manifest.format_version == 1:  # it has no settings
         return None
     found = _differences(manifest.settings, settings, ignores_data=ignores_data)
     if not found:
         return None
     return (
-        f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-        f"its own settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
+        f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Resume "
+        f"with its settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
     )
 
 
 def other_window(window: Window, where: str, settings: Settings, *, ignores_data: bool = False) -> str | None:
-    """Describe the other settings of a window of this run; None where they are the same.
+    """Describe the settings in which a window differs from the job; None if there is no difference.
 
     Raises:
-        CheckpointError: it does not say them.
+        CheckpointError: the window has no readable settings.
     """
     if window.format_version == 1:  # it has no settings
         return None
     try:
         found = _differences(parse_json(window.slices[0].header[SETTINGS]), settings, ignores_data=ignores_data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{where}: must contain readable settings of its job: {error!r}") from None
+        raise CheckpointError(f"{where}: must contain readable settings of the job: {error!r}") from None
     if not found:
         return None
     return (
-        f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-        "its own settings, or begin another one"
+        f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Resume "
+        "with its settings, or begin another run"
     )
 
 

@@ -1,14 +1,14 @@
-"""The file of one rank's part of a window: written whole or not at all, no byte of it used unchecked.
+"""File of one rank's part of a window: written completely or not at all, and verified before use.
 
 ::
 
     8 bytes    magic
     4          format version           (numbers are little endian)
-    8          bytes of the manifest
+    8          size of the manifest in bytes
     16         xxh3_128 of the manifest
     ...        manifest, strict JSON
     ...        zeros up to a multiple of 4096
-    ...        payload: slices, zeros wherever no piece lies
+    ...        payload: the slices, with zeros between pieces
 """
 
 import struct
@@ -32,7 +32,7 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Return the directory name of a window. A later generation that captures it again uses another name."""
+    """Return the name of a window's directory. A later generation that captures it again uses another name."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
@@ -42,20 +42,20 @@ def rank_name(rank: int) -> str:
 
 
 def write_window(folder: Path | str, window: Window, payload: Sequence[memoryview]) -> int:
-    """Write a rank's part of a window below ``folder``, a path or a URL; durable when this returns.
+    """Write a rank's part of a window below ``folder``, a path or URL. When this returns, the file is on storage.
 
-    Padding is written as zeros, whatever the buffers contain there. An existing valid file is kept; a damaged one is
-    replaced.
+    Zeros are written for padding, whatever the memory contains there. An existing valid file with the same content is
+    kept, and a damaged one is replaced.
 
     Args:
-        payload: the bytes of each slice, ``window.slices[i].num_bytes`` of them.
+        payload: the bytes of each slice; slice i has ``window.slices[i].num_bytes`` bytes.
 
     Returns:
-        bytes of the file.
+        Size of the file in bytes.
 
     Raises:
-        CheckpointError: the storage fails, the bytes do not match the window, or a valid file with other content has
-            the name. An existing file is then unchanged.
+        CheckpointError: the storage fails, the payload does not match the window, or a valid file with other content
+            exists. An existing file is then unchanged.
     """
     head = _head(window)
     sizes = [view.nbytes for view in payload]
@@ -73,13 +73,13 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
 
 
 def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
-    """Open a rank's window file, given as a path or URL. Checks manifest and sizes; does not read the payload yet.
+    """Open a rank's window file, given as a path or URL, and check its manifest and size, but not the payload.
 
     Args:
         expect: fields of the window and the values that they must have, e.g. ``{"run_id": "a", "rank": 3}``.
 
     Raises:
-        CheckpointError: the file is invalid, or not the expected one; the message begins with the path.
+        CheckpointError: the file is invalid, or a field differs from ``expect``. The message begins with the path.
     """
     parent, _, name = str(path).rpartition("/")
     backend = open_backend(parent or ".")
@@ -87,7 +87,7 @@ def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None)
 
 
 class WindowFile:
-    """A rank's open file. Bytes are read on request, and checked before they are returned."""
+    """An open window file. Bytes are read on request and verified before they are returned."""
 
     def __init__(self, where: str, open_source: Callable[[], Source], expect: Mapping[str, object]) -> None:
         self.path = where
@@ -104,15 +104,15 @@ class WindowFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self._payload_start + self.window.num_bytes
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and check slice ``index``, into ``into`` (of its size) or into new memory.
+        """Read and verify slice ``index``. The bytes are written to ``into``, of the slice's size, or to new memory.
 
         Raises:
-            CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may hold
-                unchecked bytes then.
+            CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain
+                unverified bytes.
         """
         part = self.window.slices[index]
         buffer = memoryview(bytearray(part.num_bytes)) if into is None else into.cast("B")
@@ -121,12 +121,12 @@ class WindowFile:
         return buffer
 
     def verify(self) -> Window:
-        """Check every byte of the payload and return the window. Raises CheckpointError as ``read_slice`` does."""
+        """Verify the whole payload and return the window. Raises the same errors as ``read_slice``."""
         position = 0
         for part in self.window.slices:
             # Bytes between slices belong to no piece; they are zeros in every sound file, so damage there counts too.
             for view in self._read(position, part.offset):
-                _check_zeros(view, f"{self.path}: before iteration {part.iteration}")
+                _check_zeros(view, f"{self.path}: padding before the slice of iteration {part.iteration}")
             self._check(part, None)
             position = part.end
         return self.window
@@ -202,7 +202,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Whether the same file is there already. Raises CheckpointError for a sound one of other content."""
+    """Return whether this file exists already. Raises CheckpointError if a valid file has other content."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
@@ -213,18 +213,18 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
         return False
     # Two histories captured the same window: replacing the file would mix them with other ranks' files.
     if found.to_bytes() != window.to_bytes():
-        raise CheckpointError(f"{where}: contains another {found.summary()}; move that file away first")
+        raise CheckpointError(f"{where}: already contains another {found.summary()}; move that file away first")
     return True
 
 
 def _read_head(source: Source) -> tuple[Window, int]:
-    """(window, first byte of the payload), once the file's size agrees with them."""
+    """Return the window and the position of the payload's first byte, after the size of the file was checked."""
     size = source.num_bytes
     if size < _HEADER.size:
-        raise CheckpointError(f"{size} bytes: too short for a window")
+        raise CheckpointError(f"{size} bytes are too few for a window file")
     magic, version, length, digest = _HEADER.unpack(_read_bytes(source, 0, _HEADER.size))
     if magic != MAGIC:
-        raise CheckpointError(f"magic {magic!r}: not a window of this project")
+        raise CheckpointError(f"magic {magic!r}: is not a window file of this project")
     check_version(version)
     # Checked before memory is allocated: the length is not covered by a checksum yet.
     if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):

@@ -1,10 +1,10 @@
-"""The folder of a run's windows: the newest that is complete, damage, deletion.
+"""Folder of a run's persisted windows: search for the newest complete window, verification and deletion.
 
 ::
 
-    windows/window_0000012/rank-00003.window   complete once all ranks' files verify and belong together
-    windows/window_0000012.1/                  captured again by generation 1
-    windows/superseded_window_0000020          set aside by a run that resumed from before it
+    windows/window_0000012/rank-00003.window   a window is complete if all ranks' files are valid and belong together
+    windows/window_0000012.1/                  the same iterations, captured again in generation 1
+    windows/superseded_window_0000020          renamed, because the run resumed from an earlier iteration
 """
 
 import re
@@ -23,7 +23,7 @@ _DIRECTORY = re.compile(r"window_(\d{7,19})(?:\.(\d{1,9}))?")
 _FOLDER = "windows"
 _SUPERSEDED_PREFIX = "superseded_"
 _SHARED = ("run_id", "generation", "topology", "world_size", "start_iteration", "num_slices", "plan")
-"""Fields that are equal in all files of a window."""
+"""Fields that must be equal in the files of all ranks of a window."""
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
@@ -33,24 +33,24 @@ def persist_url(config: JobConfig, run_dir: Path) -> str:
 
 
 def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
-    """Open the folder of this run's persisted windows; None where it has none."""
+    """Open the folder of this run's persisted windows; return None if the run has no such folder."""
     if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
         return None
     return WindowFolder(persist_url(config, run_dir))
 
 
 class WindowFolder:
-    """The windows below one folder, a path or a URL."""
+    """Persisted windows of a run in one folder, given as a path or URL."""
 
     def __init__(self, folder: Path | str) -> None:
         self._backend = open_backend(folder)
 
     def describe(self, stored: WindowKey) -> str:
-        """Full path or URL of a window."""
+        """Return the full path or URL of a window."""
         return self._backend.describe(window_name(stored))
 
     def list_windows(self) -> list[WindowKey]:
-        """All windows, complete or not, oldest first."""
+        """Return all windows, complete or not, the oldest first."""
         found = []
         for match in filter(None, map(_DIRECTORY.fullmatch, self._backend.list_directories())):
             key = WindowKey(start_iteration=int(match[1]), generation=int(match[2] or 0))
@@ -59,23 +59,23 @@ class WindowFolder:
         return sorted(found)
 
     def open(self, stored: WindowKey, rank: int) -> WindowFile:
-        """Open a rank's file, whose window, generation and rank must be those of its path.
+        """Open a rank's file. The start iteration, generation and rank in the file must be those in its path.
 
         Raises:
-            CheckpointError: as ``open_window``.
+            CheckpointError: the same cases as in ``open_window``.
         """
         expect = {"start_iteration": stored.start_iteration, "generation": stored.generation, "rank": rank}
         directory, name = window_name(stored), rank_name(rank)
         return WindowFile(self._backend.describe(directory, name), lambda: self._backend.open(directory, name), expect)
 
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
-        """Check that a window is complete and return the part of rank ``part``.
+        """Check that a window is complete, and return rank ``part``'s part of it.
 
         Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
         ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
 
         Raises:
-            CheckpointError: naming the first file that is missing, damaged, or of another window.
+            CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
         """
         windows: list[Window] = []
         for rank in range(world_size):
@@ -88,20 +88,21 @@ class WindowFolder:
     def newest(
         self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
     ) -> tuple[WindowKey | None, list[DamageReport]]:
-        """Return the newest window that verifies for which ``refuse`` returns None, and a report on each newer one."""
+        """Return the newest complete window for which ``refuse`` returns None, and a report on each newer one."""
         return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
-        """Keep the newest ``num_windows`` that verify and all windows newer than the oldest of them; delete the rest.
+        """Delete old windows. Keep the newest ``num_windows`` that are complete and undamaged, and all windows that are
+        newer than the oldest of them.
 
-        Nothing is deleted while fewer than ``num_windows`` verify. Call it in one process of the job; ``part`` and
-        ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
+        call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
-            the deleted windows.
+            The deleted windows.
 
         Raises:
-            CheckpointError: naming the window that could not be deleted.
+            CheckpointError: a window could not be deleted; the message names it.
         """
         assert num_windows >= 1, f"num_windows={num_windows}: must be at least 1"
         found, candidates = 0, self.list_windows()
@@ -118,13 +119,13 @@ class WindowFolder:
     def set_aside_from(self, iteration: int) -> list[str]:
         """Rename windows that start at ``iteration`` or later; return the new names.
 
-        Call it before training resumes at ``iteration`` with another history than that of these windows, because it may
-        write them again.
+        Call it before training resumes at ``iteration`` from another state, because training may write windows with the
+        same names again.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
     def set_aside(self, windows: Sequence[WindowKey]) -> list[str]:
-        """Rename ``windows``, so that they do not count as windows of the run; return the new names."""
+        """Rename ``windows``, so that they no longer count as windows of the run; return the new names."""
         taken, moved = set(self._backend.list_directories()), []
         for stored in windows:
             name, attempt = _SUPERSEDED_PREFIX + window_name(stored), 0

@@ -19,3 +19,10 @@ def test_defaults_are_written_as_yaml() -> None:
 def test_every_group_is_documented() -> None:
     docs = group_docs()
     assert set(docs) >= {"model", "parallel", "launch", "run"} and all(docs.values())
+
+
+def test_the_documentation_of_a_group_is_the_first_paragraph_in_one_line() -> None:
+    docs = group_docs()
+    assert docs["model"].endswith("Keys have the names of Megatron-Core.")  # wrapped in the source
+    assert docs["data"] == "Sources of tokens, and the tokenizer."  # followed by another paragraph
+    assert not any("\n" in text for text in docs.values())

@@ -85,7 +85,7 @@ def test_snapshots_are_refused() -> None:
     snapshot = {"policy": policy, "num_peer_copies": 1}
     validate(job("local", snapshot=snapshot))
     for num_nodes in (1, 2):  # also where there are too few nodes for copies: another number of them would not help
-        with pytest.raises(ConfigError, match=r"^snapshot\.policy=.*needs node processes"):
+        with pytest.raises(ConfigError, match=r"^snapshot\.policy=.*must be null with launch\.mode"):
             validate(job("torchrun", {"num_nodes": num_nodes}, snapshot=snapshot))
 
 

@@ -78,7 +78,7 @@ DOMAINS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("asked", "nodes"), DOMAINS, ids=str)
 def test_a_domain_is_missing_of_nodes_that_some_key_gives(asked: dict[str, Any], nodes: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^topology\.failure_domains=.* one domain for each of {nodes}, or none"):
+    with pytest.raises(ConfigError, match=rf"^topology\.failure_domains=.* one for each node \({nodes}\), or be empty"):
         validate(job({**asked, "topology.failure_domains": ["a", "b"]}))
 
 
@@ -205,8 +205,8 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
     ("changes", "key", "why"),
     [
         ({"recovery.min_nodes": 2}, "recovery.min_nodes", "null or equal to launch.num_nodes=3"),
-        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "does not grow"),
-        ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs replacement nodes"),
+        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "no nodes can join"),
+        ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs nodes that replace lost ones"),
         (
             {"nodes.num_spare_nodes": 0, "nodes.restart_lost_nodes": True, "nodes.max_node_restarts": 0},
             "recovery.keep_layout",

@@ -74,7 +74,8 @@ def test_all_that_is_missing_is_named_in_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
         validate(job({**changes, "training.device": "cuda"}))
     assert str(caught.value) == (
-        "parallel.pipeline_model_parallel_size=2: must be 1 with recovery.min_nodes=1; it needs besides: "
+        "parallel.pipeline_model_parallel_size=2: must be 1 with recovery.min_nodes=1; "
+        "recovery.min_nodes=1 also requires: "
         "parallel.use_distributed_optimizer=true must be false, training.device=cuda must be cpu"
     )
 

@@ -126,7 +126,7 @@ def test_negative_index() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0], "one weight per source, 2"),
+        ([1.0], "must have as many weights as there are sources, 2"),
         ([1.0, 0.0], r"data.train_weights\[1\]=0.0: must be positive"),
         ([-1.0, 1.0], r"\[0\]=-1.0"),
         ([float("nan"), 1.0], r"\[0\]=nan"),

@@ -56,13 +56,13 @@ def test_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokens_of(prefix).tolist() == [97, 98, 256, 99, 256]
     assert "2 documents, 1 empty ones skipped" in capsys.readouterr().out
     assert preprocess_data.main(arguments) == 3
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert preprocess_data.main([*arguments, "--overwrite", "--no-append-eod"]) == 0
     assert tokens_of(prefix).tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b'{"text": ""}\n', "no tokens"), (b"", "is empty"), (b"{\n", "line 1: damaged JSON")]
+    ("content", "message"), [(b'{"text": ""}\n', "without tokens"), (b"", "is empty"), (b"{\n", "line 1: damaged JSON")]
 )
 def test_refusals_leave_nothing_behind(
     tmp_path: Path, content: bytes, message: str, capsys: pytest.CaptureFixture[str]

@@ -53,7 +53,7 @@ def test_files_are_chosen_without_tests_and_independent_of_folder_order(tmp_path
 
 
 def test_a_python_without_sources_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs .py sources"):
+    with pytest.raises(DataError, match="needs .py files"):
         stdlib.list_files(tmp_path)
 
 
@@ -85,7 +85,11 @@ def test_processes_that_meet_write_it_once(tmp_path: Path) -> None:
 def test_a_lock_held_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib, "LOCK_TIMEOUT_SECONDS", 0.05)
     path = tmp_path / "set.lock"
-    with stdlib._locked(path), pytest.raises(DataError, match="held by another process"), stdlib._locked(path):
+    with (
+        stdlib._locked(path),
+        pytest.raises(DataError, match="another process has held this lock"),
+        stdlib._locked(path),
+    ):
         pass
     with stdlib._locked(path):
         pass

@@ -19,12 +19,12 @@ from tests.helpers.machines import DEVICES, GIB, NEEDS, judged
 CUDA = replace(NEEDS, device="cuda", device_reason="training.device=cuda", device_bytes=60 * GIB)
 NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "no driver": ({"has_driver": False, "num_gpus": 0}, "no CUDA device, and the job needs GPUs: training.device=cuda"),
+    "no driver": ({"has_driver": False, "num_gpus": 0}, "no CUDA device, but the job needs GPUs: training.device=cuda"),
     "a driver without GPUs": ({"num_gpus": 0}, "0 GPUs"),
     "PyTorch without CUDA": ({"torch_has_cuda": False}, "PyTorch is built without CUDA"),
     "too little memory": ({"gpu_memory_bytes": 40 * GIB}, "needs 60.0 GiB of GPU memory"),
-    "too few": ({"num_gpus": 7}, "8 ranks here need one each"),
-    "too few that are visible": ({"visible": "0,1"}, "2 of them by CUDA_VISIBLE_DEVICES=0,1"),
+    "too few": ({"num_gpus": 7}, "8 ranks here must have one each"),
+    "too few that are visible": ({"visible": "0,1"}, "2 of them visible by CUDA_VISIBLE_DEVICES=0,1"),
     "none that is visible": ({"visible": ""}, "0 of them"),
 }
 
@@ -41,14 +41,15 @@ def test_ranks_that_share_gpus_need_fewer() -> None:
     few = replace(DEVICES, num_gpus=2)
     assert judged(check_devices(few, replace(CUDA, ranks_per_gpu=4))) == []
     (finding,) = judged(check_devices(few, replace(CUDA, ranks_per_gpu=3)))
-    assert "8 ranks here need 3, 3 ranks on one" in finding.what
+    assert "8 ranks here must have 3, with 3 ranks on each" in finding.what
 
 
 def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warning() -> None:
     needs = replace(CUDA, environment={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
     assert check_environment({}, NEEDS) == []
     (fact,) = check_environment({"NCCL_PROTO": "Simple"}, needs)
-    assert (fact.level, fact.what) == ("info", "ranks get, unless it is set: NCCL_ALGO=Ring NCCL_PROTO=Simple")
+    what = "the job sets these variables for its ranks, unless they are set: NCCL_ALGO=Ring NCCL_PROTO=Simple"
+    assert (fact.level, fact.what) == ("info", what)
     (finding,) = judged(check_environment({"NCCL_ALGO": "Tree"}, needs))
     assert finding.level == "warning" and finding.what.startswith("NCCL_ALGO=Tree is set; this job would set")
 
@@ -61,7 +62,7 @@ def test_and_goes_without() -> None:
 def test_memory_of_gpus_that_nobody_knows_is_a_warning() -> None:
     unknown = replace(DEVICES, gpu_memory_bytes=None)
     (finding,) = judged(check_devices(unknown, CUDA))
-    assert finding.level == "warning" and "compared with nothing" in finding.what
+    assert finding.level == "warning" and "the memory of the GPUs is unknown" in finding.what
     assert judged(check_devices(unknown, replace(CUDA, gpu_memory_bytes=80 * GIB))) == [], "the plan was compared"
 
 

@@ -19,13 +19,18 @@ def limits(**changed: tuple[int | None, int | None]) -> dict[str, Any]:
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "too little memory": ({"total_bytes": 15 * GIB, "available_bytes": 14 * GIB}, {}, "error", "need 16.0 GiB"),
     "a control group": ({"cgroup_limit_bytes": 8 * GIB}, {}, "error", "the control group"),
-    "snapshot servers that would refuse": ({"available_bytes": 4 * GIB}, {}, "error", "snapshot servers would refuse"),
-    "memory that others hold": ({"available_bytes": 12 * GIB}, {}, "warning", "12.0 GiB free"),
+    "snapshot servers that would refuse": (
+        {"available_bytes": 4 * GIB},
+        {},
+        "error",
+        "too little for snapshot servers",
+    ),
+    "memory that others hold": ({"available_bytes": 12 * GIB}, {}, "warning", "12.0 GiB are free"),
     "a control group in use": (
         {"cgroup_limit_bytes": 20 * GIB, "cgroup_used_bytes": 10 * GIB},
         {},
         "warning",
-        "10.0 GiB free",
+        "10.0 GiB are free",
     ),
     "a limit on files": (limits(file_size=(GIB - 1, None)), {}, "error", "ulimit -f allows 1024.0 MiB"),
     "a limit on addresses": (limits(address_space=(GIB, GIB)), {}, "error", "ulimit -v allows 1.0 GiB"),
@@ -33,7 +38,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "too few open files": (limits(open_files=(256, 256)), {}, "error", "needs at least 270"),
     "open files that may not do": (limits(open_files=(300, 4096)), {}, "warning", "may need 431"),
     "many peers": ({}, {"world_size": 512}, "error", "needs at least 1278"),
-    "locked memory with InfiniBand": (limits(locked=(8 << 20, 8 << 20)), CUDA, "warning", "locked memory 8.0 MiB"),
+    "locked memory with InfiniBand": (limits(locked=(8 << 20, 8 << 20)), CUDA, "warning", "locked memory: 8.0 MiB"),
     "small shared memory": ({"shared_free_bytes": 64 << 20}, CUDA, "warning", "/dev/shm 64.0 MiB of 32.0 GiB"),
     "no shared memory": ({"shared_free_bytes": None, "shared_total_bytes": None}, CUDA, "warning", "/dev/shm missing"),
 }

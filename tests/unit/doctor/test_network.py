@@ -10,9 +10,9 @@ from megatron_ft.doctor.network import Interface, check_network, observe_network
 from tests.helpers.machines import NEEDS, NETWORK, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "a name without an address": ({"resolved": ()}, {"interface": "nowhere"}, "error", "nowhere: has no address"),
-    "an interface's name": ({"resolved": ()}, {"interface": "eth0"}, "error", "names an interface"),
-    "an address of others": ({"resolved": ("10.9.9.9",)}, {}, "error", "is no address of this machine"),
+    "a name without an address": ({"resolved": ()}, {"interface": "nowhere"}, "error", "nowhere: does not resolve"),
+    "an interface's name": ({"resolved": ()}, {"interface": "eth0"}, "error", "not the name of an interface"),
+    "an address of others": ({"resolved": ("10.9.9.9",)}, {}, "error", "is not an address of this machine"),
     "an interface that is down": ({"resolved": ("10.0.1.5",)}, {}, "error", "interface eth1 is down"),
     "loopback for several machines": (
         {"resolved": ("127.0.0.1",)},
@@ -30,7 +30,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {"resolved": ()},
         {"interface": "ib0", "is_batch_job": True},
         "error",
-        "ib0: has no address",
+        "ib0: does not resolve",
     ),
     "a batch host's interface that is down": (
         {"resolved": ("10.0.1.5",)},
@@ -42,14 +42,14 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         {"bind_error": "in use", "port_is_taken": True},
         {"master_port": 29500},
         "error",
-        "launch.master_port=29500: cannot be bound",
+        "launch.master_port=29500: cannot listen",
     ),
     "a port that is not allowed": ({"bind_error": "denied"}, {"master_port": 80}, "error", "denied"),
     "a narrow ephemeral range": ({"ephemeral": (60000, 60999)}, {}, "warning", "1000 ephemeral ports"),
     "many ranks for the range": ({}, {"ranks_per_node": 256}, "warning", "512 ranks here may need 33768"),
     "a range that is reserved": ({"reserved": ((32768, 60000),)}, {}, "warning", "999 ephemeral ports"),
     "own ports in the range": ({"ephemeral": (1024, 65535)}, {}, "warning", "rendezvous ports 20000-31999"),
-    "own port in the range": ({}, {"master_port": 40000}, "warning", "launch.master_port=40000 can be taken"),
+    "own port in the range": ({}, {"master_port": 40000}, "warning", "may use launch.master_port=40000"),
     "gloo's interface": ({"variables": {"GLOO_SOCKET_IFNAME": "eth"}}, {}, "error", "interface eth does not exist"),
     "gloo's second": ({"variables": {"GLOO_SOCKET_IFNAME": "eth0,ib0"}}, {}, "error", "ib0 has no address"),
     "NCCL's interface": ({"variables": {"NCCL_SOCKET_IFNAME": "=eth"}}, {}, "error", "interface eth does not exist"),
@@ -116,7 +116,7 @@ def test_an_interface_of_a_batch_host_is_observed_by_its_addresses() -> None:
     assert facts.bind_error is None
     assert "cannot reach it" in check_network(facts, needs)[0].what
     (about,) = check_network(replace(NETWORK, resolved=()), replace(needs, interface="ib7", master_port=0))[:1]
-    assert (about.level, "ib7: is not of this machine" in about.what) == ("info", True)
+    assert (about.level, "ib7: is not an address of this machine" in about.what) == ("info", True)
 
 
 def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

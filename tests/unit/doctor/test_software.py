@@ -43,13 +43,13 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "error",
         "transformer-engine 2.12.0: must be >=2.9,<2.12",
     ),
-    "the name of Transformer Engine alone": (versions(transformer_engine="2.11.0"), {}, "error", "has: neither"),
+    "the name of Transformer Engine alone": (versions(transformer_engine="2.11.0"), {}, "error", "found: neither"),
     "parts without their name": (versions(transformer_engine_cu13="2.11.0"), {}, "error", "without transformer-engine"),
-    "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must be of one version"),
+    "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must have the same version"),
     "Transformer Engine is needed": ({}, {"needs_transformer_engine": True}, "error", "this job needs it"),
     "a foreign apex": ({"apex": "other"}, {}, "error", "is not NVIDIA's"),
     "torch for CPU": (versions(torch="2.13.0+cpu"), CUDA, "error", "built without CUDA"),
-    "another NCCL": (versions(nvidia_nccl_cu13="2.27.3"), CUDA, "warning", "is built with ==2.28.9"),
+    "another NCCL": (versions(nvidia_nccl_cu13="2.27.3"), CUDA, "warning", "requires ==2.28.9"),
 }
 
 

@@ -15,8 +15,8 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "no barriers": ({"options": ("rw", "barrier=0")}, {}, "warning", "mounted with barrier=0"),
     "a library that lies": ({"preloaded": "/lib/libeatmydata.so"}, {}, "warning", "LD_PRELOAD=/lib/libeatmydata.so"),
     "too fast to be true": ({"flush_seconds": (2e-6, 3e-6, 0.5)}, {}, "warning", "no storage is so fast"),
-    "no room for one": ({"free_bytes": 3 * GIB}, {}, "error", "one checkpoint takes 4.0 GiB"),
-    "no room for all": ({"free_bytes": 12 * GIB}, {}, "warning", "take up to 13.0 GiB"),
+    "no room for one": ({"free_bytes": 3 * GIB}, {}, "error", "one checkpoint needs 4.0 GiB"),
+    "no room for all": ({"free_bytes": 12 * GIB}, {}, "warning", "need up to 13.0 GiB"),
 }
 
 
@@ -36,7 +36,7 @@ def test_and_goes_without(facts: dict[str, Any]) -> None:
 def test_what_it_costs_is_told_and_not_judged() -> None:
     slow = check_storage(replace(STORAGE, flush_seconds=(0.5, 2.0, 9.0)), NEEDS)
     assert judged(slow) == []
-    assert any("median 2000.000 ms of 3 on ext4" in finding.what for finding in slow)
+    assert any("2000.000 ms, the median of 3 syncs on ext4" in finding.what for finding in slow)
 
 
 def test_a_job_that_saves_nothing_needs_no_room() -> None:

@@ -160,7 +160,7 @@ def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
     (raised,) = sink.take_reports()
     assert isinstance(raised, AlertRaised) and (raised.rank, raised.node, raised.value) == (3, 7, 2.5)
     said = raised.describe()
-    assert said is not None and "rank 3 on node 7 takes 2.5 times as long as the median rank" in said.text
+    assert said is not None and "rank 3 on node 7 needs 2.5 times as long as the median rank" in said.text
     assert told(sink, trained(3), paced(4, 4.0, rank=1)) == [], "it stands already"
     assert told(sink, paced(5, 1.2)) == [("alert_cleared", "slowest_rank_over_median", 1.2)]
     sink.write(placed(0.5))

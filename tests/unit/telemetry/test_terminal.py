@@ -263,8 +263,7 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
                 generation=2, reason="rank 3 raised", failed_ranks=(3,), iteration=7, num_restarts_left=1
             ),
             "warning",
-            "starting all ranks again (generation 2; at most 1 more restarts without progress): "
-            "rank 3 raised in iteration 7",
+            "starting all ranks again (generation 2; restarts left without progress: 1): rank 3 raised in iteration 7",
         ),
         (events.RunStarted(run_name="r", model="m", world_size=1), "info", "r: m, 1 rank"),
         (
@@ -277,17 +276,18 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.SinkRecovered(sink="metrics.jsonl", num_lost_records=2),
             "good",
-            "metrics.jsonl works again, 2 records lost",
+            "sink metrics.jsonl works again; lost records: 2",
         ),
         (
             events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),
             "info",
-            "upstream log: keeps 12 iterations, 3.2 MB per rank",
+            "upstream log: space for 12 iterations, at most 3.2 MB per rank",
         ),
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),
             "warning",
-            "upstream log is full from iteration 16 on; until a later window is committed, no stage can replay alone",
+            "the upstream log has no space for iteration 16: "
+            "no stage can replay alone until a later window is committed",
         ),
         (events.RanksReady(seconds=0.42), "info", "all ranks ready after 0.42 s"),
         (

@@ -169,7 +169,7 @@ def test_slices_out_of_order_or_place_are_refused(windows: OwnWindows, index: in
 
 def test_no_slice_after_the_last(windows: OwnWindows) -> None:
     full(windows, 0, 0)
-    with pytest.raises(CheckpointError, match="must be slice"):
+    with pytest.raises(CheckpointError, match="must be the next one"):
         windows.capture(0, 2, part(0, 2))
 
 
@@ -199,7 +199,7 @@ def test_only_what_is_not_committed_is_let_go_of(windows: OwnWindows) -> None:
         full(windows, 2 * buffer, buffer)
     windows.commit(0, 1)
     for start, generation in ((0, 1), (2, 2), (4, 1)):
-        with pytest.raises(ControlError, match="no window to abandon"):
+        with pytest.raises(ControlError, match="no uncommitted window"):
             windows.abandon(start, generation)
     windows.abandon(2, 1)
     assert starts(windows) == [0]
@@ -207,7 +207,7 @@ def test_only_what_is_not_committed_is_let_go_of(windows: OwnWindows) -> None:
 
 def test_a_pinned_buffer_is_not_given_away(windows: OwnWindows) -> None:
     windows.pinned.add(1)
-    with pytest.raises(ControlError, match="buffer=1: is being written"):
+    with pytest.raises(ControlError, match="buffer=1: must not be overwritten"):
         windows.begin(new(0, 1))
     windows.begin(new(0, 0))
 

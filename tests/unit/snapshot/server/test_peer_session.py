@@ -97,7 +97,7 @@ def test_a_connection_that_cannot_be_ended_keeps_every_later_one_out(
     assert memory.has_begun.wait(60), "timed out"
     thread = thread_of(sessions)
     for _ in range(3):
-        with pytest.raises(Refused, match="node=7: an earlier connection is still in use"):
+        with pytest.raises(Refused, match="node=7: an earlier connection of this node does not end"):
             greeted(listener, store, sessions)
     memory.go_on.set()
     thread.join(60)
@@ -136,7 +136,7 @@ def test_two_connections_that_need_memory_for_one_rank_share_it(listener: socket
             assert wire.answer() == {"op": "go"}
         except Refused as refused:
             refusals.append(str(refused))
-    assert refusals == ["buffer=0: is being written through another connection"]
+    assert refusals == ["buffer=0: another connection is writing to it"]
     assert memory.used_bytes == store.copies[0].segment.num_bytes
     for wire in wires:
         wire.close()
@@ -149,7 +149,7 @@ def test_a_slice_whose_memory_was_replaced_is_not_acknowledged(listener: socket.
     assert wire.call(announcement()) == {"op": "go"}
     assert other.call(announcement(window_bytes=4 * PAGE)) == {"op": "go"}
     send_slice(wire)
-    with pytest.raises(Refused, match="rank=0: its memory was freed meanwhile"):
+    with pytest.raises(Refused, match="rank=0: the memory for copies was freed during the transfer"):
         wire.answer()
     send_slice(other)
     assert other.answer() == {"op": "ack"}

@@ -56,7 +56,7 @@ def test_a_buffer_that_is_being_written_is_named_and_not_given_away(served: Serv
     client = committed_and_next(served)
     wait_until(lambda: client.buffer_states().pinned == {0, 1}, "both are due")
     begin(client, 0, 14)
-    with pytest.raises(KeeperRefused, match="buffer=0: is being written to storage"):
+    with pytest.raises(KeeperRefused, match="buffer=0: must not be overwritten"):
         client.problems()
     served.persister.start()
     wait_until(lambda: not client.buffer_states().pinned, "both are written")
@@ -97,7 +97,7 @@ def test_a_window_the_job_lets_go_of_is_forgotten(served: Served) -> None:
     assert [entry.start_iteration for entry in client.inventory(0)] == [12]
     client.committed(12)
     client.abandon(12)
-    with pytest.raises(KeeperRefused, match="start_iteration=12: there is no window to abandon"):
+    with pytest.raises(KeeperRefused, match="start_iteration=12: there is no uncommitted window"):
         client.problems()
     client.close()
 

@@ -74,7 +74,7 @@ def test_a_stale_rank_is_refused_and_a_newer_one_takes_its_place() -> None:
         nodes.client(0, node=0, peer_nodes=[], generation=2).problems()
         with pytest.raises(ControlError, match="lost"):
             old.problems()
-        with pytest.raises(KeeperRefused, match="generation=1: is stale, the newest is 2"):
+        with pytest.raises(KeeperRefused, match="generation=1: is stale; the newest generation is 2"):
             other.problems()
         with pytest.raises(KeeperRefused, match="is stale"):
             nodes.client(0, node=0, peer_nodes=[], generation=1)
@@ -104,7 +104,7 @@ def test_a_peer_of_a_newer_generation_fences_the_ranks_here() -> None:
         wire, answer = connect(nodes.nodes[0].address, {**GREETING, "generation": 3})
         assert answer["held"] == []
         wire.close()
-        with pytest.raises(KeeperRefused, match="generation=1: is stale, the newest is 3"):
+        with pytest.raises(KeeperRefused, match="generation=1: is stale; the newest generation is 3"):
             rank.problems()
 
 
@@ -140,11 +140,11 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"window_bytes": 1 << 60}, "window_bytes"),
         ({"window_bytes": PAGE + 1}, "multiple"),
         ({"window_bytes": PAGE, "offset": PAGE}, "next multiple"),
-        ({"num_bytes": 3 * PAGE}, "end before byte"),
-        ({"num_bytes": 10}, "outside the slice of 10 bytes"),
+        ({"num_bytes": 3 * PAGE}, "the buffer has only"),
+        ({"num_bytes": 10}, "beyond the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
-        ({"slice": 1}, "must be slice 0"),
-        ({"waits": False}, "no memory was requested for windows of 8192 bytes"),
+        ({"slice": 1}, "must be the next one, 0"),
+        ({"waits": False}, "no memory was requested for copies of windows of 8192 bytes"),
         ({"num_slices": 0}, "num_slices"),
         ({"rank": -1}, "rank"),
         ({"rank": "0/../1"}, "rank"),

@@ -85,7 +85,7 @@ def test_what_was_not_acknowledged_is_asked_and_sent_again() -> None:
             peer.take(index)
         peer.answer(op="ack")
         wait_until(lambda: arena.status(WAITING_BYTES) == (NUM_SLICES - 1) * PAGE, "the first is acknowledged")
-        peer.answer(op="error", kind="hash", reason="slice=1 of window 10: was damaged on the way")
+        peer.answer(op="error", kind="hash", reason="slice=1 of window 10: was damaged in transfer")
         key = WindowKey(start_iteration=10, generation=1)
         held = StoredWindow(**asdict(key), num_slices=NUM_SLICES, num_held=1, where="copy", node=1, buffer=0)
         peer.wire.close()

@@ -141,7 +141,7 @@ def test_a_truncation_after_opening_is_an_error_not_a_signal(tmp_path: Path) -> 
     write_window(tmp_path, window, views(payload))
     with open_window(path_in(tmp_path)) as opened:
         os.truncate(path_in(tmp_path), 8192)
-        with pytest.raises(CheckpointError, match="ends at 8192"):
+        with pytest.raises(CheckpointError, match="ends too early, at byte 8192"):
             opened.verify()
 
 
@@ -208,7 +208,7 @@ def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     window, payload = sample_window(20, 1)
     path = tmp_path / "a.window"
     path.write_bytes(forge(window.to_bytes(), b"".join(payload), version=3))
-    with pytest.raises(CheckpointError, match="format_version=3: this version reads 1 to 2"):
+    with pytest.raises(CheckpointError, match="format_version=3: must be from 1 to 2"):
         open_window(path)
 
 

@@ -30,7 +30,8 @@ def test_alerts_that_stand_are_on_top(run: MadeUpRun) -> None:
     run.say(3.0, events.AlertRaised(alert="free_disk_share", value=0.01, limit=0.05, iteration=9))
     page = run.page()
     assert "All alerts are cleared." not in page
-    assert '<li class="words bad">alert: 1.0 % of the run\'s file system is free' in page.replace("&#x27;", "'")
+    alert = "alert: 1.0 % of the file system of the run's folder is free"
+    assert f'<li class="words bad">{alert}' in page.replace("&#x27;", "'")
     assert page.index('id="alerts"') < page.index('id="loss"')
 
 
