@@ -20,14 +20,15 @@ _LOGS = ("metrics", "events")
 
 
 class SinkSet:
-    """Checks records, adds the time and passes them to every sink. Any thread may call it.
+    """Checks records, adds the time and passes them to every sink. All methods are thread-safe.
 
-    An invalid record becomes a ``record_refused`` event. When a sink fails, the others get one ``sink_failed`` event,
-    and one ``sink_recovered`` event when the sink works again.
+    An invalid record becomes a ``record_refused`` event. When a sink fails, the other sinks receive one ``sink_failed``
+    event. When it works again, they receive one ``sink_recovered`` event.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """Keep ``sinks`` in the order of writing and closing. If one fails to close, only later ones get the event."""
+        """Store ``sinks`` in the order in which they are written and closed. If a sink fails to close, only sinks after
+        it receive the event."""
         self._sinks = tuple(sinks)
         self._clock = clock
         # Reentrant: while a record is delivered, the failure of a sink is delivered to the others.
@@ -40,17 +41,17 @@ class SinkSet:
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Return the sinks that take no records now, each with the reason."""
+        """Return the sinks that currently accept no records, each with the reason."""
         return dict(self._failed)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
-        """Report ``record``, given in JSON form or as dataclass. Raises nothing."""
+        """Write ``record``, which is a JSON object or a dataclass, to all sinks. Never raises an exception."""
         with self._lock:
             self._deliver(self._checked(record))
             self._deliver_reports()
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Report the end of the run if that was not done, then close every sink. Raises nothing."""
+        """Report the end of the run unless a record of it exists, then close every sink. Never raises an exception."""
         with self._lock:
             if not self._ended:
                 ending = RunFinished if exit_code == 0 else RunStopped
@@ -126,8 +127,8 @@ def open_sinks(
     """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``. The terminal sink writes to ``stream``.
 
     Raises:
-        ConfigError: ``_target_`` is no sink, or does not take the other entries.
-        OSError: a log file of the run cannot be opened. Nothing has been written then.
+        ConfigError: ``_target_`` is no subclass of ``Sink``, or its ``open`` does not accept the other keys.
+        OSError: a log file of the run cannot be opened; in this case nothing has been written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     earlier = first_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else None
@@ -160,6 +161,6 @@ def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink 
         inspect.signature(found.open).bind(context, **options)
     except TypeError as error:
         raise ConfigError.of(
-            key, dict(spec), f"must have the entries that {found.__name__}.open takes: {error}"
+            key, dict(spec), f"must have exactly the keys that {found.__name__}.open accepts: {error}"
         ) from None
     return found.open(context, **options)

@@ -1,4 +1,4 @@
-"""Reports an alert once when a figure of the run passes a limit, and once when it is back."""
+"""Reports an alert when a figure of the run passes its limit, and reports it as cleared when the figure returns."""
 
 import shutil
 import statistics
@@ -14,15 +14,15 @@ from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits,
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Number of windows over which the share of waiting is computed."""
+"""Number of windows over which the share of time spent on waiting for captures is computed."""
 NUM_ITERATIONS = 20
-"""Number of iterations whose median duration is the reference of an iteration's duration."""
+"""Number of newest iterations whose median duration is compared with an iteration's duration."""
 DISK_SECONDS = 30.0
-"""Interval between checks of the disk."""
+"""Interval between checks of the free disk space."""
 
 
 def free_share(folder: Path) -> float:
-    """Return the free share of the file system of ``folder``, as its users may use it.
+    """Return the share of the file system of ``folder`` that is free for ordinary users.
 
     Raises:
         OSError: there is no such folder.
@@ -32,12 +32,13 @@ def free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Updates the figures that have alert limits, and reports when one passes its limit or returns."""
+    """Computes the figures that have alert limits, and reports when one passes its limit or returns."""
 
     name = "alerts"
 
     def __init__(self, limits: AlertLimits, *, free_disk_share: Callable[[], float]) -> None:
-        """Compare with ``limits``. ``free_disk_share`` reads the disk; it may raise OSError."""
+        """Compare figures with ``limits``. ``free_disk_share`` reads the free share of the disk; it may raise
+        OSError."""
         self._limits = limits
         self._free_disk_share = free_disk_share
         self._raised: set[str] = set()
@@ -59,10 +60,10 @@ class AlertSink(Sink):
         return cls(limits, free_disk_share=partial(free_share, context.run_dir))
 
     def write(self, record: Record) -> None:
-        """Update the figures from ``record`` and compare all with their limits.
+        """Update the figures from ``record`` and compare all of them with their limits.
 
         Raises:
-            OSError: the disk cannot be read.
+            OSError: the free disk space cannot be read.
         """
         match record:
             case Metrics():

@@ -11,19 +11,20 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
-"""Limit of lines kept in memory while the disk refuses them. Above it, the oldest are dropped and counted."""
+"""Limit of the lines in memory while the disk does not accept them. Above it, the oldest lines are dropped and
+counted."""
 
 
 class JsonlSink(Sink):
-    """Appends one line per record; the operating system has it when ``write`` returns.
+    """Appends one line per record. When ``write`` returns, the operating system has the line.
 
-    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk refuses,
-    lines wait in memory and every later ``write`` tries again. A line is never half written. If a crash left a half
-    line at the end of the file, ``open`` removes it.
+    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk does not
+    accept lines, they stay in memory and every later ``write`` tries again. An incomplete line is never left in the
+    file; ``open`` removes one that a crash left.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
-        """Open the file. ``metrics``: take metrics records only; otherwise take all others.
+        """Open the file. If ``metrics``, accept only metrics records; otherwise accept all other records.
 
         Raises:
             OSError: the file cannot be opened.
@@ -42,10 +43,10 @@ class JsonlSink(Sink):
         return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
 
     def write(self, record: Record) -> None:
-        """Append one line after the lines that wait. Any record makes them try again.
+        """Append the line of a record, after lines that earlier calls could not write.
 
         Raises:
-            OSError: the disk refused; all lines wait for the next call.
+            OSError: the disk did not accept the lines; they stay in memory until the next call.
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
@@ -62,7 +63,7 @@ class JsonlSink(Sink):
         return reports
 
     def close(self, outcome: Outcome) -> None:
-        """Write the lines that wait and force them to disk.
+        """Write the lines that are still in memory, and force them to disk.
 
         Raises:
             OSError: some lines could not be written.

@@ -1,4 +1,4 @@
-"""Writes ``summary.json`` with a few figures of the run when it ends."""
+"""Writes ``summary.json`` with the main figures of the run when the run ends."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class SummarySink(Sink):
-    """Keeps the figures of the run and writes them in one atomic step at the end."""
+    """Computes the main figures of the run and writes them in one atomic step when the run ends."""
 
     name = SUMMARY_FILE
 
