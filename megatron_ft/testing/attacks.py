@@ -176,8 +176,10 @@ def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_no
 
 
 def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Sequence[Any]) -> str:
-    """Deliver ``items`` with the sequence number that the controller expects next from node 0. The node's agent may use
-    this number first, so that an attack has no effect; callers make enough attacks to allow for this."""
+    """Deliver 100 copies of ``items``, beginning with the next number that the controller expects from node 0.
+
+    One copy is not enough: the node's agent may use that number first, and the controller ignores used numbers.
+    """
     answer = caller.ask("/Controller/deliver", {"node": 0, "session": 0, "first": 0, "items": []}, metadata)
     body = {"node": 0, "session": 0, "first": answer["next"], "items": list(items) * 100}
     return caller.call("/Controller/deliver", json.dumps(body).encode(), metadata)

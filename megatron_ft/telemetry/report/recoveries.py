@@ -176,7 +176,7 @@ class Recovery:
         """Return every recovery strategy and every source of state that was not used, each with the reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
-        head = () if in_processes is None else (f"continued without a restart: {in_processes}",)
+        head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
         return head if started is None else head + started.declined
 
 

@@ -64,7 +64,7 @@ def test_each_option_is_one_failure(
     assert inject_failures.main([str(job.folder), *words.split()]) == 0
     assert calls == [call]
     said = capsys.readouterr().out
-    assert "all is injected" in said
+    assert "all failures were injected" in said
     assert ("rank-00002.log ended while it was stopped" in said) is ("--stop" in words)
 
 
@@ -103,7 +103,7 @@ def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
     ((name, schedule, _),) = calls
     assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of nodes.max_nodes"
     said = capsys.readouterr()
-    assert "starts with 2 of 4 nodes; 1 leave" in said.out and "not all is injected" in said.out
+    assert "starts with 2 of 4 nodes; 1 leave" in said.out and "some failures were not injected" in said.out
     assert "not injected: event 1: add of nodes [1]: refused" in said.err
 
 

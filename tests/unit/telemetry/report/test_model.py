@@ -81,7 +81,7 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
     (recovery,) = report.recoveries
     assert recovery.lost == "node 1; rank 1 (SIGKILL); 1 more rank as a consequence"
     assert (recovery.strategy, recovery.iteration, recovery.num_again) == ("checkpoint", 6, 2)
-    assert recovery.declined == ("continued without a restart: no copy of expert 3", "no window")
+    assert recovery.declined == ("continuing without a restart: no copy of expert 3", "no window")
     assert recovery.seconds == pytest.approx(7.2 - 4.5)
     assert report.num_jobs == 1 and report.size == "2 ranks on 2 nodes, cpu"
     assert report.marks[0] == Mark(
@@ -180,4 +180,4 @@ def test_a_job_that_fails_before_it_trains_has_decisions_of_its_own(run: MadeUpR
     assert report.num_jobs == 2
     first, _, restart = report.recoveries
     assert (first.lost, first.declined) == ("node 1; rank 1 (SIGKILL)", ())
-    assert restart.declined == ("continued without a restart: told after the start",)
+    assert restart.declined == ("continuing without a restart: told after the start",)
