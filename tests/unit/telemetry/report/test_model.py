@@ -35,7 +35,7 @@ def test_how_a_run_ended(run: MadeUpRun) -> None:
     assert outcome.level == "bad"
     assert outcome.text == "stopped: no state (exit code 9, state after a failure could not be rebuilt exactly)"
     run.say(2.0, started(resumed_from_iteration=3))
-    assert "still runs" in run.report().outcome.text, "the newest start counts"
+    assert "the run continues" in run.report().outcome.text, "the newest start counts"
 
 
 def test_a_run_that_has_reported_nothing(run: MadeUpRun) -> None:
