@@ -1,4 +1,5 @@
-"""The claim would notice a configuration that is let pass; its quick variant runs with all claims'."""
+"""Tests that the claim ``bad-config`` would notice a wrong configuration that is accepted. Its quick variant runs with
+those of all claims."""
 
 from pathlib import Path
 

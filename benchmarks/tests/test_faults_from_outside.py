@@ -1,4 +1,4 @@
-"""The plan of ``faults-from-outside``, and what it makes of the files of a job."""
+"""Tests the planned jobs of ``faults-from-outside``, and how it evaluates the files of a job."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The outcomes that ``hostile-peers`` counts; it notices a listener that ends."""
+"""Tests the outcomes that ``hostile-peers`` counts, and that it notices a listener that ends."""
 
 import dataclasses
 import random
@@ -32,7 +32,8 @@ Serve = Callable[[bytes], str]
 
 @pytest.fixture
 def listener(tmp_path: Path) -> Iterator[Serve]:
-    """Serves one connection: answers with the bytes it is given, hangs up on none; gives its path."""
+    """Yield a function that starts a server of one connection and returns its path. The server answers with the given
+    bytes, or closes the connection if there are none."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(tmp_path / "s"))
     listening.listen(8)

@@ -1,4 +1,4 @@
-"""A claim ends with one line, a matching exit code, and a stored result that the tables show."""
+"""Tests that a claim ends with one line, a matching exit code, and a stored result that the tables show."""
 
 import dataclasses
 import json
@@ -134,7 +134,8 @@ print("goes on")
 def proving(
     *command: str, stop_seconds: float, timeout_seconds: float, on_hang_up: str = "SIG_DFL"
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A process that measures ``command``, which has begun. What both say comes by its standard output."""
+    """Start a process that measures ``command``, and wait until the command has begun. The standard output has the text
+    of both."""
     words = [sys.executable, "-c", PROVING, str(stop_seconds), str(timeout_seconds), on_hang_up, *command]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
@@ -151,7 +152,7 @@ def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) 
 
 
 def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
-    """Ignore SIGHUP as under nohup; the script ends at its time limit."""
+    """Ignore SIGHUP as under nohup. The script ends only at its time limit."""
     limits = {"stop_seconds": 60.0, "timeout_seconds": 4.0}
     with proving(sys.executable, "-c", CLEANING, **limits, on_hang_up="SIG_IGN") as process:
         process.send_signal(signal.SIGHUP)

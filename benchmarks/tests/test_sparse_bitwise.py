@@ -1,4 +1,5 @@
-"""Faults are drawn within reach, and a trial counts only when the run's record shows it, bit for bit."""
+"""Tests that faults are drawn within the run, and that a trial counts only if the run's record proves the fault and
+equal bits."""
 
 import json
 from collections.abc import Sequence
@@ -102,12 +103,12 @@ def generation(
     hits: Sequence[dict[str, Any]] = (),
     losses: Sequence[tuple[int, float]] = (),
 ) -> Generation:
-    """Records of one generation."""
+    """Return the records of one generation."""
     return Generation(events=events, hits=hits, losses=losses, digests=[])
 
 
 def killed(hits: Sequence[dict[str, Any]] = ({"phase": "update", "iteration": 2},), window: int = 3) -> Generation:
-    """The first generation."""
+    """Return the first generation, which a fault ends."""
     planned = {"kind": "snapshot_planned", "window_iterations": window}
     return generation([planned], hits, [(1, 0.5)])
 
@@ -117,7 +118,7 @@ def continued(
     losses: Sequence[tuple[int, float]] = ((3, 0.125),),
     hits: Sequence[dict[str, Any]] = (),
 ) -> Generation:
-    """A later one."""
+    """Return a later generation, which continues from ``source``."""
     in_window = source in ("memory", "persisted")
     found = {"strategy": "window", "source": source} if in_window else {"strategy": source}
     started: dict[str, Any] = {"kind": "recovery_started"} | found
@@ -125,5 +126,5 @@ def continued(
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """JSON lines."""
+    """Write records as JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
