@@ -40,7 +40,7 @@ NUM_REJOINING, NUM_CYCLES = 14, 8
 NUM_HALVING, NUM_LOST = 3, 4
 NUM_AT_ONCE = 8
 RANKS_ALONE = 3
-"""Of the jobs whose nodes come back, every ``RANKS_ALONE``-th kills only ranks."""
+"""Period, among the jobs whose nodes come back, of the jobs in which only ranks are killed."""
 MIN_TRIALS = 120
 TOLERANCE = 1.0e-3
 """Relative tolerance of a loss compared with the undisturbed run."""

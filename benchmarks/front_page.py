@@ -73,7 +73,7 @@ def _less_time(results: Results) -> str:
 
 
 _KILLED = {"elastic-bitwise": "nodes", "localized-bitwise": "stages", "sparse-bitwise": "jobs"}
-"""What is killed in the jobs of a claim, by claim id."""
+"""Name of the things that the jobs of a claim lose, by claim id."""
 
 
 def _equal(results: Results) -> str:

@@ -44,7 +44,7 @@ class Shape:
 
 
 SHAPES = tuple(Shape(gpus_per_domain=size, num_slots=slots) for size in (8, 1) for slots in (2, 3))
-"""With two slots per GPU, the slots of a domain divide the number of experts; with three they do not."""
+"""Shapes of the cluster. The slots of a domain divide the number of experts only with two slots per GPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

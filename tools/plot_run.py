@@ -20,7 +20,7 @@ from megatron_ft.telemetry.expert_load import relative_load
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072b2", "#e69f00", "#d55e00", "#009e73", "#7f7f7f"
-"""Colours of Okabe and Ito's palette, which can be told apart with any colour vision."""
+"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision."""
 MAX_LAYERS = 12
 SECONDARY = (("learning_rate", "learning rate", GREEN), ("grad_norm", "gradient norm", BLUE))
 

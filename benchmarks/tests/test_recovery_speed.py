@@ -64,7 +64,7 @@ def test_popular_experts_stay_frozen_longest() -> None:
 
 
 def test_a_recovery_replays_between_one_window_and_two() -> None:
-    """With W = 4, 4, 5, 6 or 7 iterations are replayed, 5.5 on average."""
+    """The windows have 4 iterations, so 4, 5, 6 or 7 iterations are replayed, 5.5 on average."""
     case = Case(num_stages=3, num_microbatches=6)
     cost = case.recover(made_up(case))
     assert cost.num_executions == 5.5 * 3 * 6

@@ -103,7 +103,9 @@ def read_run(run_dir: Path) -> RunFiles:
             plans=_newest_plans(run_dir, events),
         )
     except (OSError, ValueError) as error:
-        raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from None
+        raise DataError(
+            f"run_dir={run_dir}: must be the folder of a run with intact files metrics.jsonl and events.jsonl: {error}"
+        ) from None
 
 
 def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:

@@ -19,7 +19,7 @@ from megatron_ft.telemetry.expert_load import bin_loads, relative_load
 from megatron_ft.telemetry.state import RunState
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
-"""Colours of Okabe and Ito's palette, which can be told apart with any colour vision. The panel never marks something
+"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision. The panel never marks something
 by colour alone."""
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
