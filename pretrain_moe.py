@@ -60,7 +60,7 @@ def _wait_for_termination() -> None:
     first rank would be lost. If the launcher does not end this rank within a time limit, the function returns, and this
     rank reports the error.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as quietly as SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a message, as SIGTERM does
     threading.Event().wait(_REFUSAL_SECONDS)
 
 
@@ -180,7 +180,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.validate import validate
 
     validate(config)
-    _check_gpus(config, facts)  # before data are read and indexed for a device that is not there
+    _check_gpus(config, facts)  # before data are read and indexed for a missing device
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_gpus(config, facts)
@@ -238,7 +238,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
         takes_format_1=known.is_older,
     )
-    # What lies in an object store is compared by the ranks, which open it anyway.
+    # Ranks compare windows in an object store, because they open the store anyway.
     is_remote = "://" in (config.snapshot.persist_url or "").removeprefix("file://")
     windows = None if is_remote else open_windows(config, run_dir)
     check_same_settings(
@@ -318,7 +318,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     """
     from megatron_ft.config.validate import validate
 
-    validate(config)  # before the rest is imported: a refusal is quick
+    validate(config)  # before other imports, so that a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.devices import on_device, refused_devices
     from megatron_ft.config.inputs import read_inputs

@@ -89,7 +89,7 @@ def _lose_one(job: Any, draw: random.Random) -> Outcome:
     return Outcome(
         proven=bool(hit),
         passed=True,
-        num_compared=len(went_on),  # sums over the next membership, each with the number of its ranks
+        num_compared=len(went_on),  # sums over the next membership, each compared with the number of its ranks
         details={
             "seconds": max(reports.values()) - killed,
             "is_other_load_kept_out": is_kept_out,

@@ -105,7 +105,7 @@ def play(folder: Path) -> str:
             lambda: _iteration(metrics) >= KILL_AT_ITERATION, lambda: not ended.exists(), "the iteration to kill at"
         )
         tmux("new-window", "-d", "-n", "kill", "-c", str(ROOT), *_SHELL)
-        # What is typed before the shell has read its terminal is echoed without a prompt.
+        # Text that is typed before the shell reads its terminal appears without a prompt.
         wait_for(
             lambda: tmux("capture-pane", "-p", "-t", "kill").startswith("$"), lambda: not ended.exists(), "a prompt"
         )

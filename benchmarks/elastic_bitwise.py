@@ -165,7 +165,7 @@ def _at_once(number: int, _quick: bool) -> Job:
         for index, node in enumerate(sorted(nodes))
     ]
     words = [f"recovery.min_nodes={NUM_NODES - 4}", "recovery.max_restarts=1", "placement.num_slots_per_rank=2"]
-    words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # what serves is loaded again
+    words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # the reference loads one too
     return Job("at_once", number, words, faults)
 
 
@@ -294,7 +294,7 @@ def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compare
     strategy = killed.recoveries[0]["strategy"] if killed.recoveries else "none"
     if not killed.placements:
         problems.append("no placement was written")
-    else:  # these jobs make no other placement before the fault
+    else:  # these jobs have only one placement before the fault
         plan = PlacementPlan.from_json(killed.placements[min(killed.placements)]["stages"][0])
         expected = "checkpoint" if lost_experts(plan, survivors) else "replicas"
         if strategy != expected:

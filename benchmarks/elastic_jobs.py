@@ -91,9 +91,9 @@ class Recorded:
         for name, found in (("loss", losses), ("state", digests)):
             counts = Counter(iteration for iteration, _ in found)
             for iteration in range(first, 0 if restarts else last + 1):
-                is_end = name == "state" and iteration == last  # digested once more at the end, or not any more
+                is_end = name == "state" and iteration == last  # the last iteration may have one more digest, or none
                 is_untold = counts[iteration] == 0 and iteration in unreported
-                # What was due after an iteration is done again in each membership that begins with it.
+                # Work after an iteration is repeated in each membership that begins with that iteration.
                 is_again = name == "state" and 1 < counts[iteration] <= 1 + began[iteration]
                 if counts[iteration] != 1 and not is_end and not is_untold and not is_again:
                     problems.append(f"{name} of iteration {iteration} recorded {counts[iteration]} times")
@@ -214,7 +214,7 @@ def _stop(process_id: int, run_dir: Path, until: Callable[[list[Any]], bool], po
     pause, run = threading.Event(), JobResult(0, run_dir, "")
     while poll() is None:
         events: list[Any] = []
-        with contextlib.suppress(ValueError):  # a line that is being written
+        with contextlib.suppress(ValueError):  # the last line is still being written
             events = run.records()
         if until(events):
             with contextlib.suppress(ProcessLookupError):

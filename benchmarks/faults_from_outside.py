@@ -153,7 +153,7 @@ class Campaign:
         known = _shared_memory()
         words = [*job.words, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
         words.append(f"data.cache_dir={self.bench.folder / 'cache'}")
-        if not job.kills_launcher:  # the others have a fork server of their own, which has to go, too
+        if not job.kills_launcher:  # jobs whose launcher is killed have their own fork server, which must also end
             words.append(f"launch.forkserver_socket={self.bench.socket}")
         output = run_dir.with_suffix(".log")
         with output.open("wb") as log:
@@ -262,7 +262,8 @@ def _outcome(
     """Judge one fault."""
     first, last, is_equal = end
     problems = [*record.problems, *common]
-    # A job that was to end has no iteration after the fault: what comes before it was compared for the faults before.
+    # A job that was predicted to end has no iteration after the fault. Earlier iterations were compared for earlier
+    # faults.
     is_over = bool(record.seen.get("answer")) and not record.is_foretold
     if not is_equal and not is_over and not record.problems:
         found = f": {compared.difference}" if compared.difference else ""
@@ -300,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [job for job in jobs if arguments.jobs is None or job.number in arguments.jobs]
     trials: list[Row] = [{"job": job.number, **fault} for job in chosen for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
-        # Seconds of a test beside other tests are not meaningful.
+        # Times of a test that runs beside other tests are not meaningful.
         longest = math.inf if arguments.quick else MAX_FORMING_SECONDS
         campaign = Campaign(Bench(Path(folder), socket, ()), jobs, longest)
         counts, found = run_campaign(

@@ -127,7 +127,7 @@ def _torchrun_job(words: Sequence[str], run_dir: Path, num_faults: int, rng: ran
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}", "--standalone"]
     command += [f"--max-restarts={num_faults + 1}", "pretrain_moe.py", *words, "training.train_iterations=100000"]
     command += ["checkpoint.save_interval_iterations=1", f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
-    command.append("placement.min_replicas=1")  # its ranks are one node
+    command.append("placement.min_replicas=1")  # all its ranks are on one node
     console = start(command, environment=SINGLE_THREAD_ENVIRONMENT)
     process, problem = psutil.Process(console.pid), ""
     try:

@@ -232,7 +232,7 @@ def judge(
         and max(seconds) < NO_TIMEOUT_SECONDS
         and percentile(silent, 95) <= iteration + ALLOWED_SECONDS[95] + HEARTBEAT_SECONDS
     )
-    passed = complete and (in_time or arguments.quick)  # seconds of a test beside other tests are not meaningful
+    passed = complete and (in_time or arguments.quick)  # beside other tests, times are not meaningful
     others = "".join(f"; {name} {measured.figure()}" for name, measured in peers.items())
     return finish(
         arguments.out,

@@ -218,7 +218,7 @@ def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
                 about["at_iteration"] = iteration
             faults.append({**fault, **about})
             generation += 1
-        # Where all have to start again from windows they end once more before they do.
+        # If all ranks must start again from windows, they end once more before that start.
         generation += group[0]["strategy"] == "window"
         iteration += len(group)
     return faults
@@ -249,7 +249,7 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
     peers = list(layout.ranks_of(stage))
 
     def pair(kind: str, second: int, phase: str, *, first: int | None = None, passes: int = 1) -> list[Row]:
-        # Of two ranks one has to keep its state; where both lose it, all start again from windows.
+        # One of two ranks must keep its state. If both lose it, all ranks start again from windows.
         is_lost = layout.num_ranks == 2 and kind in ("side by side", "apart", "beside a replay")
         begins = _fault(layout, stage, "forward", rng, kind=kind, strategy="window" if is_lost else "localized")
         if first is not None:

@@ -163,7 +163,8 @@ def choose(loads: Sequence[float], num_tokens: int, topk: int, *, seed: int) -> 
     ends = (torch.tensor(loads, dtype=torch.float64).cumsum(0) / sum(loads) * total).round().long()
     counts = ends.diff(prepend=ends.new_zeros(1))
     assert int(counts.max()) <= num_tokens, "a token cannot choose an expert twice"
-    # Sorted by expert and read in columns, a token's choices lie num_tokens apart: never the same expert.
+    # The list is sorted by expert and read in columns. So a token's choices are num_tokens apart, and never the same
+    # expert.
     experts = torch.arange(len(loads)).repeat_interleave(counts).view(topk, num_tokens).t()
     return experts[torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))]
 

@@ -63,7 +63,7 @@ def _replacements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
     pending: list[ast.AST] = [*function.body]
     while pending:
         node = pending.pop()
-        # Functions within functions have their own turn. What an error says is no behaviour.
+        # Inner functions are handled separately. Texts of errors do not count as behaviour.
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Raise, ast.JoinedStr)):
             continue
         if isinstance(node, ast.Assert):

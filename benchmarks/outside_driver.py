@@ -89,9 +89,7 @@ class LivingJob:
             if "problem" in records[-1] or not records[-1]["answer"]["survives"]:
                 return records
         newest = self.metrics.read()[-1]["iteration"]
-        with contextlib.suppress(
-            NotWhole
-        ):  # then the comparison has nothing to compare for the last fault, and says so
+        with contextlib.suppress(NotWhole):  # the comparison then reports that the last fault has nothing to compare
             self._wait(lambda: self.metrics.read()[-1]["iteration"] >= newest + COMPARED_AFTER, "iterations at the end")
         return records
 
@@ -110,7 +108,7 @@ class LivingJob:
             if fault["moment"] == "save":
                 self._wait_for_a_save()
             elif not is_joined:
-                time.sleep(self.rng.uniform(0.0, self._pace()))  # the moment of a fault is drawn, nothing is waited for
+                time.sleep(self.rng.uniform(0.0, self._pace()))  # the fault comes at a random moment
             record |= self._send(fault, first, second)
         record["iteration"] = self.metrics.read()[-1]["iteration"]
         try:
@@ -186,7 +184,7 @@ class LivingJob:
         record: dict[str, Any] = {"injected_at": time.time(), "processes": {p.log: p.process_id for p in first}}
         hit = [process for process in first if process.send(number)]
         if second:
-            time.sleep(float(fault["delay"]))  # so long after the first one
+            time.sleep(float(fault["delay"]))  # delay after the first fault
             record["second_at"] = time.time()
             record["processes"] |= {process.log: process.process_id for process in second}
             hit += [process for process in second if process.send(number)]
@@ -194,7 +192,7 @@ class LivingJob:
             record["proven"] = len(hit) > 0 and all(process.has_ended(_PROOF_SECONDS) for process in hit)
         else:
             record["proven"] = all(_is_stopped(process) for process in hit)
-            time.sleep(float(str(seconds)))  # it stands for so long
+            time.sleep(float(str(seconds)))  # the process stays stopped for this time
             for process in hit:
                 process.send(signal.SIGCONT)
             record["continued_at"] = time.time()

@@ -133,7 +133,7 @@ def _replicas(seed: int, number: int) -> OutsideJob:
         [{"kind": "whole node while saving", "first": "node:A", "moment": "save"}],
         [{"kind": "a second node soon after", "first": "node:A", "second": "node:B"}],
     ]
-    if variant != 3:  # with the default slots two nodes at once may be too many
+    if variant != 3:  # with the default slots, the job may not survive the loss of two nodes
         groups.append([{"kind": "two nodes at once", "first": "node:A+node:B"}])
     groups += [[_ROTATING[(2 * number + extra) % len(_ROTATING)]] for extra in range(2)]
     if is_large:
@@ -167,7 +167,7 @@ def _kept(seed: int, number: int) -> OutsideJob:
         groups.append([{"kind": "a second rank soon after", "first": "rank:A", "second": "rank:B"}])
         groups.append([{"kind": "two ranks at once", "first": "rank:A+rank:B"}])
     groups += [[_ROTATING[(2 * number + extra) % len(_ROTATING)]] for extra in range(2)]
-    # No loss is too much for these jobs: where windows are gone, all ranks start again from a checkpoint.
+    # These jobs survive every loss: if windows are lost, all ranks start again from a checkpoint.
     faults = _in_order(groups, layout.num_ranks, rng)
     return OutsideJob(
         number=number,

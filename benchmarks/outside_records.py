@@ -86,7 +86,7 @@ def _read(
     if answer["survives"] and seen["lost"] and "problem" not in seen:
         wanted = _STRATEGIES.get(answer["rung"], answer["rung"])
         others = sorted(set(strategies) - {wanted})
-        # After the loss nodes join; in jobs with replicas these memberships continue with replicas, too.
+        # After the loss, nodes join. In jobs with replicas, these memberships also continue with replicas.
         problems += [f"continued with {', '.join(others)}, where {answer['rung']} was predicted"] if others else []
         problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "window" else []
         if forming is None:
@@ -140,7 +140,7 @@ def _forming_seconds(seen: Event, events: Sequence[Event], orders: Sequence[Even
     victims = set(seen["lost"])
     noticed = {
         event["node"]: event["time_unix_seconds"]
-        for event in reversed(events)  # the first of each node stays
+        for event in reversed(events)  # the first event of each node remains
         if event["kind"] in ("node_lost", "rank_failed") and event.get("node") in victims
     }
     if not noticed:

@@ -112,7 +112,7 @@ def look(run_dir: Path, page: Path, tab: Tab) -> Drawn:
 
 
 def _drawing_seconds(tab: Tab) -> float:
-    tab.evaluate("document.body.getBoundingClientRect().height")  # lays all of it out, if that has not been done
+    tab.evaluate("document.body.getBoundingClientRect().height")  # makes the browser lay out the whole page
     return float(tab.evaluate("performance.now()")) / 1000.0
 
 

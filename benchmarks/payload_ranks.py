@@ -247,7 +247,7 @@ def be(number: int, path: str, first: NextMembership) -> None:
         torch.set_num_threads(1)
         _Rank(number, path).live(first)
     except ControlError:
-        code = 0  # the job has ended: as a rank of the product, this one leaves without waiting for what is held
+        code = 0  # the job has ended; like a real rank, this rank exits without waiting for blocked operations
     except BaseException:  # noqa: BLE001 - a rank's last words
         traceback.print_exc()
     finally:

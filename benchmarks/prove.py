@@ -53,7 +53,7 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR, root: P
     """Run a claim's command and show its output. Store a full result, print its last line, and return that line."""
     if claim.missing is not None:
         raise ConfigError.of("ID", claim.id, f"cannot be measured here: {claim.missing}")
-    # Before the script runs: the result is of the source as it was then.
+    # The digest is computed before the script runs, because the result belongs to that source.
     digest = None if quick else source_digest(root / claim.script, root=root)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pages = {strategy: run_and_look(Path(name), socket, strategy) for strategy in strategies}
     problems = [f"{strategy}: {problem}" for strategy, page in pages.items() for problem in page.problems]
     size, slowest = max(page.num_bytes for page in pages.values()), max(page.seconds for page in pages.values())
-    in_time = slowest <= MOST_SECONDS or arguments.quick  # beside other tests a time says nothing
+    in_time = slowest <= MOST_SECONDS or arguments.quick  # beside other tests, times are not meaningful
     figure = (
         f"{sum(not page.problems for page in pages.values())} of {len(pages)} pages whole, "
         f"{sum(page.num_figures for page in pages.values())} figures equal, at most {size / 1000:.0f} kB, "

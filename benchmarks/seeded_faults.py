@@ -143,7 +143,7 @@ def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
     for selection in selections(tree, path):
         for test in run(mutant.source, selection):
             num_failed += 1
-            # What a test fails by only beside others says nothing of the fault.
+            # A test that fails only beside other tests proves nothing about the fault.
             if run(mutant.source, [test]) and not run(original, [test]):
                 return Outcome(proven=True, passed=True, num_compared=1, details={**details, "caught_by": test})
     details |= {"caught_by": "nothing", "failed_for_another_reason": num_failed}
@@ -162,7 +162,7 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
         if (tree / mirror).is_dir():
             yield (str(mirror),)
         mirror = mirror.parent
-    # What needs processes is tested by jobs first, the rest by functions.
+    # Code that needs processes is tested first by jobs, other code by functions.
     functions, jobs = ("tests/contract", "tests/unit"), ("tests/distributed", "tests/slurm")
     yield from (jobs, functions) if below.parts[0] in ("control", "mcore") else (functions, jobs)
     yield ("tests/functional", "benchmarks/tests")
@@ -179,7 +179,7 @@ def failures(tree: Path, tests: Sequence[str]) -> list[str]:
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TESTS_SECONDS, check=False
     )
     lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if not lines and ended.returncode not in (0, 5):  # 5: every test of the selection is left out by a marker
+    if not lines and ended.returncode not in (0, 5):  # 5: a marker excludes every test of the selection
         return [*tests][:1]
     return list(dict.fromkeys(line.split(" ", 1)[1].split(" - ")[0] for line in lines))
 

@@ -77,7 +77,7 @@ class Ranks(Nodes):
                 is_joining = generation == WAITING
                 rank = Rank(number, node, start, generation, has_state=not is_joining, is_alive=has_agent)
                 self.ranks[number] = rank
-                seconds = self.random.uniform(0.0, 1.5) if is_joining else 0.0  # it imports what it needs
+                seconds = self.random.uniform(0.0, 1.5) if is_joining else 0.0  # a joining rank imports first
                 self.reach(node, lambda rank=rank, s=seconds: self.later(s, lambda: self.report(rank)))  # type: ignore[misc]
 
     def report(self, rank: Rank) -> None:
@@ -107,14 +107,14 @@ class Ranks(Nodes):
             return
         peers = self.ranks_of[generation]
         cut = max(self.cut_until[other.node] for other in peers if other.is_alive)
-        if cut > self.now:  # a collective is blocked; it is not broken
+        if cut > self.now:  # the collective blocks, but does not fail
             self.later(cut - self.now, lambda: self.do(rank, generation))
             return
         behind = [other for other in peers if other.generation < generation]
         if behind and all(other.is_alive for other in behind):
-            self.later(0.05, lambda: self.do(rank, generation))  # the membership is still being sent to them
+            self.later(0.05, lambda: self.do(rank, generation))  # some peers have not received the membership yet
             return
-        left = [other for other in peers if other.generation > generation]  # they have gone on without this node
+        left = [other for other in peers if other.generation > generation]  # peers that continued without this node
         dead = bool(left) or any(other.is_missed for other in peers if other is not rank)
         settled = 0 if rank.settled is None else rank.settled.iteration
         if rank.completed < settled:

@@ -214,7 +214,8 @@ def outcome_of(
     after = generations[number + 1 :]
     chosen = after[0].newest("recovery_started") if after else None
     unproven = why_unproven(fault, number, generations)
-    # Where the next fault hits the replay, this recovery trains nothing: the next one that does recovers from both.
+    # If the next fault hits the replay, this recovery trains nothing. The next recovery that trains then covers both
+    # faults.
     place, trained = next(
         ((place, later) for place, later in enumerate(after) if later.digests or later.losses), (0, None)
     )

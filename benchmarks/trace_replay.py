@@ -190,7 +190,7 @@ def measure_restarts(
         problems.append(str(error))
     finally:
         if job.alive() and standing_at_end(job.iterations(), [], job.began) == 0:
-            job.kill()  # the last one is still starting: it has nothing to stop yet
+            job.kill()  # the last launcher is still starting, so it is killed instead of stopped
         else:
             problems += job.stop()
     loaded = [event for event in job.events() if event["kind"] == "checkpoint_loaded"]

@@ -84,7 +84,7 @@ class Crowd(threading.Thread):
         except BlockingIOError:
             return
         except OSError:
-            pass  # reset: it is closed, too
+            pass  # a reset connection is closed as well
         self._selector.unregister(sock)
         sock.close()
         self.num_closed += 1

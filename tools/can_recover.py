@@ -102,7 +102,7 @@ class Run:
             with AdminClient(path) as operator:
                 nodes, is_running = tuple(sorted(operator.status()["members"])), True
         except JobNotRunning:
-            pass  # the answer shows it: strategies that need live ranks decline
+            pass  # the result shows this, because strategies that need live ranks decline
         config = _on_its_device(config, events)
         return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
 

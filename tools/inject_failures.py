@@ -97,7 +97,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
     MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
-        operator.status()  # a job runs there
+        operator.status()  # raises an error if no job runs in this folder
     launch = _launch(options.run_dir)
     injector = Injector(
         run_dir=options.run_dir,

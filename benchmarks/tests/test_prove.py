@@ -162,7 +162,7 @@ def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
 
 def test_a_script_that_does_not_clean_up_in_time_is_killed() -> None:
     with proving("bash", "-c", DEAF, stop_seconds=0.5, timeout_seconds=4.0) as process:
-        said, _ = process.communicate()  # which ends when both have
+        said, _ = process.communicate()  # returns when both processes have ended
     assert (said, process.returncode) == ("asked\ngoes on\n", 0)
 
 

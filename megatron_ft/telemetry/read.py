@@ -30,7 +30,7 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
 def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
     """Return the newest metrics of each iteration, in the order of iterations. ``metrics`` must be in the order in
     which they were written."""
-    # Lines are appended only, so of one iteration the last line is that of the newest attempt.
+    # Lines are only appended, so the last line of an iteration is that of the newest attempt.
     newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
 
@@ -72,7 +72,7 @@ def read_lines(
         for number, line in enumerate(lines, start=1):
             num_read += len(line)
             if not line.endswith(b"\n") or (num_bytes is not None and num_read > num_bytes):
-                return  # being written, or torn by a crash
+                return  # the line is still being written, or a crash cut it off
             try:
                 yield parse(_object(line))
             except ValueError as error:

@@ -31,7 +31,7 @@ class SinkSet:
         it receive the event."""
         self._sinks = tuple(sinks)
         self._clock = clock
-        # Reentrant: while a record is delivered, the failure of a sink is delivered to the others.
+        # The lock is reentrant, because a sink that fails on a record causes an event for the other sinks.
         self._lock = threading.RLock()
         self._failed: dict[str, str] = {}
         self._num_lost: dict[str, int] = {}
@@ -63,7 +63,7 @@ class SinkSet:
     def _checked(self, report: Mapping[str, Any] | Record) -> Record:
         try:
             raw = report.to_record() if isinstance(report, Record) else report
-            # A record that has a time keeps it: it may have waited on its node while the controller was replaced.
+            # A record with a time keeps that time. It may have waited on its node while the controller was replaced.
             record = Record.from_record({"time_unix_seconds": self._clock()} | dict(raw))
             if isinstance(record, Metrics):
                 check_metrics(record.values)
@@ -80,7 +80,8 @@ class SinkSet:
 
     def _deliver(self, record: Record) -> None:
         for sink in self._sinks:
-            # A sink that retries gets every record: it keeps what it could not write, and reports when it works again.
+            # A sink that retries receives every record. It stores records that it could not write, and reports when it
+            # works again.
             if sink.retries or sink.name not in self._failed:
                 self._offer(sink, record)
 
@@ -96,7 +97,8 @@ class SinkSet:
         if sink.name in self._failed:
             return
         self._num_lost[sink.name] = sink.num_lost_records
-        # ``_failure`` marks the sink first, so its own failure to take this report does not lead here again.
+        # ``_failure`` marks the sink before this report, so that no endless loop starts if the sink fails on the report
+        # too.
         self._deliver(self._failure(sink, error))
 
     def _mark_working(self, sink: Sink) -> None:
@@ -142,10 +144,10 @@ def open_sinks(
     )
     specs = {name: spec for name, spec in config.telemetry.sinks.items() if spec is not None}
     own = TelemetryConfig().sinks
-    # Closed in this order. A sink that cannot close is reported to those after it: the events file and the terminal,
-    # the last of the project's own sinks, learn of all others.
+    # Sinks are closed in this order. The failure of a sink is reported to the sinks after it. The events file and the
+    # terminal come last, so that they report failures of all other sinks.
     names = [name for name in specs if name not in own] + [name for name in own if name in specs]
-    # The log files come first: where one of them cannot be opened, no other sink has started anything.
+    # The log files are opened first. If one cannot be opened, no other sink has started anything.
     opened = {name: open_sink(name, specs[name], context) for name in sorted(names, key=lambda name: name not in _LOGS)}
     return SinkSet([sink for name in names if (sink := opened[name]) is not None], clock=clock)
 
@@ -157,7 +159,8 @@ def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink 
         raise ConfigError.of(f"{key}._target_", spec["_target_"], f"must name a subclass of {Sink.__qualname__}")
     options = {option: value for option, value in spec.items() if option != "_target_"}
     try:
-        # Before the call: a TypeError from inside ``open`` would be reported as an error of the configuration.
+        # Arguments are checked before the call, so that a TypeError inside ``open`` is not reported as a configuration
+        # error.
         inspect.signature(found.open).bind(context, **options)
     except TypeError as error:
         raise ConfigError.of(

@@ -79,7 +79,7 @@ def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
             try:
                 sock = connect(address)
             except OSError:
-                break  # the listener's queue is full: it takes no more, which is its right
+                break  # the listener's queue is full, so it may refuse more connections
             held.append(sock)
             with contextlib.suppress(OSError):
                 sock.sendall(data)

@@ -155,7 +155,7 @@ def browse(folder: Path) -> Iterator[Tab]:
         os.close(ours_in)
         os.close(ours_out)
         try:
-            process.wait(timeout=TIMEOUT_SECONDS)  # it ends with the pipes, and its own processes with it
+            process.wait(timeout=TIMEOUT_SECONDS)  # the browser and its child processes end when the pipes close
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ def warm_forkserver() -> Iterator[str]:
 def short_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Set ``TMPDIR`` to a private folder whose path is short enough for unix sockets; the path of ``tmp_path`` may be
     too long."""
-    tmp_path_factory.getbasetemp()  # pytest makes it below TMPDIR at its first use: not in a folder that goes again
+    tmp_path_factory.getbasetemp()  # pytest must create this folder before TMPDIR changes
     with tempfile.TemporaryDirectory(prefix="mft-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -155,7 +155,7 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """End every process of the cluster, and remove its network and its folder."""
-        with contextlib.ExitStack() as ending:  # each of them, whatever becomes of the others
+        with contextlib.ExitStack() as ending:  # each callback runs, even if another one fails
             ending.callback(shutil.rmtree, self.folder)
             ending.callback(self._remove_bridge)
             for daemon in ("munged", "slurmctld"):

@@ -161,7 +161,7 @@ def be_rank(
     votes = dist.new_group(backend="gloo")
     transports = Transports.among(open_sockets() - before, store_port=place.port)
     small = torch.ones(8, device=device)
-    dist.all_reduce(small)  # communicators are made at their first use
+    dist.all_reduce(small)  # communicators are created at their first use
     dist.barrier(group=votes)
     tensor = torch.full((NUM_ELEMENTS,), float(place.rank + 1), device=device)
     bytes_before = _used_bytes(device)

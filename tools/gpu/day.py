@@ -106,5 +106,5 @@ def find_device_type() -> str:
     try:
         return "cuda" if torch.version.cuda is not None and torch.cuda.is_available() else "cpu"
     finally:
-        # Left in place, it would make the CPU layer's own count of devices look like a GPU.
+        # If the variable remained set, the device count of Megatron's layer for CPUs would be mistaken for a GPU.
         os.environ.pop(name) if before is None else os.environ.update({name: before})

@@ -98,7 +98,7 @@ def _imports(day: Day) -> None:
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
     day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
-    # The parent is the fork server; in an interpreter of its own, this process has imported by itself.
+    # The parent is the fork server, unless this process runs in a new interpreter and has imported the packages itself.
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     day.record(fork_server_threads=threads)
     day.check(threads == 1, f"{threads} threads run after the imports, so the process must not be forked")

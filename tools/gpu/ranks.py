@@ -170,7 +170,7 @@ def _be_rank(
         answer = {"error": traceback.format_exc()[-3000:]}
     pipe.send(answer)
     sys.stdout.flush()
-    os._exit(0)  # groups of ranks that are gone would hold up an orderly end
+    os._exit(0)  # process groups with lost ranks would block an orderly exit
 
 
 def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
             for path in sorted(results_dir.glob(f"{outcome.stage}_*_{record['date']}.json")):
-                archive.add(path, f"results/{path.name}")  # the stage has proved a claim
+                archive.add(path, f"results/{path.name}")  # the stage has measured a claim
     if record["hardware"]["class"] != "cpu":
         results_dir.mkdir(parents=True, exist_ok=True)
         name = f"{record['id']}_{record['hardware']['class']}_{record['date']}.json"

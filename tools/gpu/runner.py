@@ -59,7 +59,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
         is_warm = False
         for stage in stages:
             if not is_warm and ends - time.monotonic() >= LEAST_SECONDS:
-                _start(_do_nothing, ()).join()  # imports are paid for by the budget, not by the first stage
+                _start(_do_nothing, ()).join()  # imports count towards the budget, not towards the first stage
                 is_warm = True
             left = ends - time.monotonic()
             if left < LEAST_SECONDS:
@@ -71,7 +71,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
 def _prepare_environment() -> None:
     """Set the environment that the fork server and all stages inherit."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # wherever a process starts
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # valid in any folder
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
     # Options for a run of pytest at a terminal would select other tests, or end stages whose tests have passed.
@@ -87,9 +87,9 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
     process = _start(_be_stage, arguments)
     process.join(max(0.0, began + limit_seconds - time.monotonic()))
     timed_out = process.exitcode is None
-    process.kill()  # also where it did not get as far as leading a group
+    process.kill()  # needed if the process has not created its process group yet
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # of all that it has forked
+        os.killpg(process.pid, signal.SIGKILL)  # the group contains all processes that the stage has forked
     process.join()
     left = leftovers.outlive(mark, grace_seconds=0.0 if timed_out else 2.0)
     figures, problems, not_run = read_report(folder)

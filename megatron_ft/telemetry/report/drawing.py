@@ -121,7 +121,7 @@ class Scale:
 
 
 def _round_step(least: float) -> float | None:
-    # 1, 2 or 5 times a power of ten, at least ``least``; None where there is no such.
+    # Returns the smallest step of 1, 2 or 5 times a power of ten that is at least ``least``; None if there is none.
     # Steps below this would vanish in the rounding of floats.
     if not math.isfinite(least) or least < 1e-12:
         return None

@@ -109,7 +109,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
-    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take unbounded time.
+    # No number of a run needs more than 64 bits, and arithmetic with larger numbers could take unbounded time.
     def checked(values: dict[str, JsonValue]) -> _Parsed:
         for name, value in values.items():
             if type(value) is int and abs(value) > _LARGEST:
@@ -142,7 +142,7 @@ def _plan(stage: dict[str, Any]) -> PlacementPlan:
         raise ValueError(f"stages.{missing[0]}: is required")
     hints = get_type_hints(PlacementPlan)
     plan = PlacementPlan(**{name: decode(hints[name], stage[name], f"stages.{name}") for name in names})
-    # ``validate`` makes a set of this size, so the bound comes before it.
+    # ``validate`` makes a set of this size, so the bound is checked first.
     if not 0 < plan.num_experts <= MAX_EXPERTS:
         raise ValueError(f"stages.num_experts={plan.num_experts}: must be 1 to {MAX_EXPERTS}")
     plan.validate()
@@ -167,11 +167,11 @@ def follow(
         patience_seconds: Time without a new record after which the function stops and returns False.
     """
     while True:
-        # Before the page is written: what is appended meanwhile has to lead to another page.
+        # Sizes are read before the page is written, so that records appended meanwhile cause another page.
         seen, began = sizes(run_dir), clock()
         if write():
             return True
-        # The page of a long run takes long to write: at most a tenth of the time goes into it.
+        # Writing the page of a long run takes long. The pause limits this to ``MAX_SHARE`` of the time.
         due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
         until = max(due, clock() + patience_seconds)
         while clock() < due or sizes(run_dir) == seen:

@@ -82,7 +82,8 @@ def build(files: RunFiles) -> RunReport:
     """Compute the content of the page."""
     newest = newest_of_each(files.metrics)
     started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
-    # All metrics, not the newest of each iteration: those that were run again show what a failure cost.
+    # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost of a
+    # failure.
     found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
     times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
     return RunReport(

@@ -12,7 +12,7 @@ from megatron_ft.telemetry.report.files import Decision
 
 _Kind = TypeVar("_Kind", bound=Record)
 
-# Records come from files: a damaged one may name any number of ranks, each of which would take memory.
+# Records come from files. A damaged record may name any number of ranks, each of which would need memory.
 MAX_RANKS = 4096
 """Limit of the ranks of a membership that the page lists one by one."""
 NUM_AROUND = 3
@@ -207,7 +207,7 @@ def find_recoveries(
     recoveries = folding.recoveries
     by_generation = {(recovery.job, recovery.generation): recovery for recovery in recoveries}
     for decision in decisions:
-        # Generations count from 0 in every job: the time of a decision says which job it belongs to.
+        # Generations count from 0 in every job, so the time of a decision determines its job.
         begun = [job for job, at in enumerate(folding.starts) if at is not None and at <= decision.time_unix_seconds]
         recovery = by_generation.get((max(begun, default=0), decision.generation + 1))
         if recovery is not None:
@@ -275,7 +275,7 @@ def _num_again(recovery: Recovery, earlier: Recovery | None) -> int | None:
 
 
 def _beginning(recovery: Recovery) -> float | None:
-    # The first failure, or when the change was requested, in seconds since 1970; None where no record has a time.
+    # Returns the time of the first failure or of the request, in seconds since 1970; None if no record has a time.
     faults = [record for record in recovery.every(events.FailpointHit) if record.action != "delay"]
     failures: list[Record] = [*faults, *recovery.every(events.RankFailed)]
     return min([*_times(failures), *_decided(recovery)], default=None)
@@ -304,7 +304,7 @@ def _over(recovery: Recovery) -> Iterator[float]:
 
 
 def _started(recovery: Recovery) -> list[Record]:
-    # A job that continues the run has no timeline: its ranks have nothing in common with those before.
+    # A later job of the run has no timeline, because its ranks do not continue earlier ones.
     return [record for record in recovery.every(events.RecoveryStarted) if record.generation > 0]
 
 
@@ -343,7 +343,7 @@ class _Folding:
         elif isinstance(record, _FAILURES):
             self.pending.append(record)
         elif isinstance(record, (*_SOURCES, events.RecoveryStarted)):
-            # Without a generation it is of the next job; only earlier versions wrote it in a restart, too.
+            # A record without a generation belongs to the next job. Earlier versions also wrote one in a restart.
             is_of_next = isinstance(record, events.RecoveryStarted) and not self._is_restarting
             if self.current is None or self.pending or is_of_next:
                 self.pending.append(record)
@@ -351,7 +351,7 @@ class _Folding:
                 self.current.records.append(record)
         elif isinstance(record, (events.RanksReady, events.PlacementInForce)):
             is_due = not isinstance(record, events.PlacementInForce) or record.reason == "membership"
-            # The first one of each kind is of the recovery; later ones belong to training.
+            # The first record of each kind belongs to the recovery, and later ones to training.
             if is_due and self.current is not None and not self.current.every(type(record)):
                 self.current.records.append(record)
 
@@ -391,7 +391,8 @@ class _Folding:
 
 
 def _spread(world_size: int, nodes: Sequence[int]) -> tuple[int | None, ...]:
-    # The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven.
+    # Returns the node of each of ``world_size`` ranks, evenly divided over ``nodes``; None for each rank if the
+    # division is uneven.
     world_size = _bounded(world_size)
     each = world_size // len(nodes) if nodes and world_size % len(nodes) == 0 else 0
     return tuple(node for node in nodes for _ in range(each)) if each else (None,) * world_size

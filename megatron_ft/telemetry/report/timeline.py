@@ -198,7 +198,7 @@ def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
 
 
 def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
-    # The former number of each rank: by the decision, or by nodes where there is none.
+    # The previous number of each rank is in the decision. Without a decision, it is derived from the nodes.
     before, after = recovery.nodes_before, recovery.nodes_after
     decision = recovery.decision
     if decision is not None and len(decision.previous_ranks) == len(after) > 0:
@@ -266,7 +266,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
         if 0.0 < begin <= end:
             words, label = f"iteration {record.iteration} trained", str(record.iteration)
             spans.append(Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
-        # The clocks of two attempts may disagree: bars of one lane must not overlap.
+        # Bars of one lane must not overlap, even if the clocks of two attempts disagree.
         free_from = max(free_from, end)
     return spans
 
@@ -468,7 +468,7 @@ def _bar(span: Span, x: Scale, y: float) -> Iterator[Element]:
     height = LANE - 2 * inset
     title = element("title", span.words)
     yield element("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
-    room = 22 if span.kind == "unfinished" else 6  # the mark of a failure stands at its end
+    room = 22 if span.kind == "unfinished" else 6  # the mark of a failure is at its end
     if span.label and width > CHARACTER_WIDTH * len(span.label) + room:
         yield text(span.label, begin + width / 2, y + LANE / 2 + 4, "inbar", "middle")
 
@@ -483,7 +483,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
 
 
 def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
-    # Moments as lines; words where they do not run into each other.
+    # Moments are drawn as lines. Their names are drawn only where they do not overlap.
     free_from = -1.0
     for moment in sorted(timeline.instants, key=lambda moment: moment.seconds):
         if not timeline.begin <= moment.seconds <= timeline.end:

@@ -70,7 +70,7 @@ class AlertSink(Sink):
                 self._take_metrics(record)
             case events.RunStarted():
                 self._interval = None
-                # A new attempt captures from other places, with another plan.
+                # A new attempt captures with another plan, so earlier windows do not count.
                 self._windows.clear()
                 self._iteration = record.resumed_from_iteration or 0
             case events.MembershipChanged() | events.RecoveryStarted():
@@ -95,7 +95,7 @@ class AlertSink(Sink):
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
         now, checked_at = record.time_unix_seconds, self._disk_checked_at
-        # The absolute difference: after a wall clock was set back, checks must not stop until it has caught up.
+        # The difference is absolute, so that checks continue after the wall clock was set back.
         if now is not None and (checked_at is None or abs(now - checked_at) >= DISK_SECONDS):
             self._disk_checked_at = now
             if self._limits.free_disk_share is not None:
@@ -110,7 +110,7 @@ class AlertSink(Sink):
             slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
         )
         for alert in judge(self._limits, figures):
-            # Once for each crossing of a limit, not for each iteration beyond it.
+            # An alert is reported once when a limit is crossed, not for each iteration beyond the limit.
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}
                 self._found.append(self._record(alert))
@@ -124,7 +124,7 @@ class AlertSink(Sink):
         return AlertRaised(iteration=self._iteration, **about)
 
     def _stall_share(self) -> float | None:
-        # The first window may wait for memory: a share is known once there are NUM_WINDOWS of them.
+        # The first window may wait for memory, so the share is computed only over NUM_WINDOWS windows.
         num_iterations = sum(count for _, count in self._windows)
         if len(self._windows) < NUM_WINDOWS or not self._seconds or num_iterations <= 0:
             return None

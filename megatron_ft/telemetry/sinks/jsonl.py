@@ -50,7 +50,7 @@ class JsonlSink(Sink):
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
-            # Also while the disk works: the line is taken off only once all of it is written.
+            # A new line is queued even if the disk works. It is removed from the queue only when all of it is written.
             self._pending.append(line.encode() + b"\n")
             if len(self._pending) > MAX_PENDING_LINES:
                 self._pending.popleft()
@@ -79,12 +79,12 @@ class JsonlSink(Sink):
             self._append(self._pending[0])
             self._pending.popleft()
         if self._unsynced:
-            # One call makes all earlier lines of the file durable, too.
+            # One call also makes all earlier lines of the file durable.
             os.fsync(self._file)
             self._unsynced = False
 
     def _append(self, line: bytes) -> None:
-        # A reader must never see a line whose second half came later, after other lines: all of it or nothing.
+        # A reader must never see an incomplete line that is followed by other lines.
         start = os.fstat(self._file).st_size
         written = 0
         try:

@@ -19,8 +19,8 @@ from megatron_ft.telemetry.expert_load import bin_loads, relative_load
 from megatron_ft.telemetry.state import RunState
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
-"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision. The panel never marks something
-by colour alone."""
+"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision. The panel never
+marks something by colour alone."""
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
 
@@ -217,7 +217,7 @@ def _figures(state: RunState) -> Table:
 
 
 def _standing(state: RunState, style: PanelStyle) -> Text:
-    # ETTR so far, interruptions and what protects the run; always one row.
+    # One row with the ETTR so far, the interruptions, and the protection against losses.
     goodput, run = state.run.goodput, state.run
     parts = []
     if goodput.ettr is not None and goodput.num_iterations:
@@ -234,7 +234,7 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
-    # A row of bars per MoE layer; where there are many, always the same evenly spaced ones.
+    # A row of bars per MoE layer. If there are too many layers, the same evenly spaced ones are always shown.
     if load is None or not load.layers:
         return [Text("expert load: none reported yet", style="dim")]
     numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))

@@ -80,7 +80,7 @@ class TerminalSink(Sink):
             note = record.describe()
             skipped = None if note is None or self._skipped_line is None else self._skipped_line.iteration
             is_about_skipped = skipped is not None and skipped == getattr(record, "iteration", 0)
-            # An event about an iteration comes after its line, even if that line was left out before.
+            # The line of an iteration comes before events about that iteration, even if it was skipped before.
             if isinstance(record, (RunFinished, RunStopped)) or is_about_skipped:
                 self._catch_up()
             if note is not None:

@@ -54,7 +54,7 @@ class WandbSink(Sink):
         self._config = config
         self._run_dir = run_dir
         self._job = job
-        # Before the thread starts and before any record of this attempt is written to these files.
+        # The files must be read before the thread starts, and before this attempt writes to them.
         self._reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
@@ -80,7 +80,7 @@ class WandbSink(Sink):
         """
         if self._error is not None:
             raise self._error
-        # Never waits: the sink is called by the process that feeds all others.
+        # This must not block, because the calling thread also writes to all other sinks.
         self._queue.put_nowait(record)
 
     def close(self, outcome: Outcome) -> None:
@@ -109,7 +109,7 @@ class WandbSink(Sink):
             self._error = error
 
     def _start(self) -> "_Sender":
-        # In the thread: the import takes seconds, and ``init`` may wait for the network.
+        # This runs in the thread, because the import takes seconds and ``init`` may wait for the network.
         import wandb
 
         mode = wandb_mode(self._config.wandb, os.environ)
@@ -128,7 +128,7 @@ class WandbSink(Sink):
         )
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
-        # wandb drops steps that do not rise, so the newest one that the server has decides what is sent.
+        # wandb drops steps that do not rise, so the newest step that the server has determines what must be sent.
         if mode == "online":
             last_step = max(0, run.starting_step - 1)
         return _Sender(run, self._reported, last_step=last_step)
@@ -139,7 +139,8 @@ class _Sender:
         """Continue after iteration ``last_step``, the newest one that wandb has from earlier attempts."""
         self._run = run
         self._steps = Steps(sent=last_step)
-        # Iterations of older attempts that wandb lost. Which of them count is known when this attempt begins.
+        # Iterations of earlier attempts that wandb lost. They are sent when this attempt begins, because only then is
+        # it known which ones count.
         self._missed: dict[int, Step] = {}
         for record in reported.records(loads_after=last_step):
             if (step := self._steps.take(record)) is not None:
@@ -207,7 +208,7 @@ class Steps:
                 complete = self._resume(record.resumed_from_iteration or 0)
             case events.MembershipChanged() | events.RecoveryStarted():
                 if record.generation > 0 and record.iteration < self._iteration:
-                    # The job continues in its ranks: the newest iteration is void, and wandb was never given it.
+                    # The job continues without a restart. The newest iteration is void, and was not sent to wandb yet.
                     self._figures, self._iteration = {}, record.iteration
             case Metrics() | ExpertLoad() | Evaluation():
                 if record.iteration > self._iteration:
@@ -223,12 +224,12 @@ class Steps:
         figures, self._figures = self._figures, {}
         if not figures:
             if is_first_time and self._iteration <= self._sent:
-                self.run.hand_out()  # these figures are in the step that wandb has of this iteration
+                self.run.hand_out()  # wandb's step of this iteration contains these figures
             return None
         return Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
     def _resume(self, iteration: int) -> Step | None:
-        # A started job continues after ``iteration``; what was reported of later ones is void.
+        # A started job continues after ``iteration``, so reports about later iterations are void.
         if self._iteration > iteration:
             self._figures = {}
         complete, self._iteration = self.finish(), min(self._iteration, iteration)
@@ -263,7 +264,7 @@ def last_offline_step(run_dir: Path) -> int:
         subprocess.SubprocessError: wandb's command that reads a folder failed.
     """
     for folder in sorted(run_dir.glob("wandb/offline-run-*"), reverse=True):
-        # wandb's own reader in a process of its own: an error in it cannot end this one.
+        # wandb's reader runs in a separate process, so that an error in it cannot end this process.
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(folder)]
         done = subprocess.run(command, check=True, capture_output=True, timeout=INSPECT_TIMEOUT_SECONDS)
         if step := json.loads(done.stdout)["step"]:
@@ -301,7 +302,7 @@ class Reported:
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
         )
         known = ((record for record in file if record is not None) for file in files)
-        # Each file is in the order of writing, which a merge keeps.
+        # Each file is in the order of writing, and a merge keeps that order.
         return heapq.merge(*known, key=lambda record: record.time_unix_seconds or 0.0)
 
 
