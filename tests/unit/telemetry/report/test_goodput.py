@@ -21,7 +21,7 @@ def test_it_says_what_was_measured_and_what_the_formula_gives(run: MadeUpRun) ->
     assert found.predicted_ettr == pytest.approx(8.1 / 10.1, abs=1e-5)
     assert "<dt>ETTR, measured</dt><dd>79.2 %</dd>" in page
     assert "<dt>ETTR, predicted by the formula</dt><dd>80.2 %</dd>" in page
-    assert "<dt>interruptions</dt><dd>1</dd>" in page and "<dt>time lost to each</dt><dd>2.00 s</dd>" in page
+    assert "<dt>interruptions</dt><dd>1</dd>" in page and "<dt>time lost per interruption</dt><dd>2.00 s</dd>" in page
 
 
 def test_iterations_that_were_run_again_have_their_share(run: MadeUpRun) -> None:
