@@ -69,8 +69,8 @@ def test_a_fault_whose_replay_is_hit_is_judged_by_the_recovery_from_both() -> No
 def test_nothing_counts_without_its_record() -> None:
     for generations, reason in (
         ([killed()], "not started again"),
-        ([killed(hits=[]), continued()], "no rank wrote down"),
-        ([killed(hits=[{"phase": "update", "iteration": 3}]), continued()], "no rank wrote down"),
+        ([killed(hits=[]), continued()], "no rank recorded the fault"),
+        ([killed(hits=[{"phase": "update", "iteration": 3}]), continued()], "no rank recorded the fault"),
         ([killed(), continued(source="nothing")], "continued from nothing"),
         ([killed(window=2), continued()], "windows of 2"),
     ):
