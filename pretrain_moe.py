@@ -65,7 +65,7 @@ def _wait_for_termination() -> None:
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
-    """Compose the configuration from conf/ and ``overrides``. Return the configuration, and the same as YAML.
+    """Compose the configuration from conf/ and ``overrides``. Return it as ``JobConfig`` and as YAML text.
 
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
@@ -251,8 +251,8 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Set the failure domains of the configuration from Slurm. Return it, and the same as YAML. A dry run does not ask
-    Slurm, because it may have no nodes yet.
+    """Set the failure domains of the configuration from Slurm. Return the configuration as ``JobConfig`` and as YAML
+    text. A dry run does not ask Slurm, because it may have no nodes yet.
 
     Raises:
         ConfigError: Slurm does not report the domains, or the configuration is invalid whatever the domains are.
@@ -362,8 +362,8 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 
 
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
-    """Set ``training.device`` to ``device``, so that ranks and plan use the same device. Return the configuration, and
-    the same as YAML."""
+    """Set ``training.device`` to ``device``, so that ranks and plan use the same device. Return the configuration as
+    ``JobConfig`` and as YAML text."""
     from megatron_ft.config.devices import on_device
 
     if config.training.device == device:

@@ -49,7 +49,7 @@ class Observed:
         """Return everything that violates the claim; empty if the case was refused as expected."""
         lines = self.stderr.splitlines()
         checks = [
-            (self.exit_code == case.exit_code, f"exit code {self.exit_code} instead of {case.exit_code}"),
+            (self.exit_code == case.exit_code, f"the exit code is {self.exit_code} instead of {case.exit_code}"),
             (len(_messages(lines)) == 1, f"{len(_messages(lines))} messages: {self.stderr[-300:]!r}"),
             (self.stdout == "", f"stdout {self.stdout[:100]!r}"),
             (not self.started, "ranks were started"),

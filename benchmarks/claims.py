@@ -54,7 +54,7 @@ class Claim:
         """Return what this machine lacks for the measurement; None if nothing is missing."""
         path = None if self.needs is None else (ROOT / self.needs).resolve()
         if path is not None and not path.exists():
-            return f"the file {path} does not exist"
+            return f"there is no file {path}"
         if self.needs_machine is None:
             return None
         module, _, function = self.needs_machine.partition(":")

@@ -15,7 +15,7 @@ Results = Mapping[str, dict[str, Any]]
 """Newest result by claim id."""
 HARDWARE = "cpu"
 SPEED_SIZE = "moe_micro"
-"""Model of whose stages `recovery-speed` shows the times here; its wider model is for the ablation."""
+"""Name of the model whose results of `recovery-speed` README.md shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,11 +224,17 @@ def soak_problems(result: dict[str, Any], *, num_iterations: int, rss_bytes: int
     checks = [
         (result["exit_code"] == 0, f"exit code {result['exit_code']}"),
         (result["iterations"] == num_iterations, f"{result['iterations']} iterations"),
-        (result["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows of {result['window_iterations']} iterations"),
-        (result["windows_committed"] >= num_iterations // 20, f"{result['windows_committed']} windows committed"),
+        (
+            result["window_iterations"] >= MIN_WINDOW_ITERATIONS,
+            f"windows have only {result['window_iterations']} iterations",
+        ),
+        (
+            result["windows_committed"] >= num_iterations // 20,
+            f"only {result['windows_committed']} windows were committed",
+        ),
         (not result["problems"], f"problems: {result['problems']}"),
-        (result["processes"] == {RANK: 3, KEEPER: 3, AGENT: 3}, f"processes sampled: {result['processes']}"),
-        (len(result["growth"]) == 9, f"{len(result['growth'])} of 9 processes have enough samples"),
+        (result["processes"] == {RANK: 3, KEEPER: 3, AGENT: 3}, f"the sampled processes are {result['processes']}"),
+        (len(result["growth"]) == 9, f"only {len(result['growth'])} of 9 processes have enough samples"),
     ]
     found = [text for holds, text in checks if not holds]
     for name, grown in result["growth"].items():
@@ -245,9 +251,12 @@ def case_problems(name: str, row: dict[str, Any]) -> list[str]:
     """Return violations of the claim in one case."""
     limit = row["limit"]
     checks = [
-        (row["error"] <= MAX_ERROR, f"predicted {row['predicted_bytes']}, measured {row['held_bytes']}"),
-        (row["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows of {row['window_iterations']} iterations"),
-        (limit["exit_code"] == 2 and limit["names_key"], f"limit: {limit['exit_code']} {limit['message']}"),
+        (row["error"] <= MAX_ERROR, f"{row['predicted_bytes']} bytes were predicted, but {row['held_bytes']} measured"),
+        (row["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows have only {row['window_iterations']} iterations"),
+        (
+            limit["exit_code"] == 2 and limit["names_key"],
+            f"the job above the limit ended with {limit['exit_code']}: {limit['message']}",
+        ),
         (not limit["left"], f"a refused job left {limit['left']}"),
     ]
     return [f"{name}: {text}" for holds, text in checks if not holds]

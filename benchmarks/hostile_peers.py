@@ -150,7 +150,9 @@ class Trace:
         names = ("exit_code", "losses", "digests", "events", "decisions")
         found = [name for name in names if getattr(self, name) != getattr(reference, name)]
         late = self.seconds > MAX_DELAY * reference.seconds
-        return found + ([f"took {self.seconds:.0f} s, alone {reference.seconds:.0f} s"] if late else [])
+        return found + (
+            [f"the attacked job took {self.seconds:.0f} s, the other one {reference.seconds:.0f} s"] if late else []
+        )
 
 
 @dataclass(slots=True)
@@ -304,7 +306,7 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
             agents += unix_listeners(process)
         elif "megatron_ft.snapshot.server" in words:
             keepers += [*unix_listeners(process), *tcp_listeners(process)]
-    assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents"
+    assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents were found, not {NUM_NODES}"
     access = read_address(run_dir)
     assert access.address in [address for process in processes for address in tcp_listeners(process)], "it listens"
     return Listeners(

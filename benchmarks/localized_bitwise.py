@@ -77,7 +77,7 @@ def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], 
     shares = [share for share in found.shares if share["generation"] == generation + 1]
     strategy = next((event["strategy"] for event in found.recoveries if event["generation"] > generation), None)
     if is_it and strategy != fault["strategy"]:
-        problems.append(f"continued by {strategy}, not by {fault['strategy']}")
+        problems.append(f"the job continued by {strategy}, not by {fault['strategy']}")
     idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]
     problems += ["a healthy stage computed a forward pass"] if any(idle) else []
     replayed = [share["num_iterations"] for share in shares if share["role"] == "replays"]

@@ -87,12 +87,14 @@ def _read(
         wanted = _STRATEGIES.get(answer["rung"], answer["rung"])
         others = sorted(set(strategies) - {wanted})
         # After the loss, nodes join. In jobs with replicas, these memberships also continue with replicas.
-        problems += [f"continued with {', '.join(others)}, where {answer['rung']} was predicted"] if others else []
+        problems += (
+            [f"the job continued with {', '.join(others)}, but {answer['rung']} was predicted"] if others else []
+        )
         problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "window" else []
         if forming is None:
             problems.append("no membership followed")
         elif forming > max_forming_seconds:
-            problems.append(f"forming took {forming:.2f} s")
+            problems.append(f"forming the membership took {forming:.2f} s")
     if not answer["survives"]:
         problems += _judge_end(seen, strategies)
     return FaultRecord(
@@ -116,9 +118,9 @@ def _judge_end(seen: Event, strategies: Sequence[str]) -> list[str]:
         return []
     if "fell_to" in seen:
         others = sorted(set(strategies) - {seen["fell_to"]})
-        return [f"continued with {', '.join(others)}"] if others else []
+        return [f"the job continued with {', '.join(others)}"] if others else []
     found = [] if seen.get("ended") not in (None, 0, 130) else [f"the job ended with exit code {seen.get('ended')}"]
-    return [*found, *(f"continued with {strategy}" for strategy in strategies)]
+    return [*found, *(f"the job continued with {strategy}" for strategy in strategies)]
 
 
 def _unreached(fault: Event, seen: Event) -> FaultRecord:

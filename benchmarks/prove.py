@@ -62,7 +62,7 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR, root: P
         result = read_result(claim, out, code, quick=quick)
     if left:
         print("processes left behind (ended now):", *left, sep="\n")
-        result |= {"passed": False, "figure": f"{len(left)} processes left behind; {result['figure']}"}
+        result |= {"passed": False, "figure": f"processes left behind: {len(left)}; {result['figure']}"}
     if not quick:
         result |= {"source": digest, "wall_seconds": round(time.monotonic() - started, 1)}
         store(result, results_dir)
@@ -147,17 +147,17 @@ def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str,
 
 def _why_invalid(claim: Claim, out: Path, code: int, *, quick: bool) -> str | None:
     if not out.exists():
-        return f"no result, exit code {code}"
+        return f"the script wrote no result and ended with exit code {code}"
     result = json.loads(out.read_text(encoding="utf-8"))
     missing = [field for field in FIELDS if field not in result]
     if missing:
-        return f"result without {', '.join(missing)}"
+        return f"the result lacks {', '.join(missing)}"
     if result["id"] != claim.id:
-        return f"result of {result['id']}"
+        return f"the result is that of the claim {result['id']}"
     if bool(result["passed"]) != (code == 0):
-        return f"result says passed={result['passed']}, exit code {code}"
+        return f"the result has passed={result['passed']}, but the exit code is {code}"
     if not quick and result["threshold"] != claim.threshold:
-        return f"measured against '{result['threshold']}', claimed '{claim.threshold}'"
+        return f"the result has the threshold '{result['threshold']}', but the claim has '{claim.threshold}'"
     return None
 
 

@@ -47,10 +47,10 @@ class Observed:
         missing = [name for name in SUMMARY_FIELDS if name not in self.summary]
         checks = [
             (self.exit_code == 0, f"exit code {self.exit_code}"),
-            (not missing, f"summary.json without {', '.join(missing)}"),
-            (self.seconds <= MAX_SECONDS, f"took {self.seconds:.0f} s"),
-            (self.loss_ratio <= max_loss_ratio, f"final loss is {self.loss_ratio:.2f} of the first"),
-            (self.valid_falls, f"validation losses {self.valid_losses}"),
+            (not missing, f"summary.json lacks {', '.join(missing)}"),
+            (self.seconds <= MAX_SECONDS, f"the run took {self.seconds:.0f} s"),
+            (self.loss_ratio <= max_loss_ratio, f"the final loss is {self.loss_ratio:.2f} of the first"),
+            (self.valid_falls, f"validation losses do not fall: {self.valid_losses}"),
             (not self.leftover_processes, f"processes left behind: {self.leftover_processes}"),
         ]
         return [text for holds, text in checks if not holds]

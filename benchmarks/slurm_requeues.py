@@ -41,7 +41,7 @@ def requeued(lab: Lab) -> Trial:
         trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
         trial.require(len(starts) == 4, f"{len(starts)} starts")
         resumed = [start.get("resumed_from_iteration") for start in starts]
-        trial.require(resumed[0] is None and all(resumed[1:]), f"started from {resumed}")
+        trial.require(resumed[0] is None and all(resumed[1:]), f"the starts resumed from iterations {resumed}")
         history = history_of(job.run_dir)
         trial.problems += [f"wandb: {problem}" for problem in history.problems()]
         trial.figures |= {"resumed_from": resumed, "iterations_in_wandb": len(history.steps)}
@@ -60,12 +60,12 @@ def array_goes_on(lab: Lab) -> Trial:
         after = [job.host_of(node) for node in range(4)]
         moved = [node for node in range(4) if before[node] != after[node]]
         trial.require(moved == [0], f"tasks {moved} are on other machines: {before}, then {after}")
-        trial.require(job.num_controllers == 2, f"{job.num_controllers} controllers")
+        trial.require(job.num_controllers == 2, f"the job had {job.num_controllers} controllers")
         run = job.result()
         starts = [event for event in run.records() if event["kind"] == "run_started"]
         resumed = [start.get("resumed_from_iteration") for start in starts]
         trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
-        trial.require(len(resumed) == 2 and resumed[-1], f"started from {resumed}")
+        trial.require(len(resumed) == 2 and resumed[-1], f"the starts resumed from iterations {resumed}")
         trial.figures |= {"resumed_from": resumed}
     _judge(trial, lab, run)
     return trial
@@ -85,7 +85,10 @@ def hopeless(lab: Lab, max_fruitless: int) -> Trial:
         attempts = job.attempts()
     trial.require(end["exit_code"] == FINAL_EXIT_CODE, f"exit code {end['exit_code']}: {end['reason']}")
     trial.require("made no progress" in end["reason"], end["reason"])
-    trial.require(len(attempts) == 1 + max_fruitless, f"{len(attempts)} attempts: the first came to iteration 1")
+    trial.require(
+        len(attempts) == 1 + max_fruitless,
+        f"{len(attempts)} attempts, of which the first reached iteration 1, instead of {1 + max_fruitless}",
+    )
     trial.figures |= {"attempts": len(attempts)}
     return trial
 

@@ -135,10 +135,10 @@ def replicas(
         lab.some_moment(job)
         fault(job, trial)
         found = Recorded.of(job.result())
-        trial.require(job.num_controllers == 1, f"{job.num_controllers} controllers")
+        trial.require(job.num_controllers == 1, f"the job had {job.num_controllers} controllers")
     trial.problems += found.problems
     counts = (1, 2) if is_array else (1,)
-    trial.require(len(found.changes) in counts, f"its membership changed {len(found.changes)} times")
+    trial.require(len(found.changes) in counts, f"the membership changed {len(found.changes)} times")
     if not trial.problems:
         history = (
             scripted(found.changes, found.orders, NUM_NODES) if spares == 0 else _same_loss(found.changes[0], spares)
@@ -177,12 +177,12 @@ def spare_takes_over(
         lab.some_moment(job)
         fault(job, trial)
         found = Followed.of(job.result())
-        trial.require(job.num_controllers == 1, f"{job.num_controllers} controllers")
+        trial.require(job.num_controllers == 1, f"the job had {job.num_controllers} controllers")
     reference = Followed.of(lab.undisturbed(PIPELINE, num_nodes))
     trial.problems += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
-    trial.require(found.changes, "its membership did not change")
+    trial.require(found.changes, "the membership did not change")
     trial.problems += found.differences(reference)[:5]
-    trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"it came to iteration {found.last_iteration}")
+    trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"the job reached only iteration {found.last_iteration}")
     trial.figures |= {
         "rungs": [event["strategy"] for event in found.recoveries],
         "nodes": [c["nodes"] for c in found.changes],

@@ -252,10 +252,10 @@ def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> 
     found += [] if hits else [f"no rank recorded the fault in generation {number}"]
     source = source_of(after.newest("recovery_started") or {"strategy": None})
     if source != fault["source"]:
-        found.append(f"continued from {source}, not from {fault['source']}")
+        found.append(f"the job continued from {source}, not from {fault['source']}")
     least = min(window_iterations(generations[: number + 2]), default=0)
     if least < MIN_WINDOW_ITERATIONS:
-        found.append(f"windows of {least} iterations")
+        found.append(f"windows have only {least} iterations")
     return found
 
 

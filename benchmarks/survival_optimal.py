@@ -126,7 +126,7 @@ def check_instance(
             if exhaustive:
                 totals["comparisons"] += 1
                 if abs(reached - best) > 1e-12:
-                    yield f"{where}: {reached} instead of {best}"
+                    yield f"{where}: the survival is {reached} instead of {best}"
             else:
                 totals["exchanges_alone_reach_the_best"] += abs(reached - best) <= 1e-12
 

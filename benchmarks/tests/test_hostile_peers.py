@@ -90,7 +90,7 @@ def test_a_controller_that_takes_everything_is_found_out() -> None:
     caller = Caller(server.address)
     try:
         attacks = {a.name: a for a in controller_attacks(caller, token, random.Random(0), num_nodes=3)}
-        open_to_all = ("controller: item: no op", "controller: a node that is none, poll")
+        open_to_all = ("controller: item: no op", "controller: a node that does not exist, poll")
         closed = ("controller: no token, poll", "controller: deep nesting, poll", "controller: oversized, no token")
         assert [outcome_of(attacks[name]) for name in open_to_all] == [ANSWERED] * 2
         assert [outcome_of(attacks[name]) for name in closed] == [REFUSED] * 3

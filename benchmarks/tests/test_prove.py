@@ -92,8 +92,8 @@ def test_a_quick_run_stores_nothing(folder: Path) -> None:
     ("passed", "code", "threshold", "line"),
     [
         (False, 1, "<= 3 s", "speed FAIL 2 s (<= 3 s)"),
-        (True, 1, "<= 3 s", "speed FAIL result says passed=True, exit code 1 (<= 3 s)"),
-        (True, 0, "<= 9 s", "speed FAIL measured against '<= 9 s', claimed '<= 3 s' (<= 3 s)"),
+        (True, 1, "<= 3 s", "speed FAIL the result has passed=True, but the exit code is 1 (<= 3 s)"),
+        (True, 0, "<= 9 s", "speed FAIL the result has the threshold '<= 9 s', but the claim has '<= 3 s' (<= 3 s)"),
     ],
 )
 def test_a_claim_that_does_not_hold_fails(folder: Path, passed: bool, code: int, threshold: str, line: str) -> None:
@@ -103,7 +103,7 @@ def test_a_claim_that_does_not_hold_fails(folder: Path, passed: bool, code: int,
 def test_a_script_without_result_fails(folder: Path) -> None:
     (folder / "fake_claim.py").write_text("raise SystemExit(5)")
     line, passed = prove.prove(CLAIM, quick=True)
-    assert (line, passed) == ("speed FAIL no result, exit code 5 (<= 3 s)", False)
+    assert (line, passed) == ("speed FAIL the script wrote no result and ended with exit code 5 (<= 3 s)", False)
 
 
 def test_a_script_that_takes_too_long_is_ended() -> None:
@@ -180,13 +180,13 @@ def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(prove, "GRACE_SECONDS", 0.2)
     leave = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
     (folder / "fake_claim.py").write_text(leave + SCRIPT.format(passed=True, code=0, threshold="<= 3 s"))
-    assert prove.prove(CLAIM, quick=True) == ("speed FAIL 1 processes left behind; 2 s (<= 3 s)", False)
+    assert prove.prove(CLAIM, quick=True) == ("speed FAIL processes left behind: 1; 2 s (<= 3 s)", False)
 
 
 def test_a_claim_whose_data_is_not_there_is_refused_before_it_runs(folder: Path) -> None:
     claim = dataclasses.replace(CLAIM, needs="../nowhere/trace.csv")
     assert claim.missing is not None and claim.missing.endswith("nowhere/trace.csv")
-    with pytest.raises(ConfigError, match=r"cannot be measured here: there is no .*/trace\.csv"):
+    with pytest.raises(ConfigError, match=r"cannot be measured here: there is no file .*/trace\.csv"):
         prove.prove(claim, quick=True, results_dir=folder)
     assert dataclasses.replace(CLAIM, needs="README.md").missing is None
 
@@ -253,13 +253,13 @@ def observed(**changes: object) -> Observed:
     ("changes", "problem"),
     [
         ({"exit_code": 7}, "exit code 7"),
-        ({"seconds": 300.0}, "took 300 s"),
-        ({"summary": {**SUMMARY, "final_loss": 5.0}}, "final loss is 0.83"),
-        ({"summary": {**SUMMARY, "final_loss": float("nan")}}, "final loss is nan"),
-        ({"summary": {}}, "summary.json without iterations"),
+        ({"seconds": 300.0}, "the run took 300 s"),
+        ({"summary": {**SUMMARY, "final_loss": 5.0}}, "the final loss is 0.83"),
+        ({"summary": {**SUMMARY, "final_loss": float("nan")}}, "the final loss is nan"),
+        ({"summary": {}}, "summary.json lacks iterations"),
         ({"valid_losses": [3.0, 4.0]}, "validation losses"),
         ({"valid_losses": [3.0]}, "validation losses"),
-        ({"leftover_processes": ["12: python"]}, "left behind"),
+        ({"leftover_processes": ["12: python"]}, "processes left behind"),
     ],
 )
 def test_quickstart_is_judged(changes: dict[str, object], problem: str) -> None:

@@ -72,7 +72,7 @@ def test_nothing_counts_without_its_record() -> None:
         ([killed(hits=[]), continued()], "no rank recorded the fault"),
         ([killed(hits=[{"phase": "update", "iteration": 3}]), continued()], "no rank recorded the fault"),
         ([killed(), continued(source="nothing")], "continued from nothing"),
-        ([killed(window=2), continued()], "windows of 2"),
+        ([killed(window=2), continued()], "windows have only 2"),
     ):
         outcome = outcome_of(FAULT, 0, generations, [], REFERENCE)
         assert not outcome.proven and reason in outcome.details["unproven"][0], outcome.details

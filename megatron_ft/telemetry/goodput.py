@@ -156,7 +156,7 @@ class _Counted:
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Totals of the four arrays. They are integers, so that subtraction leaves no rounding error."""
+    """Totals of iterations, nanoseconds and tokens. They are integers, so that subtraction leaves no rounding error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
