@@ -124,7 +124,7 @@ TRACE = Trace(exit_code=0, losses=[1.0], digests=["a"], events=[], decisions=[],
         ({}, []),
         ({"digests": ["b"]}, ["digests"]),
         ({"exit_code": 8, "decisions": [{}]}, ["exit_code", "decisions"]),
-        ({"seconds": 31.0}, ["took 31 s, alone 10 s"]),
+        ({"seconds": 31.0}, ["the attacked job took 31 s, the other one 10 s"]),
     ],
 )
 def test_what_differs_from_the_job_left_alone_is_named(change: dict[str, object], found: list[str]) -> None:

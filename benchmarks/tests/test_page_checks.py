@@ -51,7 +51,7 @@ def test_a_sound_page_has_no_problems(page: Path, tab: Tab) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        (">Goodput</h2>", ">Gain</h2>", "light: sections ["),
+        (">Goodput</h2>", ">Gain</h2>", "light: the sections are ["),
         ("<dd>0.5</dd>", "<dd>0.6</dd>", "light: loss is 0.6, not 0.5"),
         ("failed in iteration 5: ", "failed in iteration 6: ", "dark: the fault in iteration 5 is not marked"),
         ("</main>", "<img src='http://127.0.0.1:9/x.png'/></main>", "light: the browser says "),
