@@ -1,7 +1,8 @@
-"""Entry point: fills ``JobConfig`` from conf/ and the command line, then launches ranks or becomes one.
+"""Entry point of training. It composes ``JobConfig`` from conf/ and the command line, then launches ranks or becomes a
+rank.
 
-This file imports torch, Megatron and wandb only when it starts a rank. Help, dry runs and configuration errors
-therefore take about a second.
+This file imports torch, Megatron and wandb only in a rank. Help, dry runs and configuration errors therefore take about
+a second.
 """
 
 import dataclasses
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 _REFUSAL_SECONDS = 30.0
-"""Limit of the time between the errors that the ranks of a node report for the same configuration."""
+"""Time in which all ranks of a node report the error of the same configuration."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line. Errors go to stderr in one message. Return the exit code (``--help`` lists them)."""
+    """Run one command line. Write an error to stderr as one message. Return the exit code; ``--help`` lists the
+    codes."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return _run(arguments)
@@ -43,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _another_rank_reports() -> bool:
-    """Return whether the first rank of the node reports the error: all ranks of a node get the same error."""
+    """Return whether the first rank of this node reports the error. All ranks of a node get the same error, so one
+    message is enough."""
     from megatron_ft.control.launchers.torchrun import detect
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
@@ -53,15 +56,16 @@ def _another_rank_reports() -> bool:
 def _wait_for_termination() -> None:
     """Wait for the launcher to end this rank.
 
-    The launcher ends all ranks once one has ended. A rank that ends first without a message would hide the message of
-    the first rank. A rank that is not ended returns after a limit and reports the error itself.
+    The launcher ends all ranks when one has ended. If this rank ended first, without a message, the message of the
+    first rank would be lost. If the launcher does not end this rank within a time limit, the function returns, and this
+    rank reports the error.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as quietly as SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a message, as SIGTERM does
     threading.Event().wait(_REFUSAL_SECONDS)
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
-    """Compose the configuration from conf/ and ``overrides``. Return it also as YAML.
+    """Compose the configuration from conf/ and ``overrides``. Return it as ``JobConfig`` and as YAML text.
 
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
@@ -91,8 +95,8 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
 
 
 def _compose(overrides: list[str], fields: dict[str, Any]) -> tuple[JobConfig, str]:
-    """Compose with ``fields`` as values in mappings of any names, which Hydra keeps closed once a file has filled
-    them."""
+    """Compose the configuration from ``overrides``, then set ``fields``. These belong to mappings with free keys, which
+    Hydra does not extend."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -176,7 +180,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.validate import validate
 
     validate(config)
-    _check_gpus(config, facts)  # before data are read and indexed for a device that is not there
+    _check_gpus(config, facts)  # before data are read and indexed for a missing device
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_gpus(config, facts)
@@ -200,15 +204,16 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
 
 def _check_resume(config: JobConfig, vocab_size: int) -> None:
-    """Refuse other settings than those that the run was saved with, before its folder is claimed or a rank starts.
+    """Check that a resumed run has the settings with which it was saved, before the job claims the run's folder or
+    starts a rank.
 
-    A dry run compares everything but the data, which it does not index.
+    A dry run compares all settings except the data, because it does not index the data.
 
     Args:
-        vocab_size: entries of the model's vocabulary, padding included.
+        vocab_size: Number of entries of the model's vocabulary, including padding.
 
     Raises:
-        CheckpointError: names each key that differs.
+        CheckpointError: settings differ; the message names each key.
     """
     if config.run.resume == "never" or config.run.name is None:
         return
@@ -233,7 +238,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
         takes_format_1=known.is_older,
     )
-    # What lies in an object store is compared by the ranks, which open it anyway.
+    # Ranks compare windows in an object store, because they open the store anyway.
     is_remote = "://" in (config.snapshot.persist_url or "").removeprefix("file://")
     windows = None if is_remote else open_windows(config, run_dir)
     check_same_settings(
@@ -246,10 +251,11 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Return both with the failure domains from Slurm. A dry run does not ask Slurm, because it may have no nodes yet.
+    """Set the failure domains of the configuration from Slurm. Return the configuration as ``JobConfig`` and as YAML
+    text. A dry run does not ask Slurm, because it may have no nodes yet.
 
     Raises:
-        ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
+        ConfigError: Slurm does not report the domains, or the configuration is invalid whatever the domains are.
     """
     if config.topology.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
@@ -264,10 +270,11 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
-    """Return the rank of this process under torchrun or srun, unless the command line chooses ``launch=local``.
+    """Return this process's rank if torchrun or srun started it; None if not, or if the command line chooses
+    ``launch=local``.
 
     Raises:
-        ConfigError: the variables of the chosen mode are not set.
+        ConfigError: the environment variables of the chosen launch mode are not set.
     """
     from megatron_ft.control.launchers.torchrun import detect, read_environment
 
@@ -276,18 +283,19 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
     if mode not in ("torchrun", "srun"):
         return None
     if detect(os.environ) == "local":
-        raise ConfigError.of("launch.mode", mode, f"must be local: this process was not started by {mode}")
+        raise ConfigError.of("launch.mode", mode, f"must be local, because this process was not started by {mode}")
     return read_environment(mode, os.environ, master_port=config.launch.master_port)
 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
-    """Take mode and counts from the launcher that started this process. Configured values must be the same."""
+    """Set launch mode and counts to those of the launcher that started this process. If they are on the command line,
+    they must be the same."""
     mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
     found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
     for name, value in found.items():
         key, given = f"launch.{name}", getattr(config.launch, name)
         if key in _keys(overrides) and given != value:
-            raise ConfigError.of(key, given, f"must agree with {mode}, which started this process: {value}")
+            raise ConfigError.of(key, given, f"must be {value}, the value of {mode}, which started this process")
     if environment.rank == 0:
         print(environment.summary(), file=sys.stderr)
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **found))
@@ -301,16 +309,16 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     """Validate a composed configuration, read the files that it names, choose the device, and plan the job.
 
     Args:
-        facts: Devices of this machine; None observes them.
-        may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
-            checked.
+        facts: Devices of this machine. If None, the function detects them.
+        may_be_elsewhere: Whether ranks may run on other machines. If so, and if this machine has no GPU, the
+            configuration is checked for both cpu and cuda.
 
     Raises:
         ConfigError: the job cannot run. DataError: a file is missing or damaged.
     """
     from megatron_ft.config.validate import validate
 
-    validate(config)  # before the rest is imported: a refusal is quick
+    validate(config)  # before other imports, so that a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.devices import on_device, refused_devices
     from megatron_ft.config.inputs import read_inputs
@@ -338,15 +346,15 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
 
 
 def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
-    """Observe the devices of this machine that this process may use."""
+    """Detect the devices of this machine that this process may use."""
     from megatron_ft.doctor.devices import observe_devices
 
     return observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), asks_memory=asks_memory)
 
 
 def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
-    """Return ``config`` with the GPU memory of this machine as the limit of the plan, unless the configuration sets a
-    limit."""
+    """Return ``config`` with this machine's GPU memory as ``limits.gpu_memory_bytes``, unless the configuration sets
+    that limit."""
     if config.training.device != "cuda" or config.limits.gpu_memory_bytes is not None:
         return config
     limits = dataclasses.replace(config.limits, gpu_memory_bytes=facts.gpu_memory_bytes)
@@ -354,7 +362,8 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 
 
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
-    """Return both with ``training.device`` resolved, so that ranks and plan use the same device."""
+    """Set ``training.device`` to ``device``, so that ranks and plan use the same device. Return the configuration as
+    ``JobConfig`` and as YAML text."""
     from megatron_ft.config.devices import on_device
 
     if config.training.device == device:
@@ -378,8 +387,8 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
-    """Check that this machine has a GPU for each rank that the command starts here. Other machines check their own
-    ranks."""
+    """Check that this machine has enough GPUs for the ranks that the command starts on it. Other machines check their
+    own ranks."""
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
         return
@@ -387,7 +396,7 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
 
     usable, num_ranks = usable_gpus(facts), config.most_nodes * launch.ranks_per_node
     if usable == 0:
-        raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
+        raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine has no usable GPU")
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
         most = usable * launch.ranks_per_gpu
         constraint = (
@@ -398,8 +407,8 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Check the memory of this machine, which all nodes started by this command share, and Transformer Engine if
-    needed."""
+    """Check that the memory of this machine is enough for all nodes that this command starts on it, and that
+    Transformer Engine is installed if it is needed."""
     _check_transformer_engine(config)
     if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
@@ -411,8 +420,8 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
         raise ConfigError.of(
             "limits.host_memory_bytes",
             "null",
-            f"must allow {needed} bytes, the estimated need of all nodes on this machine ({nodes_here}); it has "
-            f"{total}; choose a smaller model or fewer ranks",
+            f"the job's nodes on this machine ({nodes_here}) need an estimated {needed} bytes, but the machine has "
+            f"{total} bytes; choose a smaller model or fewer ranks",
         )
 
 
@@ -424,7 +433,9 @@ def _check_transformer_engine(config: JobConfig) -> None:
     if find_spec("transformer_engine") is None:
         for key, value, constraint in needs_transformer_engine(config):
             shown = str(value).lower()
-            raise ConfigError.of(key, shown, f"{constraint}: it needs Transformer Engine, which is not installed here")
+            raise ConfigError.of(
+                key, shown, f"{constraint}, because it needs Transformer Engine, which is not installed on this machine"
+            )
 
 
 if __name__ == "__main__":

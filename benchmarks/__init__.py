@@ -1,1 +1,2 @@
-"""Measurements behind every figure the project states: one claim, one script, one dated result."""
+"""Scripts that measure every figure that the project states. Each claim has one script, and each measurement gives one
+dated result."""

@@ -2,16 +2,16 @@
 time.
 
 Jobs of gloo ranks keep payloads of 64 MiB in flight: all-reduces, all-to-alls, coalesced reduce-scatters and
-all-gathers, broadcasts, sends and receives, and several of these at once. One node after the other is killed at a
-random moment. Within the time in which a controller detects it (0 to 20 ms, drawn at random) the others are ordered to
-abandon their operations. The clock runs from SIGKILL to the arrival of the last survivor's report. Then the survivors
-form the next membership in their processes and continue, which checks what they compute. In the end all ranks are
-ordered to end: they exit at once, whatever is held.
+all-gathers, broadcasts, sends and receives, and several of these at once. Nodes are killed one after the other at
+random moments. After a random delay of 0 to 20 ms, in which a controller would detect the loss, the other ranks are
+ordered to abandon their operations. The measured time is that from SIGKILL to the arrival of the last survivor's
+report. Then the survivors form the next membership in their processes and continue, and their results are checked. At
+the end all ranks are ordered to exit, and must exit at once even if an operation still blocks.
 
-The ranks run the product's code (``payload_ranks``), the controller's part is played here. While the clock runs, ranks
-have priority over other processes of the machine where that is permitted, and the result states in how many kills. A
-trial counts when at least one survivor was in an operation that had begun before the kill, had received a part of its
-payload and did not succeed.
+The ranks run the product's code (``payload_ranks``); this script plays the controller. During the measured time, ranks
+have priority over other processes of the machine if that is permitted; the result contains the number of kills with
+priority. A trial counts only if at least one survivor was in an operation that began before the kill, had received part
+of its payload, and failed.
 """
 
 import math
@@ -31,13 +31,14 @@ from benchmarks.report import finish, parse_arguments
 
 ID = "abandoned-collectives"
 NUM_OPERATIONS = 3
-"""Operations of a membership; a node dies in one of them."""
+"""Number of operations of each membership. A node dies in one of them."""
 NUM_NODES, NUM_LEFT = 5, 2
 KILLS_PER_JOB = NUM_NODES - NUM_LEFT
 NUM_KILLS, QUICK_KILLS = 201, 3
 LIMIT_SECONDS = 1.0
 QUICK_LIMIT_SECONDS = 5.0
-"""Limit of a few kills on a machine that tests keep busy: far below gloo's own timeout."""
+"""Time limit of the quick variant's few kills on a machine that is busy with tests. It is far below gloo's own
+timeout."""
 EXIT_SECONDS = 5.0
 HIGH_PRIORITY = -20
 PATIENCE_SECONDS = 60.0
@@ -46,7 +47,7 @@ SEED = 20261122
 
 
 def run_job(number: int) -> list[Outcome]:
-    """A job that loses nodes one after the other: an outcome for each kill."""
+    """Run a job that loses nodes one after the other. Return an outcome for each kill."""
     from benchmarks.payload_job import PayloadJob
 
     draw = random.Random(SEED + number)
@@ -69,7 +70,7 @@ def run_job(number: int) -> list[Outcome]:
 
 
 def _lose_one(job: Any, draw: random.Random) -> Outcome:
-    """Kill one node at a moment of one of its next operations, and make the others continue."""
+    """Kill one node at a random moment of one of its next operations, and make the other nodes continue."""
     number = draw.randrange(NUM_OPERATIONS)
     job.await_operation(number, PATIENCE_SECONDS)
     began = time.monotonic()
@@ -88,7 +89,7 @@ def _lose_one(job: Any, draw: random.Random) -> Outcome:
     return Outcome(
         proven=bool(hit),
         passed=True,
-        num_compared=len(went_on),  # sums over the next membership, each with the number of its ranks
+        num_compared=len(went_on),  # sums over the next membership, each compared with the number of its ranks
         details={
             "seconds": max(reports.values()) - killed,
             "is_other_load_kept_out": is_kept_out,
@@ -105,9 +106,9 @@ def _lose_one(job: Any, draw: random.Random) -> Outcome:
 
 @contextmanager
 def other_load_kept_out(process_ids: Sequence[int]) -> Iterator[bool]:
-    """Have processes go before others while the clock runs, where that is permitted; whether it is.
+    """Give processes priority over others in the block, if that is permitted. Yields whether it is.
 
-    So a machine that does other work at the time is measured like a quiet one.
+    With priority, a busy machine gives the same figures as an idle one.
     """
     before = os.nice(0)
     is_permitted = _set_priority(process_ids, HIGH_PRIORITY)
@@ -119,7 +120,8 @@ def other_load_kept_out(process_ids: Sequence[int]) -> Iterator[bool]:
 
 
 def _set_priority(process_ids: Sequence[int], priority: int) -> bool:
-    """Set the priority of all threads of these processes, ended ones left out; false where it is not permitted."""
+    """Set the priority of all threads of these processes. Ended processes are ignored. Return False if this is not
+    permitted."""
     for process_id in process_ids:
         try:
             threads = [int(name) for name in os.listdir(f"/proc/{process_id}/task")]
@@ -136,7 +138,7 @@ def _set_priority(process_ids: Sequence[int], priority: int) -> bool:
 
 
 def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-    """All trials, in a process that has imported what ranks need."""
+    """Run all trials, in a process that has imported the modules that ranks need."""
     from megatron_ft.mcore.rank_main import warm
 
     warm()
@@ -144,12 +146,12 @@ def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of ``values`` that at least ``share`` of them do not exceed."""
+    """Return the smallest of ``values`` that is not exceeded by at least ``share`` of them."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def main() -> int:
-    """Run the campaign and judge it."""
+    """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__)
     num_kills = QUICK_KILLS if arguments.quick else NUM_KILLS
     limit = QUICK_LIMIT_SECONDS if arguments.quick else LIMIT_SECONDS

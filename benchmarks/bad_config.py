@@ -1,7 +1,7 @@
 """Claim ``bad-config``: wrong configurations and damaged files are refused before any rank starts.
 
-Most cases run through the entry point inside this process, with the launcher replaced by one that records a start; the
-rest, and the figure, come from processes of their own.
+Most cases call the entry point in this process, with a launcher that only records whether a job would start. The other
+cases, and the CPU time in the figure, come from separate processes.
 """
 
 import contextlib
@@ -30,36 +30,40 @@ MIN_CASES = 40
 HEAVY = ("torch", "megatron", "wandb")
 LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 MAX_CPU_SECONDS = 1.0
-"""Median over the processes. CPU seconds, as other work on the machine hardly changes them; wall clock is reported."""
+"""Limit of the median CPU time of the processes. CPU seconds hardly depend on other work on the machine; the wall-clock
+time is reported too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Observed effects of one command line."""
+    """Observed effects of running one case."""
 
     exit_code: int
     stdout: str
     stderr: str
     started: bool
     heavy: tuple[str, ...]
-    """Modules imported that must not be."""
+    """Modules that were imported although they must not be."""
 
     def problems(self, case: Case) -> list[str]:
-        """Everything that breaks the claim; empty when the case was refused as it should be."""
+        """Return everything that violates the claim; empty if the case was refused as expected."""
         lines = self.stderr.splitlines()
         checks = [
-            (self.exit_code == case.exit_code, f"exit code {self.exit_code} instead of {case.exit_code}"),
+            (self.exit_code == case.exit_code, f"the exit code is {self.exit_code} instead of {case.exit_code}"),
             (len(_messages(lines)) == 1, f"{len(_messages(lines))} messages: {self.stderr[-300:]!r}"),
             (self.stdout == "", f"stdout {self.stdout[:100]!r}"),
             (not self.started, "ranks were started"),
             (not self.heavy, f"imported {', '.join(self.heavy)}"),
-            *((text in self.stderr, f"says nothing of {text!r}: {self.stderr[-300:]!r}") for text in case.says),
+            *(
+                (text in self.stderr, f"the message does not mention {text!r}: {self.stderr[-300:]!r}")
+                for text in case.says
+            ),
         ]
         return [f"{case.name}: {text}" for holds, text in checks if not holds]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases; in the quick variant fewer of them as processes of their own."""
+    """Run all cases. The quick variant runs fewer of them in separate processes."""
     arguments = parse_arguments(__doc__, argv)
     with tempfile.TemporaryDirectory(prefix="bad-config-") as name, _inside(Path(name)) as folder:
         cases = [*SYNTAX, *LAYOUT, *VALUES, *PLACEMENT, *file_cases(folder), *placement_file_cases(folder)]
@@ -96,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_process(case: Case) -> Observed:
-    """Run a case through the entry point in this process; nothing is started even if the entry point accepts it."""
+    """Run a case through the entry point in this process. No job starts, even if the entry point accepts the case."""
     out, err, started = io.StringIO(), io.StringIO(), mock.Mock(return_value=0)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
     before = set(sys.modules)
@@ -114,7 +118,7 @@ def in_process(case: Case) -> Observed:
 
 
 def in_subprocess(case: Case) -> Observed:
-    """Run a case as the command a user types, with every import listed by the interpreter."""
+    """Run a case as the command that a user would type. The interpreter lists every import."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
     script = ROOT / ("tools/preprocess_data.py" if case.preprocess else "pretrain_moe.py")
     command = [sys.executable, "-X", "importtime", str(script), *case.overrides]
@@ -138,13 +142,13 @@ def _cpu_seconds_of_children() -> float:
 
 
 def _messages(lines: Sequence[str]) -> list[str]:
-    """Lines of stderr but the note on a detected launcher."""
+    """Return the lines of stderr, without the note about a detected launcher."""
     return [line for line in lines if not line.startswith("this process is a rank of")]
 
 
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[Path]:
-    """Work in a folder, so that whatever is left behind is seen."""
+    """Work in a folder, so that files that a case leaves behind are noticed."""
     before = Path.cwd()
     os.chdir(folder)
     try:

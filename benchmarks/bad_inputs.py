@@ -1,4 +1,4 @@
-"""Wrong configurations and damaged files for the claim ``bad-config``: each with its expected message."""
+"""Lists wrong configurations and damaged files for the claim ``bad-config``, each with its expected message."""
 
 import json
 import struct
@@ -13,28 +13,29 @@ from megatron_ft.corpus.vocabulary import byte_letters
 
 LONG_ENOUGH_TOKENS = 40_000
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, sequences, document entries: the head of Megatron's ``.idx``."""
+"""Head of Megatron's ``.idx`` files: magic, version, dtype code, number of sequences, number of document entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One command line of the entry point; its one message must contain every text of ``says``."""
+    """Command line of the entry point that must fail with one message. The message must contain every text of
+    ``says``."""
 
     overrides: tuple[str, ...]
     says: tuple[str, ...]
     exit_code: int = 2
     environment: dict[str, str] = field(default_factory=dict)
     preprocess: bool = False
-    """A command line of ``tools/preprocess_data.py`` instead."""
+    """Whether the command line is one of ``tools/preprocess_data.py`` instead."""
 
     @property
     def name(self) -> str:
-        """The command line, as reports show it."""
+        """Return the command line as reports show it."""
         return " ".join(self.overrides)
 
 
 def bad(*overrides: str, says: Sequence[str], exit_code: int = 2, environment: dict[str, str] | None = None) -> Case:
-    """A case in one line."""
+    """Return a case, written in one line."""
     return Case(overrides=overrides, says=tuple(says), exit_code=exit_code, environment=environment or {})
 
 
@@ -115,7 +116,7 @@ LAYOUT = [
     bad(
         "launch.ranks_per_node=4",
         environment=TORCHRUN,
-        says=["launch.ranks_per_node=4", "must agree with torchrun", "2"],
+        says=["launch.ranks_per_node=4", "must be 2, the value of torchrun"],
     ),
     bad(environment={**TORCHRUN, "RANK": "7"}, says=["launch.mode=torchrun", "rank 7", "must"]),
 ]
@@ -154,12 +155,12 @@ VALUES = [
 
 
 def file_cases(folder: Path) -> list[Case]:
-    """Damaged files, written into ``folder``, and the command lines that name them."""
+    """Write damaged files into ``folder``, and return the cases whose command lines name them."""
     return [*_indexed_cases(folder), *_vocabulary_cases(folder), *_memory_cases(folder), *_text_cases(folder)]
 
 
 def good_source(folder: Path, name: str = "good") -> Path:
-    """Prefix of a sound dataset of bytes, long enough for any split."""
+    """Write a valid dataset of bytes that is long enough for any split. Return its prefix."""
     prefix = folder / name
     if not idx_path(prefix).exists():
         tokens = np.arange(LONG_ENOUGH_TOKENS, dtype=np.uint16) % 256
@@ -269,5 +270,5 @@ def _text_cases(folder: Path) -> list[Case]:
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Damage a file."""
+    """Replace a file's content by ``change`` of it, to damage the file."""
     path.write_bytes(change(path.read_bytes()))

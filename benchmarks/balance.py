@@ -1,4 +1,5 @@
-"""Claim ``balance``: replicas that follow the load keep ranks busy alike on a recorded training run, and survive."""
+"""Claim ``balance``: replicas that follow the load balance the tokens of ranks on a recorded training run, and survive
+losses."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -28,9 +29,10 @@ from megatron_ft.topology import Cluster
 ID = "balance"
 NUM_SLOTS, MIN_REPLICAS = 6, 2
 RECORDS_PER_PLAN = 20
-"""Every tenth iteration is recorded: plans live for 200 iterations, as in the paper."""
+"""Number of records for which a placement is used. Every tenth iteration is recorded, so this is 200 iterations, as in
+the paper."""
 EXPERT_BYTES = 112_000_000
-"""Weights and optimizer state of one expert of GPT-L (Lazarus, section 6.3)."""
+"""Size of weights and optimizer state of one expert of GPT-L (Lazarus, section 6.3)."""
 SURVIVAL_BUDGET = 0.05
 CHOSEN = "overlap_search, budget 5 %"
 LOST = (1, 2, 3, 4)
@@ -50,17 +52,17 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Figures of one placement algorithm over the recorded run."""
+    """Figures of one placement algorithm on the recorded run."""
 
     imbalance: list[float] = field(default_factory=list)
-    """Largest over mean tokens per rank, of each layer and microbatch."""
+    """Tokens of the busiest rank over the mean of ranks, for each layer and microbatch."""
     moved_bytes: int = 0
     num_moves: int = 0
     survival: list[tuple[float, ...]] = field(default_factory=list)
-    """Joint survival of every plan for the numbers in ``LOST``."""
+    """Joint survival of each placement, for each number of lost ranks in ``LOST``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Figures of the table."""
+        """Return the figures for the result's table."""
         row: dict[str, Any] = {
             "mean": round(float(np.mean(self.imbalance)), 4),
             "p99": round(float(np.percentile(self.imbalance, 99)), 4),
@@ -73,7 +75,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay the recorded loads under every way of placing experts."""
+    """Replay the recorded loads with every placement algorithm, and judge the figures."""
     arguments = parse_arguments(__doc__, argv)
     trace = recorded.read(recorded.SMARTMOE)
     records = range(min(trace.num_records, QUICK_RECORDS) if arguments.quick else trace.num_records)
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def algorithms() -> dict[str, PlacementAlgorithm]:
-    """Compared algorithms, by the name in the table."""
+    """Return the compared algorithms by the name that the table shows."""
     return {
         "overlap_search": OverlapSearch(),
         CHOSEN: OverlapSearch(survival_budget=SURVIVAL_BUDGET),
@@ -120,7 +122,7 @@ def algorithms() -> dict[str, PlacementAlgorithm]:
 def planner(
     algorithm: PlacementAlgorithm, num_ranks: int, num_slots: int = NUM_SLOTS, min_replicas: int = MIN_REPLICAS
 ) -> Planner:
-    """Allocation and placement of per-layer loads; every rank is a failure domain."""
+    """Return a function that plans a placement for the loads of each layer. Every rank is a failure domain."""
     cluster = Cluster.of(num_ranks, 1)
 
     def plan(loads: list[list[int]]) -> PlacementPlan:
@@ -131,7 +133,8 @@ def planner(
 
 
 def greedy_planner(num_ranks: int, num_slots: int = NUM_SLOTS) -> Planner:
-    """Replicate whichever expert has the heaviest replicas, then give the heaviest replica to the idlest rank."""
+    """Return a planner that replicates the expert with the heaviest replicas, then assigns the heaviest replicas to the
+    idlest ranks."""
     layout = Layout.of(Cluster.of(num_ranks, 1), num_slots)
 
     def plan(loads: list[list[int]]) -> PlacementPlan:
@@ -142,7 +145,8 @@ def greedy_planner(num_ranks: int, num_slots: int = NUM_SLOTS) -> Planner:
 
 
 def replicate_greedily(loads: Sequence[int], num_slots: int) -> list[int]:
-    """One replica each, then one more for the expert whose replicas carry most until slots run out."""
+    """Give each expert one replica. Until no slot is left, give another to the expert whose replicas have the most
+    load."""
     counts = [1] * len(loads)
     for _ in range(num_slots - len(loads)):
         counts[max(range(len(loads)), key=lambda expert: loads[expert] / counts[expert])] += 1
@@ -150,7 +154,7 @@ def replicate_greedily(loads: Sequence[int], num_slots: int) -> list[int]:
 
 
 def pack_greedily(counts: Sequence[int], loads: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Heaviest replica first, each to the rank with least load and a free slot."""
+    """Assign replicas to ranks, heaviest first: each to the rank with the least load that has a free slot."""
     replicas = [(loads[expert] / count, expert) for expert, count in enumerate(counts) for _ in range(count)]
     slots: list[list[int]] = [[] for _ in layout.ranks]
     sums = [0.0] * len(slots)
@@ -163,7 +167,8 @@ def pack_greedily(counts: Sequence[int], loads: Sequence[int], layout: Layout) -
 
 
 def static(trace: ExpertLoads, records: range) -> Outcome:
-    """Traditional expert parallelism with as many slots as fit: equal replicas, tokens stay in their expert group."""
+    """Evaluate static expert parallelism with as many slots as fit: every expert has equally many replicas, and tokens
+    stay in their expert-parallel group."""
     outcome = Outcome()
     experts_per_rank = max(size for size in range(1, NUM_SLOTS + 1) if trace.num_experts % size == 0)
     group = trace.num_experts // experts_per_rank
@@ -180,7 +185,8 @@ def static(trace: ExpertLoads, records: range) -> Outcome:
 
 
 def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_plan: int, evaluated: int = 1) -> Outcome:
-    """Plan from what was seen since the last plan, at first from even loads; judge by what came afterwards."""
+    """Plan a placement from the loads since the previous plan, at first from even loads, and evaluate it on the loads
+    that follow."""
     outcome = Outcome()
     plan = plan_for([[1] * trace.num_experts] * trace.num_layers)
     add_survival(outcome, plan)
@@ -194,7 +200,8 @@ def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_pl
 
 
 def move(outcome: Outcome, old: PlacementPlan, new: PlacementPlan) -> PlacementPlan:
-    """The new plan with the ranks that make it cheapest; its bytes and its survival are noted."""
+    """Renumber the ranks of the new plan so that the fewest bytes move. Add the bytes and the plan's survival to
+    ``outcome``."""
     mapped = remap(new, holdings(old))
     outcome.moved_bytes += plan_migration(mapped, holdings(old), EXPERT_BYTES).num_bytes
     outcome.num_moves += 1
@@ -203,12 +210,12 @@ def move(outcome: Outcome, old: PlacementPlan, new: PlacementPlan) -> PlacementP
 
 
 def add_survival(outcome: Outcome, plan: PlacementPlan) -> None:
-    """Note the joint survival of a plan."""
+    """Add the joint survival of a plan to ``outcome``."""
     outcome.survival.append(tuple(v.probability for v in survival(plan.all_expert_domains(), plan.domains, LOST)))
 
 
 def judge(tokens: Tokens, plan: PlacementPlan) -> list[float]:
-    """Largest over mean tokens per rank of each layer and microbatch, dispatched by the schedule."""
+    """Return the tokens of the busiest rank over the mean of ranks, for each layer and microbatch."""
     found = []
     for layer in range(tokens.shape[1]):
         replicas = plan.replicas_per_rank(layer)
@@ -219,7 +226,7 @@ def judge(tokens: Tokens, plan: PlacementPlan) -> list[float]:
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """One table."""
+    """Print one table of all algorithms."""
     lost = "".join(f"{count:>8} lost" for count in LOST)
     print(f"{'':<28}{'max/mean':>9}{'p99':>8}{'GB moved':>10}   joint survival:{lost}")
     for name, row in rows.items():
@@ -228,7 +235,8 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:
-    """Imbalance and joint survival against the floor and the slots, planned less often and sampled."""
+    """Measure imbalance and joint survival for several minimum numbers of replicas and several numbers of slots, on a
+    sample of the records."""
     points = []
     for num_slots in CURVE_SLOTS:
         for floor in CURVE_FLOORS:
@@ -243,11 +251,12 @@ def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Imbalance against the floor, a line for each number of slots; nothing where matplotlib is not installed."""
+    """Draw the imbalance over the minimum number of replicas, with a line for each number of slots. Draws nothing if
+    matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
-        print("matplotlib is not installed: the curve is in the result, not drawn")
+        print("matplotlib is not installed, so the curve is only in the result and not drawn")
         return
     matplotlib.use("Agg")
     from matplotlib.figure import Figure

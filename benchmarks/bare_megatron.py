@@ -1,6 +1,5 @@
-"""Megatron-Core driven by hand: its own layers, its own ``optimizer.step()``, nothing of this project but the CPU
-layer, where there is no GPU, and the samples. The reference for equal bits and for overhead.
-"""
+"""Trains with Megatron-Core by hand, as the reference for equal bits and for overhead. It uses Megatron's own layers
+and ``optimizer.step()``; only the samples and, without a GPU, the layer for CPUs come from this project."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -30,7 +29,8 @@ CPU = torch.device("cpu")
 
 
 class BareLoop:
-    """A hand-written Megatron loop over the same model, data and schedule; fp32 or bf16, TP = PP = 1."""
+    """Hand-written Megatron loop over the same model, data and schedule as this project's; fp32 or bf16, TP = PP =
+    1."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class BareLoop:
         self.forward_backward = get_forward_backward_func(1, None)
 
     def copy_weights(self, other: torch.nn.Module) -> None:
-        """Take the weights of ``other`` (a DDP-wrapped GPT model of the same shape)."""
+        """Copy the weights of ``other``, a DDP-wrapped GPT model of the same shape."""
         self.model.module.load_state_dict(other.module.state_dict())
         self.optimizer.reload_model_params()
 
     def run_iteration(self, iteration: int) -> tuple[float, float]:
-        """(mean loss, grad norm) of iteration ``iteration``, counted from 1."""
+        """Run iteration ``iteration``, counted from 1. Return (mean loss, gradient norm)."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.forward_backward(

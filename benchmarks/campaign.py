@@ -1,11 +1,12 @@
-"""Campaigns: many trials, resumable, counted only when their event is proven and their result was compared.
+"""Runs campaigns of many trials, which can be resumed. A trial counts only if its event is proven and its result was
+compared.
 
-An executor is a generator: it may start one job and inject many faults into it, and yields each trial's outcome as soon
-as it is known. Every outcome is on disk before the next trial starts, under a key made of the trial's parameters and
-the digest of the files that the campaign uses, so that a stopped campaign continues where it stopped, and a change of
-these files restarts it. Journals lie beside the results, to be committed with them. Every earlier outcome of the same
-source stays in the journal and is counted: a failure that a later attempt does not repeat is still shown. Outcomes of
-other sources are removed when a campaign starts.
+An executor is a generator that runs trials and yields the outcome of each as soon as it is known; it may inject many
+faults into one job. Every outcome is written to disk before the next trial starts. Its key contains the trial's
+parameters and the digest of the files that the campaign uses. So a stopped campaign continues where it stopped, and a
+change of these files restarts it. Journals are stored beside the results and are committed with them. Earlier outcomes
+of the same source stay in the journal and are counted, so that a failure is shown even if a later attempt passed.
+Outcomes of other sources are removed when a campaign starts.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ QUICK_JOURNAL_DIR = ROOT / ".cache" / "campaigns"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One trial: a campaign's name and the values of its factors."""
+    """Trial of a campaign: the campaign's name, and a value for each factor."""
 
     campaign: str
     parameters: Row
 
     def key(self, source: str) -> str:
-        """Name of this trial's outcome for one state of the source."""
+        """Return the key of this trial's outcome for one digest of the source."""
         text = json.dumps([self.campaign, self.parameters, source], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -44,40 +45,41 @@ class Outcome:
     proven: bool
     """Whether the run's own record shows that the event happened."""
     passed: bool
-    """Whether nothing was found wrong."""
+    """Whether no problem was found."""
     num_compared: int
-    """Values (losses, digests of states) that were compared with a reference. A trial without any never counts as
-    passed: nothing was found wrong because nothing was looked at."""
+    """Number of values (losses, digests of states) that were compared with a reference. A trial that compared none
+    never counts as passed."""
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Totals of a campaign by each trial's newest outcome, and what came before these."""
+    """Totals of a campaign by the newest outcome of each trial, and the number of earlier outcomes."""
 
     planned: int
     passed: int
-    """Proven, compared with a reference, and nothing wrong."""
+    """Trials that are proven and compared with a reference, without a problem."""
     failed: int
-    """Proven, and something wrong."""
+    """Trials that are proven and have a problem."""
     uncompared: int
-    """Proven, nothing wrong, and compared with nothing."""
+    """Trials that are proven and have no problem, but were not compared with anything."""
     unproven: int
     resumed: int
-    """Trials whose outcome is of an earlier call."""
+    """Trials whose outcome was already in the journal."""
     failed_before: int
-    """Outcomes that failed, or were compared with nothing, and whose trial was run again."""
+    """Earlier outcomes that failed or compared nothing, and whose trial was run again."""
     unproven_before: int
-    """Outcomes without proof whose trial was run again."""
+    """Earlier outcomes without proof, whose trial was run again."""
 
     @property
     def complete(self) -> bool:
-        """Whether every planned trial was proven, compared, and passed."""
+        """Return whether every planned trial was proven, was compared, and passed."""
         return self.passed == self.planned
 
     @property
     def again(self) -> str:
-        """The end of a figure: how many outcomes were replaced by later ones; empty where none was."""
+        """Return the end of the figure, which states how many outcomes were replaced by later ones; empty if none
+        was."""
         parts = [
             f"{count} {what}"
             for count, what in ((self.failed_before, "failed"), (self.unproven_before, "unproven"))
@@ -86,14 +88,14 @@ class Counts:
         return f"; trials run again: {', '.join(parts)} before" if parts else ""
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return the totals as one line for a log."""
         return (
             f"{self.planned} trials: {self.passed} passed, {self.failed} failed, {self.uncompared} compared with "
             f"nothing, {self.unproven} not proven ({self.resumed} from the journal){self.again}"
         )
 
     def to_counts(self) -> dict[str, int]:
-        """Count outcomes for a claim's result."""
+        """Return the totals as the counts of a claim's result."""
         counts = dataclasses.asdict(self)
         return {"trials": counts.pop("planned"), **counts}
 
@@ -102,10 +104,11 @@ Executor = Callable[[Sequence[Trial]], Iterator[tuple[Trial, Outcome]]]
 
 
 def execute_jobs(trials: Sequence[Trial], run: Callable[[int], Sequence[Outcome]]) -> Iterator[tuple[Trial, Outcome]]:
-    """Trials that name ``job`` and ``fault``: a job runs with all its faults, whichever of them are waiting.
+    """Run trials that have the factors ``job`` and ``fault``. A job runs with all its faults, even if only some of them
+    are missing.
 
     Args:
-        run: from the number of a job to an outcome for each of its faults.
+        run: Runs the job with this number, and returns an outcome for each of its faults.
     """
     by_job: dict[int, list[Trial]] = {}
     for trial in trials:
@@ -117,18 +120,18 @@ def execute_jobs(trials: Sequence[Trial], run: Callable[[int], Sequence[Outcome]
 
 
 class Journal:
-    """Outcomes of trials in an append-only JSONL file; a torn last line is dropped.
+    """Outcomes of trials in an append-only JSONL file. An incomplete last line is removed.
 
     Args:
-        source: digest of the source; outcomes of any other are removed from the file.
+        source: Digest of the source. Outcomes of other sources are removed from the file.
     """
 
     def __init__(self, path: Path, source: str) -> None:
         self.path, self._source = path, source
         self.outcomes: dict[str, Outcome] = {}
-        """Newest of each key."""
+        """Newest outcome of each key."""
         self.replaced: dict[str, list[Outcome]] = {}
-        """Earlier outcomes, oldest first."""
+        """Earlier outcomes of each key, oldest first."""
         if path.exists():
             self._load(path.read_bytes())
 
@@ -147,7 +150,7 @@ class Journal:
         self.outcomes[key] = outcome
 
     def append(self, key: str, trial: Trial, outcome: Outcome) -> None:
-        """Keep an outcome durably."""
+        """Append an outcome to the file and force it to disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         record = {"key": key, "source": self._source, "parameters": trial.parameters, **dataclasses.asdict(outcome)}
         with self.path.open("a", encoding="utf-8") as file:
@@ -168,15 +171,15 @@ def run_campaign(
     num_attempts: int = 2,
     report: Callable[[str], None] = print,
 ) -> tuple[Counts, list[tuple[Trial, Outcome]]]:
-    """Run every trial that the journal does not hold as proven and passed; return totals and outcomes.
+    """Run every trial that has no proven and passed outcome in the journal. Return totals and outcomes.
 
     Args:
-        script: the campaign's own file; the files that it uses are the source.
-        quick: whether its journal is kept out of the repository, under a name of its own.
-        journal_dir: where instead of the usual folder.
+        script: File of the campaign. The source is this file and the files that it uses.
+        quick: Whether the journal is stored outside the repository, under a different name.
+        journal_dir: Folder of the journal; None for the default.
 
-    A trial whose event did not happen is tried again, ``num_attempts`` times in all. Failed trials of an earlier call
-    run again; their failures stay in the totals (``Counts.failed_before``).
+    A trial whose event did not happen is run again, up to ``num_attempts`` times in total. Failed trials of an earlier
+    call run again; their failures stay in the totals (``Counts.failed_before``).
     """
     name = f"{name}-quick" if quick else name
     journal_dir = journal_dir or (QUICK_JOURNAL_DIR if quick else JOURNAL_DIR)

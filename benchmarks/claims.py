@@ -1,4 +1,4 @@
-"""``claims.yaml``: every figure the project states, and the results that hold it up."""
+"""Reads ``claims.yaml``, which contains every figure that the project states, and the results that prove them."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ MAX_SHORT_CHARACTERS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One figure: what is stated, the command that measures it, and the bound it must keep."""
+    """Claim of the project: its statement, the command that measures it, and the bound that it must keep."""
 
     id: str
     short: str
@@ -29,33 +29,32 @@ class Claim:
     statement: str
     command: str
     quick: str
-    """The command's variant of seconds; it stores nothing."""
+    """Variant of the command that takes seconds. It stores no result."""
     quick_is: str
-    """Test suite's use of the quick variant. In every run: ``fast`` (seconds) or ``slow``. Only in ``make
+    """Use of the quick variant by the test suite. In every run: ``fast`` (seconds) or ``slow``. Only in ``make
     test-all``: ``extended`` (another test checks the same in fewer jobs) or ``timed`` (judged by times, so it runs
-    alone). ``make bench QUICK=1`` runs all of them.
-    """
+    alone). ``make bench QUICK=1`` runs all quick variants."""
     threshold: str
-    """The same text the script reports, compared in full measurements."""
+    """Text of the bound. In a full measurement the script must report the same text."""
     hardware: tuple[str, ...]
-    """Hardware classes it may be measured on."""
+    """Hardware classes on which the claim may be measured."""
     timeout_seconds: float
     quick_tries: int = 1
-    """Number of attempts of its quick variant before tests call it failed: more than one only where it is judged
-    by times, which a busy machine lengthens and never shortens.
-    """
+    """Number of attempts of the quick variant before a test fails. More than one is allowed only if the variant is
+    judged by times, which a busy machine can only lengthen."""
     needs: str | None = None
-    """A file that it measures with and that is not of the repository, by its path from the repository's root."""
+    """File that the measurement needs and that the repository does not contain, as a path relative to the
+    repository."""
 
     needs_machine: str | None = None
-    """``module:function`` that says what this machine lacks for it, or None."""
+    """``module:function`` that returns what this machine lacks for the measurement, or None."""
 
     @property
     def missing(self) -> str | None:
-        """List its requirements that this machine lacks."""
+        """Return what this machine lacks for the measurement; None if nothing is missing."""
         path = None if self.needs is None else (ROOT / self.needs).resolve()
         if path is not None and not path.exists():
-            return f"there is no {path}"
+            return f"there is no file {path}"
         if self.needs_machine is None:
             return None
         module, _, function = self.needs_machine.partition(":")
@@ -63,7 +62,7 @@ class Claim:
         return None if lacking is None else str(lacking)
 
     def validate(self) -> None:
-        """Raise ConfigError for an entry that cannot be run or does not fit into a table."""
+        """Raise a ConfigError if the claim cannot be run or does not fit into a table."""
         if not 0 < len(self.short) <= MAX_SHORT_CHARACTERS:
             raise ConfigError.of(f"{self.id}.short", self.short, f"must have 1 to {MAX_SHORT_CHARACTERS} characters")
         for key, command in (("command", self.command), ("quick", self.quick)):
@@ -77,23 +76,23 @@ class Claim:
             raise ConfigError.of(f"{self.id}.hardware", [], "must name at least one hardware class")
 
     def argv(self, *, quick: bool, out: Path) -> list[str]:
-        """Command line, with this interpreter in place of ``python`` and ``--out`` appended."""
+        """Return the command line, with this interpreter in place of ``python`` and with ``--out``."""
         words = shlex.split(self.quick if quick else self.command)
         return [sys.executable, *words[1:], "--out", str(out)]
 
     @property
     def module(self) -> str:
-        """Python module that measures the claim."""
+        """Return the Python module that measures the claim."""
         return shlex.split(self.command)[2]
 
     @property
     def script(self) -> str:
-        """Path of the module's file from the repository's root."""
+        """Return the path of the module's file relative to the repository."""
         return f"{self.module.replace('.', '/')}.py"
 
 
 def load_claims(path: Path = CLAIMS_FILE) -> dict[str, Claim]:
-    """All claims by id, in the file's order. Raises ConfigError for a malformed file."""
+    """Return all claims by id, in the file's order. Raises ConfigError for a malformed file."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     claims: dict[str, Claim] = {}
     for entry in entries["claims"]:
@@ -116,7 +115,7 @@ def _claim(entry: dict[str, Any]) -> Claim:
 
 
 def newest_results(results_dir: Path = RESULTS_DIR) -> dict[tuple[str, str], dict[str, Any]]:
-    """The newest stored result of each (claim id, hardware class)."""
+    """Return the newest stored result of each (claim id, hardware class)."""
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for path in sorted(results_dir.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,12 @@
-"""Claim ``control-plane-scale``: a controller of 1,024 ranks detects the lost node, no other, and reports it soon.
+"""Claim ``control-plane-scale``: a controller of 1,024 ranks detects the lost node and no other, and orders the next
+membership soon.
 
-The real controller's process, and for each node an agent with the real protocol over a connection of its own
-(``light_agents``); there are no ranks, and nothing trains. Nodes die one after the other: the launcher reports it, as
-for a process that ends, the others report their progress, and the order for the next membership goes out. Measured is
-the time from the death to the moment at which the last agent has that order. Agents, launcher and controller share the
-machine. The job may continue with a single node, so that a healthy node that is lost would stay lost and be seen.
+The script runs a real controller process. Each node is an agent with the real protocol and its own connection
+(``light_agents``); there are no ranks, and nothing trains. Nodes die one after the other. The launcher reports each
+death, as it does for a process that ends; the other nodes report their progress, and the controller orders the next
+membership. The measured time is that from the death to the arrival of this order at the last agent. Agents, launcher
+and controller share the machine. The job may continue with a single node, so that a healthy node that is lost by
+mistake stays lost and is noticed.
 """
 
 import asyncio
@@ -40,18 +42,18 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     formed_seconds: float = 0.0
     steady_share: float = 0.0
-    """Share of one processor while nothing happens."""
+    """Share of one processor that the controller uses while nothing happens."""
     order_seconds: list[float] = field(default_factory=list)
-    """Time from each death to the order at the last agent."""
+    """Time from each death until the last agent has received the order."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """CPU time of the controller for each loss."""
+    """CPU time that the controller uses for each loss."""
     journal_bytes: list[int] = field(default_factory=list)
-    """Journal bytes for each loss."""
+    """Bytes that each loss adds to the journal."""
     num_retries: int = 0
 
 
 async def status_when(run_dir: Path, phase: str, seconds: float) -> Message:
-    """The job's status once it is in ``phase``, or the last one there was in time."""
+    """Return the job's status when it has reached ``phase``, or the last status before the time limit."""
     deadline = time.monotonic() + seconds
     while True:
         status = await asyncio.to_thread(ask_status, run_dir)
@@ -61,13 +63,13 @@ async def status_when(run_dir: Path, phase: str, seconds: float) -> Message:
 
 
 def ask_status(run_dir: Path) -> Message:
-    """Through a connection of its own."""
+    """Ask the controller for the job's status over a new connection."""
     with AdminClient(run_dir) as operator:
         return operator.status()
 
 
 async def lose_nodes(job: RealController, num_nodes: int, losses: Sequence[int]) -> Outcome:
-    """Form a job, lose one node after the other, and end it."""
+    """Form a job, lose one node after the other, and end the job."""
     outcome, fleet = Outcome(), Fleet(job.address, job.token)
     began = time.monotonic()
     for node in range(num_nodes):
@@ -84,7 +86,7 @@ async def lose_nodes(job: RealController, num_nodes: int, losses: Sequence[int])
         await asyncio.sleep(STEADY_SECONDS)
     status = await asyncio.to_thread(ask_status, job.run_dir)
     if status["members"] != sorted(fleet.agents):
-        outcome.problems.append(f"members are {status['members']}, the living nodes are {sorted(fleet.agents)}")
+        outcome.problems.append(f"the members are {status['members']}, but the living nodes are {sorted(fleet.agents)}")
     outcome.problems += [f"node {node} was refused: {why}" for node, why in fleet.refused.items()]
     outcome.problems += [f"the controller was replaced {job.num_replaced} times"] if job.num_replaced else []
     outcome.num_retries = sum(agent.retries for agent in fleet.agents.values())
@@ -94,7 +96,7 @@ async def lose_nodes(job: RealController, num_nodes: int, losses: Sequence[int])
 
 
 async def lose_node(job: RealController, fleet: Fleet, outcome: Outcome, node: int, generation: int) -> None:
-    """One node dies; the next membership has the number ``generation``."""
+    """Kill one node, and wait for the next membership, whose number is ``generation``."""
     journal, cpu = job.run_dir / "control" / "journal.jsonl", job.cpu_seconds
     num_bytes = journal.stat().st_size
     process_id = await fleet.kill(node)
@@ -102,7 +104,9 @@ async def lose_node(job: RealController, fleet: Fleet, outcome: Outcome, node: i
     job.link.post(NodeLost(node, time.time(), "its process was killed by SIGKILL", process_id))
     last = await fleet.last_arrival("reform", generation, LIMIT_SECONDS)
     if last is None:
-        outcome.problems.append(f"after the loss of node {node} some agents got no order in {LIMIT_SECONDS:g} s")
+        outcome.problems.append(
+            f"after the loss of node {node} some agents received no order within {LIMIT_SECONDS:g} s"
+        )
         return
     outcome.order_seconds.append(last - died)
     outcome.cpu_seconds.append(job.cpu_seconds - cpu)
@@ -110,7 +114,7 @@ async def lose_node(job: RealController, fleet: Fleet, outcome: Outcome, node: i
 
 
 def healthy_nodes_lost(run_dir: Path, losses: Sequence[int]) -> list[int]:
-    """Nodes that the controller's decisions name as lost and that were alive, and deaths that they do not name."""
+    """Return living nodes that the controller's decisions name as lost, and dead nodes that they do not name."""
     path = run_dir / "decisions.jsonl"
     decisions = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     named = [node for decision in decisions for node in decision.get("lost_nodes", ())]
@@ -118,7 +122,7 @@ def healthy_nodes_lost(run_dir: Path, losses: Sequence[int]) -> list[int]:
 
 
 def measure(num_nodes: int, num_losses: int) -> tuple[Outcome, list[int], Any]:
-    """Run one job: what was seen, healthy nodes that were lost, and how the job ended."""
+    """Run one job. Return the observations, the healthy nodes that were lost, and how the job ended."""
     losses = [(7 + 31 * number) % num_nodes for number in range(num_losses)]
     with tempfile.TemporaryDirectory(prefix="control-plane-") as folder:
         with real_controller(Path(folder), num_nodes, RANKS_PER_NODE) as job:
@@ -127,7 +131,7 @@ def measure(num_nodes: int, num_losses: int) -> tuple[Outcome, list[int], Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     num_nodes, num_losses = (QUICK_NODES, QUICK_LOSSES) if arguments.quick else (NUM_NODES, NUM_LOSSES)
     outcome, wrong, end = measure(num_nodes, num_losses)

@@ -1,4 +1,4 @@
-"""Covering arrays: few trials that still try every combination of any few factors.
+"""Builds covering arrays: few trials that contain every combination of values of any few factors.
 
 A full product of six factors with three values each has 729 rows; an array that covers all pairs has about 15.
 Greedy construction over the enumerated product (compare D. M. Cohen et al., "The AETG System", IEEE TSE 23(7),
@@ -20,10 +20,10 @@ MAX_PRODUCT = 200_000
 def covering_array(
     factors: Mapping[str, Sequence[Scalar]], *, strength: int = 2, allowed: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
-    """Rows that contain every combination of values of any ``strength`` factors that some allowed row contains.
+    """Return rows that contain every combination of values of any ``strength`` factors that occurs in an allowed row.
 
-    Deterministic: the first row of the product that covers most of what is still uncovered is taken next.
-    Raises ConfigError when ``strength`` exceeds the number of factors or the product is beyond ``MAX_PRODUCT``.
+    The result is deterministic: the next row is always the first row of the product that adds most new combinations.
+    Raises ConfigError if ``strength`` exceeds the number of factors or the product has more than ``MAX_PRODUCT`` rows.
     """
     if not 1 <= strength <= len(factors):
         raise ConfigError.of("strength", strength, f"must be between 1 and the number of factors, {len(factors)}")
@@ -40,20 +40,20 @@ def covering_array(
 
 
 def combinations_of(row: Row, strength: int) -> set[tuple[tuple[str, Scalar], ...]]:
-    """All combinations of ``strength`` (factor, value) pairs that a row contains."""
+    """Return all combinations of ``strength`` (factor, value) pairs that a row contains."""
     return set(itertools.combinations(row.items(), strength))
 
 
 def _allowed_rows(factors: Mapping[str, Sequence[Scalar]], allowed: Callable[[Row], bool]) -> list[Row]:
     size = int(np.prod([len(values) for values in factors.values()], dtype=np.int64))
     if not 0 < size <= MAX_PRODUCT:
-        raise ConfigError.of("factors", f"{size} rows", f"must span between 1 and {MAX_PRODUCT} rows")
+        raise ConfigError.of("factors", f"{size} rows", f"must have a product of 1 to {MAX_PRODUCT} rows")
     product = itertools.product(*factors.values())
     return [row for row in (dict(zip(factors, values, strict=True)) for values in product) if allowed(row)]
 
 
 def _tuples_of_rows(rows: list[Row], strength: int) -> np.ndarray:
-    """Number of every combination in every row: int64 ``[num_rows, num_combinations_per_row]``."""
+    """Return the number of every combination in every row: int64 ``[num_rows, num_combinations_per_row]``."""
     numbers: dict[tuple[tuple[str, Scalar], ...], int] = {}
     table = [
         [numbers.setdefault(c, len(numbers)) for c in itertools.combinations(row.items(), strength)] for row in rows

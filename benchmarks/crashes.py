@@ -1,8 +1,10 @@
-"""Every state a crash may leave on a disk: system calls recorded, then replayed in every legal way.
+"""Produces every state in which a crash may leave a disk: records system calls, then replays them in every way that
+POSIX allows.
 
-The disk is as weak as POSIX lets it be. Bytes written to a file last once it was synced; until then each page of them
-may be there, be zero, be stale, or the file end before it. Names last once their directory was synced; until then any
-of the changes to them may be missing, in any combination. A rename is one change.
+The disk is assumed to guarantee only what POSIX does. Bytes of a file are certain only after the file was synced;
+before that, each of its pages may be present, zero or stale, or the file may end before the page. Names are certain
+only after their directory was synced; before that, any combination of its changes may be missing. A rename is one
+change.
 """
 
 import copy
@@ -18,34 +20,34 @@ from unittest import mock
 
 PAGE_BYTES = 4096
 NUM_RANDOM_STATES = 6
-"""Random combinations of what is not synced, tried for each prefix."""
+"""Number of random combinations of unsynced changes that are tried for each prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One system call that changed the disk. Files and directories are numbers; 0 is the root."""
+    """System call that changed the disk. Files and directories have numbers; 0 is the root."""
 
     call: str
-    """``link``, ``unlink``, ``write``, ``sync``."""
+    """One of ``link``, ``unlink``, ``write`` and ``sync``."""
     node: int
-    """The directory whose names change, or the file written or synced."""
+    """Directory whose names change, or file that is written or synced."""
     names: tuple[tuple[str, int | None], ...] = ()
-    """Names set and removed (None), at once."""
+    """Names that are set or, with None, removed by this call."""
     is_directory: bool = False
-    """Whether what is linked is a directory."""
+    """Whether the linked node is a directory."""
     offset: int = 0
     data: bytes = b""
 
 
 @dataclass(slots=True)
 class Disk:
-    """Files and directories by number."""
+    """Files and directories of a disk, by number."""
 
     files: dict[int, bytearray] = field(default_factory=dict)
     directories: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
 
     def apply(self, change: Change) -> None:
-        """Make ``change``."""
+        """Make the change."""
         if change.call == "write":
             content = self.files.setdefault(change.node, bytearray())
             content.extend(bytes(max(0, change.offset + len(change.data) - len(content))))
@@ -61,7 +63,7 @@ class Disk:
                         self.directories.setdefault(target, {})
 
     def write_to(self, folder: Path, node: int = 0) -> None:
-        """Lay the disk out as real files below ``folder``."""
+        """Write the content of the disk as real files below ``folder``."""
         folder.mkdir(parents=True)
         for name, target in self.directories[node].items():
             if target in self.directories:
@@ -71,7 +73,7 @@ class Disk:
 
 
 class Recorder:
-    """Numbers what lies below ``root`` and records every call that changes it."""
+    """Gives each file below ``root`` a number, and records every call that changes one."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -109,7 +111,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is done inside."""
+        """Record the calls in the block."""
         names = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
         with mock.patch.multiple(os, **{name: self._wrap(name, getattr(os, name)) for name in names}):
             yield
@@ -123,7 +125,7 @@ class Recorder:
     def _on_open(self, call: Callable[..., Any], path: Any, flags: int, *args: Any, dir_fd: int | None = None) -> Any:
         descriptor = call(path, flags, *args, dir_fd=dir_fd)
         if flags & os.O_CREAT:
-            assert flags & os.O_EXCL, f"{path}: only new files are written"
+            assert flags & os.O_EXCL, f"{path}: cannot be recorded: only new files may be written"
             full = self._path(path, dir_fd)
             self._link(full, self._new(full))
         return descriptor
@@ -141,7 +143,7 @@ class Recorder:
 
     def _on_rename(self, call: Callable[..., Any], source: Any, target: Any) -> None:
         source, target = self._path(source), self._path(target)
-        assert source.parent == target.parent, f"{source}: renamed to another directory"
+        assert source.parent == target.parent, f"{source}: cannot be recorded: renamed to another directory"
         number = self._numbers[os.lstat(source).st_ino]
         call(source, target)
         names = ((source.name, None), (target.name, number))
@@ -164,9 +166,9 @@ class Recorder:
 
 
 def crash_states(before: Disk, changes: list[Change], seed: int) -> Iterator[tuple[str, Callable[[], Disk]]]:
-    """Every prefix of ``changes`` with what is not synced lost in many ways.
+    """Yield every state in which a crash during ``changes`` may leave the disk.
 
-    Yields (what was done, makes the disk as it is then; to be called before the next one is asked for).
+    Yields (description, function that returns the disk). Call the function before the next iteration.
     """
     generator = random.Random(seed)
     durable = copy.deepcopy(before)
@@ -209,7 +211,7 @@ def _selections(pending: list[Change], generator: random.Random) -> Iterator[tup
 
 
 def _torn(change: Change, generator: random.Random) -> Iterator[tuple[str, Change]]:
-    """A write of which one page is missing, zero or what lay on the disk before."""
+    """Yield variants of a write in which one page is missing, zero or stale."""
     data = change.data
     page = generator.randrange(-(-len(data) // PAGE_BYTES)) * PAGE_BYTES
     yield "cut at a page", _with_data(change, data[:page])
@@ -223,7 +225,8 @@ def _with_data(change: Change, data: bytes) -> Change:
 
 
 def torn_files(content: bytes, other: bytes) -> Mapping[str, bytes]:
-    """A file cut at each page boundary, one byte before and after it, and with each page zero, stale or doubled."""
+    """Return damaged variants of a file: cut at or beside each page boundary, or with one page zero, stale or
+    doubled."""
     damaged = {}
     for start in range(0, len(content) + PAGE_BYTES, PAGE_BYTES):
         for length in (start - 1, start, start + 1):

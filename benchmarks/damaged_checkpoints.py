@@ -1,7 +1,7 @@
-"""Claim ``damaged-checkpoints``: no damage of a window or a dense checkpoint passes for a sound one.
+"""Claim ``damaged-checkpoints``: a damaged window or dense checkpoint is never loaded as if it were intact.
 
-Torn by a crash, flipped by a device, made by an attacker, or cut by a full disk: a load gives the newest sound one or
-the one before it, whole, and says which file it passed over.
+Files are torn by a crash, flipped by a device, made by an attacker, or cut by a full disk. A load must return the
+newest intact sample, or the one before it, completely, and must name the file that it skipped.
 """
 
 import errno
@@ -37,35 +37,35 @@ THRESHOLD = (
 NUM_FLIPS, QUICK_NUM_FLIPS = 5000, 200
 MIN_HOSTILE = 500
 MAX_GROWTH_BYTES = 64 << 20
-"""Memory the process may gain while it reads hostile files."""
+"""Limit of the memory that the process may gain while it reads hostile files."""
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 _KEY = re.compile(rb'"(\w+)": ?')
 
 
 @dataclass(slots=True)
 class Tally:
-    """Outcomes so far, and everything that breaks the claim."""
+    """Outcomes so far, and everything that violates the claim."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     def damaged(self, family: str, what: str, loaded: Loaded, victim: Path) -> None:
-        """Count a load after ``victim``, of the newest sample, was damaged."""
+        """Count a load after the file ``victim`` of the newest sample was damaged."""
         outcome = judge(loaded, victim)
         self.outcomes[f"{family}_{outcome}"] += 1
         if outcome not in ("detected", "harmless"):
             self.problems.append(f"{what}: {outcome}: {loaded}")
 
     def expect(self, family: str, what: str, holds: bool, text: object) -> None:
-        """Count a case that must hold."""
+        """Count a case in which ``holds`` must be true."""
         self.outcomes[f"{family}_{'kept' if holds else 'broken'}"] += 1
         if not holds:
             self.problems.append(f"{what}: {text}")
 
 
 def judge(loaded: Loaded, victim: Path) -> str:
-    """Judge a case: ``detected``, ``harmless`` (every byte equal), ``silent``, ``unnamed`` or ``lost`` (the previous
-    one, too)."""
+    """Classify a case: ``detected``, ``harmless`` (every byte is equal), ``silent``, ``unnamed``, or ``lost`` (the
+    previous sample was not loaded either)."""
     if not loaded.is_equal:
         return "silent"
     if loaded.iteration == NEW:
@@ -76,7 +76,7 @@ def judge(loaded: Loaded, victim: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Damage both kinds of files in every way."""
+    """Damage both kinds of files in every way, and judge the loads."""
     arguments = parse_arguments(__doc__, argv)
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="damaged-") as name, _inside(Path(name)) as root:
@@ -119,7 +119,8 @@ def _finish(out: Path | None, tally: Tally, growth_bytes: int) -> int:
 
 
 def crash(kind: Kind, root: Path, tally: Tally, stride: int = 1) -> None:
-    """R4: every prefix of the calls of the first save, the next, one over a damaged one, and a deletion."""
+    """Test crashes (R4): every prefix of the calls of the first save, the next save, a save over a damaged sample, and
+    a deletion."""
     live = root / "live"
     live.mkdir(parents=True)
     store = live / "store"
@@ -152,7 +153,8 @@ def _overwrite(path: Path) -> None:
 
 
 def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
-    """Load, and return the result and whether the pointer to the newest leads nowhere."""
+    """Load a sample. Return the result, and whether the pointer to the newest sample is damaged or names something
+    incomplete."""
     disk.write_to(folder)
     try:
         return kind.load(folder / "store"), kind.pointer_leads_nowhere(folder / "store")
@@ -161,7 +163,8 @@ def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
 
 
 def tear(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
-    """R4: the newest sample with one file cut, with a page zero, stale or doubled, or gone."""
+    """Test torn files (R4): one file of the newest sample is cut, is missing, or has a page that is zero, stale or
+    doubled."""
     kind.save(store, OLD)
     kind.save(store, NEW)
     for path, old in zip(kind.files(store, NEW), kind.files(store, OLD), strict=True):
@@ -173,7 +176,7 @@ def tear(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
 
 
 def flip(kind: Kind, store: Path, tally: Tally, num_flips: int) -> None:
-    """R5: one bit at a time, equally many in every class of bytes."""
+    """Test bit flips (R5): flip one bit at a time, equally often in every class of bytes."""
     kind.save(store, OLD)
     kind.save(store, NEW)
     places = {path: classes(path) for path in kind.files(store, NEW)}
@@ -191,7 +194,7 @@ def flip(kind: Kind, store: Path, tally: Tally, num_flips: int) -> None:
 
 
 def classes(path: Path) -> dict[str, list[int]]:
-    """Positions of a file's bytes by what they are."""
+    """Return the positions of a file's bytes by the class of the byte."""
     content = path.read_bytes()
     if path.suffix == ".window":
         return _window_classes(path, content)
@@ -217,7 +220,7 @@ def _window_classes(path: Path, content: bytes) -> dict[str, list[int]]:
 
 
 def _fields(manifest: bytes, offset: int) -> dict[str, list[int]]:
-    """Bytes of a manifest by the key they follow, the key included."""
+    """Return the bytes of a manifest by the key before them, including the key."""
     matches = list(_KEY.finditer(manifest))
     ends = [match.start() for match in matches[1:]] + [len(manifest)]
     named: dict[str, list[int]] = {"begin": list(range(offset, offset + matches[0].start()))}
@@ -227,7 +230,8 @@ def _fields(manifest: bytes, offset: int) -> dict[str, list[int]]:
 
 
 def fail(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
-    """R10: each call of a save fails with each error, writes also after half of their bytes; then it is repeated.
+    """Test failed writes (R10): each call of a save fails with each error, writes also after half of their bytes. Then
+    the save is repeated.
 
     The error must name the file or directory that failed.
     """
@@ -254,7 +258,7 @@ _CALLS: Mapping[str, tuple[Any, str]] = {"write": (files, "_write"), "fsync": (o
 
 
 def _faults(kind: Kind, store: Path) -> Iterator[tuple[str, int, int, bool]]:
-    """(call, its index, error, whether half is written before) of everything that can fail in a save."""
+    """Yield (call, its index, error, whether half is written before) of everything that can fail in a save."""
     for name, (owner, attribute) in _CALLS.items():
         trial = store.with_name(f"{store.name}-count")
         shutil.copytree(store, trial)
@@ -288,7 +292,7 @@ def _save_with_fault(kind: Kind, store: Path, name: str, index: int, code: int, 
 
 
 def _be_hostile(root: Path, tally: Tally) -> int:
-    """R9: every hostile file; returns the bytes of memory the process gained."""
+    """Test hostile files (R9). Return the bytes of memory that the process gained."""
     cases = {"window": hostile_windows(), "dense": hostile_checkpoints()}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for kind in KINDS:
@@ -301,7 +305,7 @@ def _be_hostile(root: Path, tally: Tally) -> int:
 
 
 def meet(kind: Kind, store: Path, case: Hostile, tally: Tally) -> None:
-    """Load with one hostile file in place: it must be refused by name, run nothing and touch nothing."""
+    """Load with one hostile file in place. The load must refuse the file by name, run no code and change no file."""
     trial = store.with_name(f"{store.name}-trial")
     shutil.copytree(store, trial, symlinks=True)
     victim = case.put(trial)
@@ -317,7 +321,7 @@ def meet(kind: Kind, store: Path, case: Hostile, tally: Tally) -> None:
 
 @contextmanager
 def _replaced(path: Path, content: bytes | None) -> Iterator[None]:
-    """``path`` with another content, or without its file (None), inside."""
+    """Replace the content of ``path`` in the block, or remove the file if ``content`` is None."""
     before = path.read_bytes()
     if content is None:
         path.unlink()
@@ -331,7 +335,7 @@ def _replaced(path: Path, content: bytes | None) -> Iterator[None]:
 
 @contextmanager
 def _inside(folder: Path) -> Iterator[Path]:
-    """Work in a folder, where code hidden in a file would leave its marker."""
+    """Work in a folder, in which code hidden in a file would create its marker."""
     before = Path.cwd()
     os.chdir(folder)
     try:

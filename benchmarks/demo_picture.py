@@ -1,9 +1,9 @@
-"""The README's demo in a terminal, drawn as ``docs/images/survive-a-kill.svg``.
+"""Draws the README's demo in a terminal as ``docs/images/survive-a-kill.svg``.
 
-    python -m benchmarks.demo_picture
+python -m benchmarks.demo_picture
 
-Two windows of a terminal (tmux, 100 columns): one runs the demo, the other kills a process that the first one names,
-with ``kill -9``. Both are drawn once the lost node has joined again. A lost or repeated iteration is an error.
+A terminal (tmux, 100 columns) has two windows. One runs the demo; the other kills a process named in the first window
+with ``kill -9``. Both windows are drawn after the lost node has joined again. A lost or repeated iteration is an error.
 """
 
 import argparse
@@ -68,11 +68,11 @@ line-height: {line_height}px; }}
 {matrix}
 </g></g></svg>
 """
-"""``Console.export_svg``'s own, without a window's frame and without a font from the network."""
+"""SVG template of ``Console.export_svg`` without a window frame, and without a font from the network."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo and draw it. Returns the exit code."""
+    """Run the demo and draw it. Return the exit code."""
     parser = argparse.ArgumentParser(prog="demo_picture", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=PICTURE, help="file that the picture is written to")
     options = parser.parse_args(argv)
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def play(folder: Path) -> str:
-    """Run the demo in a terminal. Returns both windows' text, with its colours.
+    """Run the demo in a terminal. Return the text of both windows, with colours.
 
     Args:
-        folder: empty; gets the terminal's socket and the exit code.
+        folder: Empty folder, in which the terminal's socket and the exit code are written.
 
     Raises:
         RuntimeError: the job failed, or an iteration was lost or repeated.
@@ -105,7 +105,7 @@ def play(folder: Path) -> str:
             lambda: _iteration(metrics) >= KILL_AT_ITERATION, lambda: not ended.exists(), "the iteration to kill at"
         )
         tmux("new-window", "-d", "-n", "kill", "-c", str(ROOT), *_SHELL)
-        # What is typed before the shell has read its terminal is echoed without a prompt.
+        # Text that is typed before the shell reads its terminal appears without a prompt.
         wait_for(
             lambda: tmux("capture-pane", "-p", "-t", "kill").startswith("$"), lambda: not ended.exists(), "a prompt"
         )
@@ -129,7 +129,7 @@ def play(folder: Path) -> str:
 
 
 def _without_the_recording(screen: str) -> str:
-    """The screen without what only the recording added to the command."""
+    """Return the screen without the parts of the command that only the recording needs."""
     return re.sub(r"; echo \$\? > \S+", "", screen, count=1)
 
 
@@ -138,7 +138,7 @@ def _iteration(metrics: Path) -> int:
 
 
 def _named_processes(tmux: "Tmux") -> list[int] | None:
-    """Process ids by rank, as the terminal shows them."""
+    """Return the process ids by rank that the terminal shows; None if it does not show them yet."""
     found = re.search(r"process ids by rank: ([\d ]+\d)", tmux("capture-pane", "-p", "-t", "job"))
     return None if found is None else [int(number) for number in found.group(1).split()]
 
@@ -148,7 +148,7 @@ _SHELL = ("env", "PS1=$ ", "bash", "--norc", "--noprofile")
 
 @contextlib.contextmanager
 def terminal(folder: Path, name: str) -> "Iterator[Tmux]":
-    """Open a terminal with a shell in the repository; close it afterwards."""
+    """Open a terminal with a shell in the repository, and close it after the block."""
     tmux = Tmux(folder / "tmux")
     tmux("new-session", "-d", "-s", "demo", "-n", name, "-x", str(COLUMNS), "-y", str(ROWS), "-c", str(ROOT), *_SHELL)
     try:
@@ -158,7 +158,7 @@ def terminal(folder: Path, name: str) -> "Iterator[Tmux]":
 
 
 class Tmux:
-    """A tmux server of its own, so that no other session is touched."""
+    """Separate tmux server, so that no other session is affected."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -167,7 +167,7 @@ class Tmux:
         """Run a tmux command and return its output.
 
         Raises:
-            subprocess.CalledProcessError: it was refused.
+            subprocess.CalledProcessError: tmux refused the command.
         """
         command = ["tmux", "-S", str(self._socket), "-f", os.devnull, *words]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -176,7 +176,7 @@ class Tmux:
 
 
 def draw(screen: str) -> str:
-    """A terminal's text as SVG."""
+    """Draw the text of a terminal as SVG."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text.from_ansi(screen), soft_wrap=True)

@@ -1,9 +1,9 @@
-"""Claim ``dispatch-throughput``: with replicas where the load is, the slowest rank of a mixture layer does less.
+"""Claim ``dispatch-throughput``: with more replicas for busy experts, the slowest rank of an MoE layer does less work.
 
-One layer, forward and backward, on real gloo ranks of one process group: Megatron's ``MoELayer`` with its all-to-all
-dispatcher and ``ReplicaMixtureLayer`` in turn, over the same tokens, weights and routing. The critical path is the
-slowest rank's CPU time, so it holds on machines with fewer cores than ranks; wall time says something only where
-every rank has a core.
+One layer runs forward and backward on real gloo ranks of one process group. Megatron's ``MoELayer`` with its all-to-all
+dispatcher and ``ReplicaMixtureLayer`` take turns, with the same tokens, weights and routing. The critical path is the
+CPU time of the slowest rank, so that the figure holds on machines with fewer cores than ranks. Wall time is meaningful
+only if every rank has a core.
 """
 
 import statistics
@@ -31,27 +31,29 @@ LAYERS = (MEGATRON, "cpp", "reference")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A layer on some ranks; the first two experts have ``ratio`` times the tokens of any other."""
+    """Layer on some ranks. Each of the first two experts has ``ratio`` times the tokens of any other expert."""
 
     num_ranks: int
     num_experts: int
     ratio: int
     num_copies: int = 2
-    """Slots for each expert, and its least number of copies; with 1 both layers have the same experts everywhere."""
+    """Number of slots per expert, which is also the minimum number of copies. With 1, both layers have the same experts
+    on each rank."""
 
     @property
     def name(self) -> str:
-        """Name in tables."""
+        """Return the name that tables show."""
         return f"{self.num_ranks} ranks, {self.ratio}:1" + (", one copy" if self.num_copies == 1 else "")
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """Relative load of each expert."""
+        """Return the relative load of each expert."""
         return (float(self.ratio),) * 2 + (1.0,) * (self.num_experts - 2)
 
     @property
     def bound(self) -> float:
-        """Busiest rank over mean rank with contiguous experts: what perfect balance can gain."""
+        """Return the load of the busiest rank over the mean if experts are placed contiguously. It is the most that
+        perfect balance can gain."""
         share = self.num_experts // self.num_ranks
         ranks = [sum(self.loads[rank * share : (rank + 1) * share]) for rank in range(self.num_ranks)]
         return max(ranks) * self.num_ranks / sum(ranks)
@@ -63,7 +65,7 @@ TWO = tuple(Case(num_ranks=2, num_experts=4, ratio=ratio) for ratio in (1, 8))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every case and judge."""
+    """Measure and judge every case."""
     arguments = parse_arguments(__doc__, argv)
     cases = (PLAIN, FOUR[0], FOUR[2], TWO[1]) if arguments.quick else (PLAIN, *FOUR, *TWO)
     pairs = QUICK_PAIRS if arguments.quick else PAIRS
@@ -118,7 +120,7 @@ def _measure_case(case: Case, pairs: int) -> Callable[[JobConfig, Rank], dict[st
 
 
 class _Bench:
-    """One rank of one case: all layers over the same tokens."""
+    """Rank of a case, which runs all layers on the same tokens."""
 
     def __init__(self, config: JobConfig, case: Case, rank: Rank) -> None:
         from benchmarks.mixtures import Mixtures
@@ -131,7 +133,7 @@ class _Bench:
         )
 
     def measure(self, pairs: int) -> dict[str, Any]:
-        """CPU and wall seconds of every call, by layer; what each computed and sent."""
+        """Return CPU and wall seconds of every call by layer, the layers' results and the bytes that each sent."""
         first = {name: self._timed(name) for name in LAYERS}
         checked = self.mixtures.compare()
         rows: dict[str, list[tuple[float, float]]] = {name: [] for name in LAYERS}
@@ -153,7 +155,7 @@ class _Bench:
         return self._seconds(lambda: self.mixtures.run(name))
 
     def _seconds(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """(CPU seconds of this process, wall seconds), all ranks beginning together."""
+        """Return (CPU seconds of this process, wall seconds) of a call that all ranks begin together."""
         import torch.distributed as dist
 
         dist.barrier(group=self.group)
@@ -162,7 +164,7 @@ class _Bench:
         return time.process_time() - cpu, time.perf_counter() - began
 
     def _schedule_seconds(self, name: str) -> float:
-        """Time of schedule and plan in one call."""
+        """Return the time of schedule and plan in one call."""
         with _stopwatch(self.mixtures.backends[name], ("schedule", "plan")) as spent:
             for _ in range(5):
                 self.mixtures.run(name)
@@ -171,7 +173,7 @@ class _Bench:
 
 @contextmanager
 def _stopwatch(backend: Any, methods: Sequence[str]) -> Iterator[list[float]]:
-    """CPU seconds of this thread inside some methods of ``backend``."""
+    """Yield a list to which the block adds the CPU seconds that this thread spends in some methods of ``backend``."""
     spent = [0.0]
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +195,8 @@ def _stopwatch(backend: Any, methods: Sequence[str]) -> Iterator[list[float]]:
 
 
 def _summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per layer: the critical path against Megatron's, pair by pair; what was sent; the schedule's share."""
+    """Return for each layer its critical path relative to Megatron's, pair by pair, the bytes sent, and the share of
+    the schedule."""
     paths = {name: _slowest(ranks, name, 0) for name in LAYERS}
     walls = {name: _slowest(ranks, name, 1) for name in LAYERS}
     summary: dict[str, Any] = {"bound": case.bound, "predicted_imbalance": ranks[0]["imbalance"]}

@@ -1,17 +1,19 @@
 """Claim ``elastic-bitwise``: a job that loses nodes and gets them back continues in its processes with unchanged bits.
 
-Three kinds of jobs of eight nodes. In most, one node after another is killed, each in a drawn phase, starts again and
-joins at a boundary, before the next one dies: many faults in one job. In some, four nodes die one by one and none comes
-back. In some, two or three die at once: then replicas recover exactly if the placement in force has a copy of every
-expert left, else the newest checkpoint is loaded. A node is killed whole, agent, snapshot server and rank at one
-instant, from outside; in every third of the jobs whose nodes come back, ranks alone kill themselves.
+Jobs of eight nodes are of three kinds. In most, nodes are killed one after the other, each in a random phase; each
+starts again and joins between two iterations before the next one dies. In some, four nodes die one by one and do not
+come back. In others, two or three nodes die at the same time; then the strategy ``replicas`` must recover if the
+placement still has a copy of every expert, and the newest checkpoint must be loaded otherwise. Whole nodes are killed
+from outside: agent, snapshot server and rank at one instant. In every third job whose nodes come back, only ranks kill
+themselves.
 
-The history of memberships that a run has recorded is given to a run in which nodes leave and join by schedule instead:
-losses and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors
-finish is digested by them only: its state is compared from the next iteration on.) A job that loaded a checkpoint is
-compared with a run on the remaining nodes which loads this checkpoint. A trial is a fault; it counts when the victim
-recorded it before it happened, a whole node when the kill from outside is recorded too, and the job then continued
-without that node. ``atol=0``. Losses are also compared with those of an undisturbed run.
+The recorded history of memberships is repeated in a reference run, in which nodes leave and join by schedule. Losses
+and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors finish
+is digested only by them, so its state is compared from the next iteration on.) A job that loaded a checkpoint is
+compared with a run on the remaining nodes that loads this checkpoint. A trial is a fault. It counts only if the victim
+recorded the fault before it happened (for a whole node, if the kill from outside is recorded too), and if the job
+continued without the node. Values are compared with ``atol=0``. Losses are also compared with those of an undisturbed
+run.
 """
 
 import random
@@ -38,17 +40,19 @@ NUM_REJOINING, NUM_CYCLES = 14, 8
 NUM_HALVING, NUM_LOST = 3, 4
 NUM_AT_ONCE = 8
 RANKS_ALONE = 3
-"""Period of the jobs, among those whose nodes come back, in which only ranks are killed."""
+"""Period, among the jobs whose nodes come back, of the jobs in which only ranks are killed."""
 MIN_TRIALS = 120
 TOLERANCE = 1.0e-3
-"""Relative, of a loss, against the run that nothing happened to."""
+"""Relative tolerance of a loss compared with the undisturbed run."""
 COMPARED_ITERATIONS = 40
-"""Rounding is amplified by training; the tolerance is for so many iterations."""
+"""Number of iterations for which the tolerance is valid. Training amplifies rounding differences in later
+iterations."""
 SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
 PHASES = (*ITERATION_PHASES, "migrate", "migrate_build")
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_build": 2}
-"""Passes of phases that not every iteration has; 12 of the others."""
+"""Maximum number of passes through a phase before a fault, for phases that do not occur in every iteration; 12 for
+other phases."""
 _SNAPSHOTS = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
@@ -67,28 +71,29 @@ VARIANTS: tuple[Sequence[str], ...] = (
         *_REBALANCING,
     ),
 )
-"""Differences between jobs besides the faults."""
+"""Variants of the jobs, apart from their faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job and its faults, in order."""
+    """Job and its faults, in order."""
 
     kind: str
     number: int
     overrides: Sequence[str]
     faults: Sequence[Row]
     kills_nodes: bool = True
-    """Whole nodes, from outside, where their ranks have stopped themselves; else ranks kill themselves."""
+    """Whether whole nodes are killed from outside after their ranks have stopped themselves. If not, ranks kill
+    themselves."""
 
     @property
     def overrides_and_faults(self) -> list[str]:
-        """Overrides with the faults armed."""
+        """Return the overrides of the job, including its failpoints."""
         action = "stop" if self.kills_nodes else "kill"
         return [*self.overrides, failpoints([{**fault, "action": action} for fault in self.faults])]
 
     def killer(self, run_dir: Path) -> Callable[[Sequence[Any]], bool]:
-        """Brings in what comes from outside; says when the job may end."""
+        """Return a function that injects the kills from outside, and returns whether the job may end."""
         if not self.kills_nodes:
             return self.has_ended
         num_faults = len(self.faults)
@@ -97,11 +102,11 @@ class Job:
 
     @property
     def is_rejoining(self) -> bool:
-        """Whether its nodes come back."""
+        """Return whether lost nodes come back."""
         return self.kind == "rejoin"
 
     def has_ended(self, events: Sequence[Any]) -> bool:
-        """Whether all faults have come and gone, and some iterations after them."""
+        """Return whether all faults have happened and ended, and some iterations have followed."""
         changes = [event for event in events if event["kind"] == "membership_changed"]
         restarts = [event for event in events if event["kind"] == "ranks_restarted"]
         expected = {"rejoin": 2 * len(self.faults), "halving": len(self.faults), "at_once": 1}[self.kind]
@@ -113,7 +118,7 @@ class Job:
 
 
 def jobs_of(*, quick: bool) -> list[Job]:
-    """All jobs of the campaign."""
+    """Return all jobs of the campaign."""
     counts = {"rejoin": 1, "halving": 0, "at_once": 1} if quick else {}
     numbers = {"rejoin": NUM_REJOINING, "halving": NUM_HALVING, "at_once": NUM_AT_ONCE, **counts}
     makers = {"rejoin": _rejoining, "halving": _halving, "at_once": _at_once}
@@ -151,7 +156,8 @@ def _halving(number: int, _quick: bool) -> Job:
 
 
 def _at_once(number: int, _quick: bool) -> Job:
-    """Two or three nodes in the same phase of the same iteration, with two copies of most experts."""
+    """Make a job in which two or three nodes die in the same phase of the same iteration. Most experts have two
+    copies."""
     rng = random.Random(f"{SEED} at once {number}")
     nodes, iteration = rng.sample(range(NUM_NODES), 2 + number % 2), rng.randint(5, 9)
     faults: list[Row] = [
@@ -159,25 +165,25 @@ def _at_once(number: int, _quick: bool) -> Job:
         for index, node in enumerate(sorted(nodes))
     ]
     words = [f"recovery.min_nodes={NUM_NODES - 4}", "recovery.max_restarts=1", "placement.num_slots_per_rank=2"]
-    words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # what serves is loaded again
+    words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # the reference loads one too
     return Job("at_once", number, words, faults)
 
 
 @dataclass(slots=True)
 class Campaign:
-    """Executes trials: the faults of a job share it."""
+    """Executes trials. The faults of a job share one run of the job."""
 
     bench: Bench
     jobs: Sequence[Job]
     undisturbed: dict[int, Recorded]
-    """Undisturbed runs by variant."""
+    """Undisturbed runs, by variant."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """The campaign's executor."""
+        """Execute trials and yield their outcomes."""
         return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
 
     def run(self, job: Job) -> list[Outcome]:
-        """The job with faults, then what it is compared with; an outcome for each fault."""
+        """Run the job with its faults, then its reference. Return an outcome for each fault."""
         is_at_once = job.kind == "at_once"
         killer = job.killer(self.bench.next_run_dir)
         words = [word for word in job.overrides if not word.startswith((*ABOUT_NODES, "checkpoint."))]
@@ -200,7 +206,7 @@ class Campaign:
         return [_outcome(job, fault, killed, reference, common, distance) for fault in job.faults]
 
     def _against_resumed(self, job: Job, killed: Recorded, served: Any, words: Sequence[str], run_dir: Path) -> Outcome:
-        """A job that a checkpoint served, against one on the nodes that were left which loads this checkpoint."""
+        """Compare a job that loaded a checkpoint with a run on the remaining nodes that loads the same checkpoint."""
         loaded, last = served["iteration"], killed.last_iteration
         problems, num_compared = list(killed.problems), 0
         if served["strategy"] == "checkpoint" and last > loaded + 1:
@@ -237,7 +243,7 @@ def _outcome(
     change_number = 2 * number if job.is_rejoining else number
     hit = killed.hits[number] if number < len(killed.hits) else None
     is_it = hit is not None and (hit["node"], hit["phase"]) == (fault["node"], fault["phase"])
-    unproven, problems = [] if is_it else ["the victim wrote no fault down"], list(common)
+    unproven, problems = [] if is_it else ["the victim did not record the fault"], list(common)
     if job.kills_nodes:
         unproven += _why_not_killed(killed, number, [fault["node"]])
     at, target, num_compared = None, None, 0
@@ -265,10 +271,10 @@ def _outcome(
 
 
 def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) -> list[str]:
-    """List what the record of kills from outside lacks: these nodes at one instant, of each its own process and its
-    rank."""
+    """Return what is missing in the record of kills from outside: that these nodes were hit at one instant, each with
+    its own processes and its rank."""
     if kill_number >= len(killed.kills):
-        return [f"no kill of nodes {list(nodes)} from outside is written down"]
+        return [f"no kill of nodes {list(nodes)} from outside is recorded"]
     kill = killed.kills[kill_number]
     wanted = {name for node in nodes for name in (f"node-{node:03d}.log", f"rank-{node:05d}.log")}
     missing = sorted(wanted - set(kill["processes"]))
@@ -276,10 +282,10 @@ def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) ->
 
 
 def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compared: int) -> Outcome:
-    """Check that the strategy used is the one that the placement in force requires.
+    """Check that the strategy used is the one that the current placement requires.
 
     Args:
-        wrong: errors of the job, and its differences from its reference.
+        wrong: Errors of the job, and differences from its reference.
     """
     nodes = sorted(int(str(fault["node"])) for fault in job.faults)
     hit = sorted(found["node"] for found in killed.hits)
@@ -288,12 +294,12 @@ def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compare
     strategy = killed.recoveries[0]["strategy"] if killed.recoveries else "none"
     if not killed.placements:
         problems.append("no placement was written")
-    else:  # these jobs make no other placement before the fault
+    else:  # these jobs have only one placement before the fault
         plan = PlacementPlan.from_json(killed.placements[min(killed.placements)]["stages"][0])
         expected = "checkpoint" if lost_experts(plan, survivors) else "replicas"
         if strategy != expected:
-            problems.append(f"{strategy} recovered, where the placement requires {expected}")
-    unproven = [] if hit == nodes else [f"nodes {hit} wrote a fault down, not {nodes}"]
+            problems.append(f"the strategy {strategy} recovered, but the placement requires {expected}")
+    unproven = [] if hit == nodes else [f"nodes {hit} recorded a fault, but {nodes} were due"]
     unproven += _why_not_killed(killed, 0, nodes)
     details = {
         "unproven": unproven,
@@ -308,7 +314,7 @@ def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and judge it."""
+    """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv)
     jobs = jobs_of(quick=arguments.quick)
     trials: list[Row] = [{"job": number, **fault} for number, job in enumerate(jobs) for fault in job.faults]

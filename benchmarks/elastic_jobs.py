@@ -1,4 +1,5 @@
-"""Jobs that lose nodes and get them back, what they write down, and the scripted jobs that they are compared with."""
+"""Runs jobs that lose nodes and get them back, reads their records, and runs the scripted jobs with which they are
+compared."""
 
 import contextlib
 import json
@@ -19,9 +20,9 @@ from megatron_ft.testing.jobs import REPOSITORY, JobResult, start, wait
 
 NUM_NODES = 8
 MOST_ITERATIONS = 600
-"""Jobs are stopped when their faults have come and gone; this is the length that learning rates are laid out for."""
+"""Number of iterations for which learning rates are planned. Jobs are stopped earlier, when their faults are over."""
 HUNG = -1
-"""Exit code of a job that was ended because it took too long: a failure like any other."""
+"""Exit code of a job that was killed because it took too long. It counts as a failure."""
 _BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
@@ -40,7 +41,7 @@ _BASE = (
 )
 
 ABOUT_NODES = ("launch.", "nodes.", "recovery.", "topology.", "limits.", "control.", "testing.")
-"""Prefixes of keys about nodes and faults, which a reference run without faults has of its own."""
+"""Prefixes of keys about nodes and faults. A reference run without faults has its own values of these keys."""
 
 Event = Mapping[str, Any]
 
@@ -53,29 +54,29 @@ class Recorded:
     losses: Mapping[int, float]
     digests: Mapping[int, Sequence[str]]
     changes: Sequence[Event]
-    """Its changes of membership, in order."""
+    """Changes of membership, in order."""
     orders: Sequence[Event]
-    """The controller's, in order."""
+    """Orders of the controller, in order."""
     recoveries: Sequence[Event]
-    """Recovery of each membership."""
+    """Recovery event of each membership."""
     hits: Sequence[Event]
-    """Faults that ranks wrote down before they happened."""
+    """Faults that ranks recorded before they happened."""
     kills: Sequence[Event]
-    """Kills from outside, as they were written down before they happened."""
+    """Kills from outside, as recorded before they happened."""
     placements: Mapping[int, Any]
-    """First iteration to the placement that was in force from it on, as it is on disk."""
+    """Placements as stored on disk, by the first iteration that used each."""
     problems: list[str]
 
     @classmethod
     def of(
         cls, run: JobResult, *, restarts: bool = False, first: int = 1, expected_exit: int | None = None
     ) -> "Recorded":
-        """Read a run that has ended.
+        """Read the records of a run that has ended.
 
         Args:
-            restarts: iterations may have been run again.
-            first: the iteration that it began with.
-            expected_exit: its exit code; None: 0, or 130 where it was asked to stop.
+            restarts: Whether iterations may have run again.
+            first: First iteration of the run.
+            expected_exit: Expected exit code. None stands for 0, or 130 if the job was requested to stop.
         """
         events = run.records()
         losses = [(m["iteration"], m["loss"]) for m in run.records("metrics.jsonl") if "loss" in m]
@@ -90,9 +91,9 @@ class Recorded:
         for name, found in (("loss", losses), ("state", digests)):
             counts = Counter(iteration for iteration, _ in found)
             for iteration in range(first, 0 if restarts else last + 1):
-                is_end = name == "state" and iteration == last  # digested once more at the end, or not any more
+                is_end = name == "state" and iteration == last  # the last iteration may have one more digest, or none
                 is_untold = counts[iteration] == 0 and iteration in unreported
-                # What was due after an iteration is done again in each membership that begins with it.
+                # Work after an iteration is repeated in each membership that begins with that iteration.
                 is_again = name == "state" and 1 < counts[iteration] <= 1 + began[iteration]
                 if counts[iteration] != 1 and not is_end and not is_untold and not is_again:
                     problems.append(f"{name} of iteration {iteration} recorded {counts[iteration]} times")
@@ -111,11 +112,11 @@ class Recorded:
 
     @property
     def last_iteration(self) -> int:
-        """Newest that it has reported."""
+        """Return the newest reported iteration."""
         return max(self.losses, default=0)
 
     def differences(self, reference: "Recorded", first: int, last: int) -> list[str]:
-        """List differences to ``reference`` in the iterations from ``first`` to ``last``."""
+        """Return the differences from ``reference`` in the iterations ``first`` to ``last``."""
         return [
             f"{name} of iteration {iteration}"
             for name, iteration, mine, theirs in self._pairs(reference, first, last)
@@ -123,13 +124,15 @@ class Recorded:
         ]
 
     def num_compared(self, reference: "Recorded", first: int, last: int) -> int:
-        """Losses and digests of these iterations that both runs have recorded and ``differences`` compares."""
+        """Return the number of losses and digests of these iterations that both runs have recorded."""
         return sum(None not in (mine, theirs) for _, _, mine, theirs in self._pairs(reference, first, last))
 
     def _pairs(self, reference: "Recorded", first: int, last: int) -> Iterator[tuple[str, int, Any, Any]]:
-        """(``loss`` or ``state``, iteration, this run's value or None, the reference's) of all that must be equal.
+        """Yield (``loss`` or ``state``, iteration, this run's value or None, the reference's value) of everything that
+        must be equal.
 
-        The digest of an iteration that survivors finished after a loss is of other ranks than the reference's.
+        The digest of an iteration that survivors finished after a loss is left out, because it covers other ranks than
+        the reference's.
         """
         seen_later = {
             change["iteration"]
@@ -144,46 +147,46 @@ class Recorded:
                 yield "state", iteration, self.digests.get(iteration), reference.digests.get(iteration)
 
     def distance(self, other: "Recorded", last: int) -> float:
-        """Largest relative difference of a loss of both, up to iteration ``last``."""
+        """Return the largest relative difference between losses of the two runs, up to iteration ``last``."""
         common = [i for i in self.losses.keys() & other.losses.keys() if i <= last]
         return max((abs(self.losses[i] - other.losses[i]) / abs(other.losses[i]) for i in common), default=math.inf)
 
 
 @dataclass(slots=True)
 class Bench:
-    """Runs jobs from one warm fork server."""
+    """Runs jobs with ranks from one fork server, which has already imported all modules."""
 
     folder: Path
     socket: str
     base: Sequence[str] = _BASE
-    """Overrides of all of them."""
+    """Overrides of all jobs."""
     timeout_seconds: float = 300.0
-    """Timeout of a job."""
+    """Time limit of a job."""
     num_jobs: int = 0
     problems: list[str] = field(default_factory=list)
 
     def run(self, overrides: Sequence[str], *, first: int = 1) -> Recorded:
-        """One job, to its end; one that does not come to it has failed.
+        """Run one job until it ends. A job that does not end in time has failed.
 
         Args:
-            first: the iteration that it begins with.
+            first: First iteration of the job.
         """
         with self.running(overrides) as run:
             return Recorded.of(run, first=first)
 
     @property
     def next_run_dir(self) -> Path:
-        """Folder of the job that is started next."""
+        """Return the folder of the job that starts next."""
         return self.folder / f"job-{self.num_jobs + 1:03d}"
 
     @contextlib.contextmanager
     def running(
         self, overrides: Sequence[str], *, until: Callable[[list[Any]], bool] | None = None
     ) -> Iterator[JobResult]:
-        """One job, to its end; its folder is there within the block.
+        """Run one job until it ends. Its folder exists within the block.
 
         Args:
-            until: asked with the events so far; once it says so, the job is asked to stop.
+            until: Called with the events so far. When it returns True, the job is requested to stop.
         """
         run_dir = self.next_run_dir
         self.num_jobs += 1
@@ -207,11 +210,11 @@ class Bench:
 
 
 def _stop(process_id: int, run_dir: Path, until: Callable[[list[Any]], bool], poll: Callable[[], int | None]) -> None:
-    """Thread: ask a job to stop once its events say that it is time."""
+    """Request a job to stop when ``until`` is true for its events. Runs in a thread."""
     pause, run = threading.Event(), JobResult(0, run_dir, "")
     while poll() is None:
         events: list[Any] = []
-        with contextlib.suppress(ValueError):  # a line that is being written
+        with contextlib.suppress(ValueError):  # the last line is still being written
             events = run.records()
         if until(events):
             with contextlib.suppress(ProcessLookupError):
@@ -221,19 +224,20 @@ def _stop(process_id: int, run_dir: Path, until: Callable[[list[Any]], bool], po
 
 
 def _placements(run_dir: Path) -> dict[int, Any]:
-    """Each with the time at which it took over: later ones of an iteration replace earlier ones."""
+    """Return the placements by first iteration. If an iteration has several, the newest is returned."""
     files = sorted((run_dir / "placements").glob("iter_*.json"))
     return {int(path.stem.removeprefix("iter_")): json.loads(path.read_text()) for path in files}
 
 
 def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
-    """Iterations that everybody has completed, but whose reporter may have been lost before they were recorded.
+    """Return iterations that all ranks completed, but that were not recorded because the reporting rank or its agent
+    was lost.
 
-    Those up to the one that the next membership begins with: several where the agent that passes on reports was
-    stopped.
+    These are the last iterations before the next membership. There are several if the agent that forwards the reports
+    was stopped.
 
     Args:
-        reported: iterations that were recorded.
+        reported: Iterations that were recorded.
     """
     found, reporter = set(), 0
     for change in changes:
@@ -244,7 +248,8 @@ def untold(changes: Sequence[Event], reported: Collection[int]) -> set[int]:
 
 
 def before(iteration: int, reported: Collection[int]) -> set[int]:
-    """The iteration and those right before it, back to the newest whose loss was recorded: its digest comes later."""
+    """Return ``iteration`` and those directly before it, back to the newest one whose loss was recorded. A digest is
+    recorded after the loss."""
     first = iteration
     while first > 0 and first not in reported:
         first -= 1
@@ -252,7 +257,8 @@ def before(iteration: int, reported: Collection[int]) -> set[int]:
 
 
 def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
-    """Faults as an override: each ``phase``, ``node`` or ``rank``, and whatever narrows it; ``action`` if not kill."""
+    """Return faults as an override. Each fault has ``phase``, ``node`` or ``rank``, optional conditions, and ``action``
+    if it is not a kill."""
     texts = []
     for fault in faults:
         narrowed = ("node", "rank", "at_iteration", "generation", "passes")

@@ -1,18 +1,19 @@
-"""Claim ``faults-from-outside``: a job survives every outside fault that ``can_recover`` predicts it to survive.
+"""Claim ``faults-from-outside``: a job survives every fault from outside that ``can_recover`` predicts it to survive.
 
-Running jobs of two to four nodes, with expert replicas or with a kept layout, are hit by signals to process ids at
-drawn moments: a rank, an agent, a snapshot server, the controller, all processes of a node at one instant, two nodes, a
-second one while the job recovers from the first, processes that are stopped and continued, in the first iteration after
-a join, while a checkpoint is written. Lost nodes come back, and the next fault follows. Before each fault
-``can_recover`` is asked for exactly that loss, and its answer is on disk. At the end some launchers are killed, too.
+Running jobs of two to four nodes, with expert replicas or with a kept layout, receive signals at random moments. The
+targets are a rank, an agent, a snapshot server, the controller, all processes of one node or of two at one instant, and
+a second node while the job recovers from the first. Processes are killed, or stopped and continued. Some faults come in
+the first iteration after a join or while a checkpoint is written. Lost nodes come back before the next fault. Before
+each fault ``can_recover`` is called for exactly that loss, and its result is written to disk. At the end of some jobs
+the launcher is killed too.
 
-A trial is a fault. It counts when ``/proc`` has shown that it happened. A fault that the job is predicted to survive
-passes when it was survived, no other node was lost, forming took at most three seconds after the last fault was
-detected (time of replayed iterations apart), every lost node came back, every loss and state digest equals the
-reference's, and nothing of the job is left. The reference of replicas is a run in which nodes leave and join by a
-script made of the controller's orders, that of a kept layout an undisturbed run. A fault that is predicted to be too
-much passes when it ended the job, or the job started again from the predicted state. Jobs that fail are counted, also
-those that pass in another run.
+A trial is a fault. It counts only if ``/proc`` has shown that the fault happened. A fault that the job is predicted to
+survive passes under these conditions: the job survived, no other node was lost, the next membership formed within three
+seconds after the last fault was detected (without the time of replayed iterations), every lost node came back, every
+loss and state digest equals the reference's, and nothing of the job is left behind. With replicas, the reference is a
+run in which nodes leave and join by a script made from the controller's orders; with a kept layout, it is an
+undisturbed run. A fault that is predicted to be fatal passes if it ended the job, or if the job restarted from the
+predicted state. Jobs that fail are counted even if they pass in another run.
 """
 
 import contextlib
@@ -52,20 +53,21 @@ MIN_FORETOLD = 0.85
 WARM = "megatron_ft.mcore.rank_main:warm"
 END_SECONDS = 120.0
 GONE_SECONDS = 15.0
-"""Longest time that processes may live after their launcher was killed."""
+"""Longest time that processes may continue after their launcher was killed."""
 _TORCH_CACHE = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".cache" / "torch")}
-"""torch makes a folder for what it compiles as soon as it is imported; it is to outlive jobs."""
+"""Cache folder of torch, which torch creates when it is imported. It is outside the jobs' folders, so that it remains
+after a job."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(slots=True)
 class Ended:
-    """A job that has ended, and what it left."""
+    """Job that has ended, and what it left behind."""
 
     run: JobResult
     seen: list[dict[str, Any]]
     left: list[str]
-    """Processes, files of shared memory and runtime folders that outlived it."""
+    """Processes, shared memory files and runtime folders that remained after the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,15 @@ class Comparison:
     until: int
     """Newest iteration up to which nothing differs."""
     num_compared: Mapping[int, int]
-    """Values by iteration."""
+    """Number of compared values by iteration."""
     last: int
     """Newest iteration that could be compared."""
     difference: str
-    """The first one; empty: none."""
+    """First difference; empty if there is none."""
 
     @classmethod
     def of(cls, found: Any, reference: Any, last: int) -> "Comparison":
-        """Compare iterations from 1 to ``last``."""
+        """Compare the iterations 1 to ``last``."""
         num_compared: dict[int, int] = {}
         for iteration in range(1, last + 1):
             if differences := found.differences(reference, iteration, iteration):
@@ -94,7 +96,7 @@ class Comparison:
 
 @dataclass(slots=True)
 class Campaign:
-    """Executes trials: the faults of a job share it."""
+    """Executes trials. The faults of a job share one run of the job."""
 
     bench: Bench
     jobs: Sequence[OutsideJob]
@@ -103,11 +105,11 @@ class Campaign:
     """Longest undisturbed run so far, by layout."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """The campaign's executor."""
+        """Execute trials and yield their outcomes."""
         return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
 
     def run(self, job: OutsideJob) -> list[Outcome]:
-        """The job with its faults, then its reference; an outcome for each fault."""
+        """Run the job with its faults, then its reference. Return an outcome for each fault."""
         with self._ended(job) as ended:
             run = ended.run
             files = run.records(), run.records("decisions.jsonl")
@@ -119,7 +121,7 @@ class Campaign:
         return [_outcome(job, record, problems, end, compared) for record, end in zip(records, ends, strict=True)]
 
     def _compare_replicas(self, job: OutsideJob, run: JobResult, seen: Sequence[Any]) -> tuple[list[str], Comparison]:
-        """(what is wrong with the whole job, how far it equals its reference)."""
+        """Compare a job with replicas with its scripted reference. Return (problems of the whole job, comparison)."""
         killed = Recorded.of(run, expected_exit=_expected_exit(job, seen))
         last = killed.last_iteration - (0 if run.exit_code == 130 else 1)
         words = [*job.reference_words, *scripted(killed.changes, killed.orders, job.num_nodes)]
@@ -128,7 +130,7 @@ class Campaign:
         return problems, Comparison.of(killed, reference, last - 1)
 
     def _compare_kept(self, job: OutsideJob, run: JobResult, seen: Sequence[Any]) -> tuple[list[str], Comparison]:
-        """Compare as ``_compare_replicas`` does."""
+        """Compare a job with a kept layout with its undisturbed reference. Return the same as ``_compare_replicas``."""
         found = Followed.of(run, expected_exit=_expected_exit(job, seen))
         reference = self._undisturbed(job, found.last_iteration)
         problems = [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
@@ -143,7 +145,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def _ended(self, job: OutsideJob) -> Iterator[Ended]:
-        """Run a job with its faults to its end; its folder is there within the block."""
+        """Run a job with its faults until it ends. Its folder exists within the block."""
         run_dir = self.bench.next_run_dir
         self.bench.num_jobs += 1
         runtime = Path(tempfile.mkdtemp(prefix="ffo-"))
@@ -151,7 +153,7 @@ class Campaign:
         known = _shared_memory()
         words = [*job.words, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
         words.append(f"data.cache_dir={self.bench.folder / 'cache'}")
-        if not job.kills_launcher:  # the others have a fork server of their own, which has to go, too
+        if not job.kills_launcher:  # jobs whose launcher is killed have their own fork server, which must also end
             words.append(f"launch.forkserver_socket={self.bench.socket}")
         output = run_dir.with_suffix(".log")
         with output.open("wb") as log:
@@ -181,14 +183,14 @@ class Campaign:
 
 
 def _expected_exit(job: OutsideJob, seen: Sequence[Mapping[str, Any]]) -> int | None:
-    """The exit code that says that a job ended as planned; None: what ``stop_requested`` asks for."""
+    """Return the exit code of a job that ended as planned. None stands for the exit code of a requested stop."""
     if seen and "ended" in seen[-1]:
         return int(seen[-1]["ended"])
     return -signal.SIGKILL if job.kills_launcher else None
 
 
 def _end(console: "subprocess.Popen[bytes]", *, kills: bool) -> int:
-    """End a launcher, if it has not ended, by SIGKILL or as Ctrl-C does; its exit code."""
+    """End a launcher that still runs, by SIGKILL or as Ctrl-C does. Return its exit code."""
     if console.poll() is None:
         console.send_signal(signal.SIGKILL if kills else signal.SIGINT)
     try:
@@ -199,7 +201,7 @@ def _end(console: "subprocess.Popen[bytes]", *, kills: bool) -> int:
 
 
 def _left(run_dir: Path, mark: str) -> list[str]:
-    """Processes of a job that outlive it; they are ended."""
+    """Return the processes that remained after a job, and kill them."""
     deadline = time.monotonic() + GONE_SECONDS
     while True:
         with all_processes_of(run_dir) as found:
@@ -219,8 +221,8 @@ def _shared_memory() -> set[str]:
 
 
 def _held_by_nobody(names: set[str]) -> list[str]:
-    """List those of these files of shared memory that no living process has mapped: another job may run beside this
-    one."""
+    """Return those of these shared memory files that no living process has mapped. Another job may run at the same
+    time, and its files are not leftovers."""
     mapped = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -229,14 +231,15 @@ def _held_by_nobody(names: set[str]) -> list[str]:
 
 
 def _cut(path: Path) -> None:
-    """Drop a last line that a killed process was writing."""
+    """Remove a last line that a killed process did not complete."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def ends_of(records: Sequence[FaultRecord], compared: Comparison) -> list[tuple[int, int, bool]]:
-    """List for each fault the first and the last iteration that count for it, and whether all of them are equal."""
+    """Return for each fault the first and the last iteration that are compared for it, and whether all of them are
+    equal."""
     begins = [record.seen.get("iteration") for record in records]
     found = []
     for index, begin in enumerate(begins):
@@ -256,10 +259,11 @@ def _outcome(
     end: tuple[int, int, bool],
     compared: Comparison,
 ) -> Outcome:
-    """Judge the outcome of one fault."""
+    """Judge one fault."""
     first, last, is_equal = end
     problems = [*record.problems, *common]
-    # A job that was to end has no iteration after the fault: what comes before it was compared for the faults before.
+    # A job that was predicted to end has no iteration after the fault. Earlier iterations were compared for earlier
+    # faults.
     is_over = bool(record.seen.get("answer")) and not record.is_foretold
     if not is_equal and not is_over and not record.problems:
         found = f": {compared.difference}" if compared.difference else ""
@@ -291,13 +295,13 @@ def _seconds_until_whole(record: FaultRecord) -> float | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and judge it."""
+    """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv, takes_jobs=True)
     jobs = jobs_of(SEED, quick=arguments.quick)
     chosen = [job for job in jobs if arguments.jobs is None or job.number in arguments.jobs]
     trials: list[Row] = [{"job": job.number, **fault} for job in chosen for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
-        # Seconds of a test beside other tests are not meaningful.
+        # Times of a test that runs beside other tests are not meaningful.
         longest = math.inf if arguments.quick else MAX_FORMING_SECONDS
         campaign = Campaign(Bench(Path(folder), socket, ()), jobs, longest)
         counts, found = run_campaign(
@@ -310,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def judge(
     out: Path | None, jobs: Sequence[OutsideJob], counts: Counts, outcomes: Sequence[Outcome], *, quick: bool
 ) -> int:
-    """Write the result. A failure that a later attempt did not repeat is a failure: all are to be survived."""
+    """Write the result. A failure counts even if a later attempt passed, because all faults must be survived."""
     proven = [outcome for outcome in outcomes if outcome.proven]
     foretold = [outcome for outcome in proven if outcome.details["is_foretold"]]
     survived = [outcome for outcome in foretold if outcome.passed and outcome.num_compared]

@@ -1,4 +1,4 @@
-"""Measures a job's processes through ``/proc`` by process id, without their cooperation."""
+"""Measures the memory and threads of a job's processes through ``/proc``, without their cooperation."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,23 @@ _BLOCK_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """One process at one moment."""
+    """Figures of one process at one moment."""
 
     rss_bytes: int
     num_threads: int
     num_descriptors: int
     memfd_bytes: int
-    """Pages of the memory files it holds open, each file once."""
+    """Bytes of the memory files (memfd) that the process has open, each file counted once."""
 
     def to_json(self) -> dict[str, int]:
-        """Plain values."""
+        """Return the figures as JSON values."""
         return asdict(self)
 
 
 def processes_of(console: int) -> dict[str, list[psutil.Process]]:
-    """Living processes of the job under its launcher ``console``, by role and in the order in which they were started.
+    """Return the living processes of the job of launcher ``console``, by role and in the order of their start.
 
-    Ranks are forked from a fork server, the launcher's own.
+    Ranks are forked from a fork server that the launcher has started.
     """
     found: dict[str, list[psutil.Process]] = {RANK: [], KEEPER: [], AGENT: []}
     for process in psutil.Process(console).children(recursive=True):
@@ -49,7 +49,7 @@ def processes_of(console: int) -> dict[str, list[psutil.Process]]:
 
 
 def footprint(process_id: int) -> Footprint | None:
-    """Measure a process; None when it is gone."""
+    """Measure a process; None if it has ended."""
     try:
         process = psutil.Process(process_id)
         return Footprint(
@@ -63,7 +63,7 @@ def footprint(process_id: int) -> Footprint | None:
 
 
 def memory_files(process_id: int) -> dict[int, int]:
-    """Inode to allocated bytes of the memory files that a process holds open."""
+    """Return the allocated bytes, by inode, of the memory files that a process has open."""
     found = {}
     folder = Path(f"/proc/{process_id}/fd")
     for name in os.listdir(folder):
@@ -77,7 +77,7 @@ def memory_files(process_id: int) -> dict[int, int]:
 
 
 def mapped_bytes(process_id: int, column: str) -> int:
-    """``Rss`` or ``Pss`` of all memory files that a process has mapped (proc_pid_smaps(5))."""
+    """Return ``Rss`` or ``Pss`` in bytes of all memory files that a process has mapped (proc_pid_smaps(5))."""
     total, counted = 0, False
     for line in Path(f"/proc/{process_id}/smaps").read_text(encoding="utf-8").splitlines():
         first, *rest = line.split()
@@ -89,13 +89,13 @@ def mapped_bytes(process_id: int, column: str) -> int:
 
 
 def growth_per_sample(values: Sequence[float]) -> float:
-    """Slope of the least-squares line through equally spaced samples."""
+    """Return the slope of the least-squares line through equally spaced samples."""
     num, mean = len(values), sum(values) / len(values)
     places = [index - (num - 1) / 2 for index in range(num)]
     return sum(place * (value - mean) for place, value in zip(places, values, strict=True)) / sum(p * p for p in places)
 
 
 def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Estimate the growth of each figure along its line over the second half of ``samples``."""
+    """Return the growth of each figure over the second half of ``samples``, estimated by a line."""
     half = samples[len(samples) // 2 :]
     return {name: growth_per_sample([sample[name] for sample in half]) * (len(half) - 1) for name in half[0]}

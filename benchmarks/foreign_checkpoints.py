@@ -1,8 +1,8 @@
-"""Claim ``foreign-checkpoints``: no dense checkpoint or window is loaded for what it is not.
+"""Claim ``foreign-checkpoints``: a dense checkpoint or window is never loaded under a wrong identity.
 
-A rank of a real job starts again and again in a folder whose checkpoints or windows have been renamed, swapped, mixed
-with those of another run or of a job with other data, model, optimizer or schedule, or damaged. What it loads is
-compared tensor by tensor with what the run saved under that iteration.
+A rank of a real job starts repeatedly in a folder whose checkpoints or windows have been changed. They are renamed,
+swapped, damaged, or mixed with those of another run or of a job with other data, model, optimizer or schedule. The
+loaded state is compared tensor by tensor with the state that the run saved under that iteration.
 """
 
 import json
@@ -42,11 +42,12 @@ _JOB = (
     "checkpoint.keep_last=0",
 )
 Action = Callable[[random.Random, Path, Path], str]
-"""Changes a folder that holds the run's own samples, with all samples at hand; what must happen: see ``judge``."""
+"""Changes a folder that contains the run's own samples; all samples are available in another folder. Returns the
+outcome that must follow, as ``judge`` expects it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Mix up, start, compare."""
+    """Change the folders, start the rank on each, and judge the loads."""
     arguments = parse_arguments(__doc__, argv)
     config = compose(*_JOB)
     check_data(config)
@@ -82,14 +83,15 @@ def _sum(counts: Counter[str], suffix: str) -> int:
 
 
 def judge(expected: str, loaded: int | None, is_equal: bool, error: str) -> str:
-    """The outcome of a start: ``loaded``, ``named``, ``nothing``; ``wrong``, ``lost`` and ``mute`` break the claim.
+    """Classify a start as ``loaded``, ``named`` or ``nothing``. The outcomes ``wrong``, ``lost`` and ``mute`` violate
+    the claim.
 
     Args:
-        expected: iterations, any of which may be loaded, and words that an error may name, with spaces between;
-            ``none`` where nothing can be used.
-        loaded: iteration of the state that was loaded, by the name it was found under; None without.
-        is_equal: whether that state is what the run saved there, tensor by tensor.
-        error: the start's error; empty without one.
+        expected: Iterations of which any may be loaded, and words of which an error may name any, separated by spaces.
+            The word ``none`` means that nothing can be loaded.
+        loaded: Iteration in the name of the loaded sample; None if nothing was loaded.
+        is_equal: Whether all tensors equal those that the run saved under that iteration.
+        error: Error of the start; empty if there was none.
     """
     words = expected.split()
     if loaded is not None:
@@ -102,7 +104,7 @@ def judge(expected: str, loaded: int | None, is_equal: bool, error: str) -> str:
 
 
 def _trials(numbers: tuple[int, int], config: JobConfig, rank: Rank) -> dict[str, Any]:
-    """All trials, in a rank of its own."""
+    """Run all trials in a separate rank."""
     from benchmarks.foreign_samples import write_samples
     from megatron_ft.testing.ranks import join
 
@@ -129,7 +131,8 @@ def _trials(numbers: tuple[int, int], config: JobConfig, rank: Rank) -> dict[str
 
 
 def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
-    """Start and load: (iteration, whether its tensors are the run's own of that iteration, error)."""
+    """Start the rank and load a dense checkpoint. Return (iteration, whether its tensors are those that the run saved,
+    error)."""
     from dataclasses import replace
 
     from benchmarks.foreign_samples import OWN, digest_of, fill
@@ -139,7 +142,7 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
     from megatron_ft.snapshot.storage.checkpoints import iteration_of
 
     shutil.rmtree(trainer.context.run_dir / "windows", ignore_errors=True)
-    fill(trainer, "nothing that was saved")
+    fill(trainer, "the loaded tensors equal no saved state")
     try:
         context = replace(trainer.context, resume_from=folder)
         source, _ = select_restore_source(trainer.config, context, trainer.checkpoints, open_restorer(trainer, None))
@@ -154,7 +157,8 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
 
 
 def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
-    """Start as ``_start_dense``, from windows: the bytes of all tensors that a replay would begin with."""
+    """Do the same as ``_start_dense`` with windows. It compares the bytes of all tensors with which a replay would
+    begin."""
     from benchmarks.foreign_samples import ITERATIONS, OWN, window_payload
     from megatron_ft.mcore.snapshot.client import open_restorer
 
@@ -177,21 +181,21 @@ def _directory(folder: Path, iteration: int) -> Path:
 
 
 def _other_name(generator: random.Random, folder: Path) -> Path:
-    """A name that no sample has, mostly of a newer iteration."""
+    """Return a name that no sample has, mostly that of a newer iteration."""
     path = _directory(folder, generator.choice((1, 13, 15, 50, generator.randrange(60, 9_999_999))))
     suffix = generator.choice(("", "", f".{generator.randrange(1, 99)}"))
     return path.with_name(path.name + suffix)
 
 
 def rename(generator: random.Random, folder: Path, samples: Path) -> str:
-    """One sample gets another name: the other one is left."""
+    """Rename one sample, so that only the other one can be loaded."""
     victim, other = generator.sample((OLD, NEW), 2)
     _directory(folder, victim).rename(_other_name(generator, folder))
     return str(other)
 
 
 def swap_names(generator: random.Random, folder: Path, samples: Path) -> str:
-    """Both samples change names: none is what it says."""
+    """Exchange the names of both samples, so that neither name is right."""
     old, new = _directory(folder, OLD), _directory(folder, NEW)
     old.rename(folder / "aside")
     new.rename(old)
@@ -200,7 +204,7 @@ def swap_names(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def other_run(generator: random.Random, folder: Path, samples: Path) -> str:
-    """A sample of another run comes in, under its own or another name, beside the run's own or in the place of one."""
+    """Add a sample of another run, under its own or another name, or replace a sample of the run by it."""
     iteration = generator.choice((OLD, NEW))
     target = generator.choice((_directory(folder, iteration), _other_name(generator, folder)))
     left = [found for found in (OLD, NEW) if _directory(folder, found) != target]
@@ -210,7 +214,7 @@ def other_run(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def only_other_run(generator: random.Random, folder: Path, samples: Path) -> str:
-    """The whole folder is another run's."""
+    """Replace the whole folder by that of another run."""
     shutil.rmtree(folder)
     shutil.copytree(samples / "run", folder)
     (folder / "latest").unlink(missing_ok=True)
@@ -218,7 +222,8 @@ def only_other_run(generator: random.Random, folder: Path, samples: Path) -> str
 
 
 def other_job(job: str, key: str, generator: random.Random, folder: Path, samples: Path) -> str:
-    """The newest sample was written by this run with another ``job``: the start ends and names the key."""
+    """Replace the newest sample by one that this run wrote with the settings of ``job``. The start must end with an
+    error that names ``key``."""
     target = _directory(folder, NEW)
     shutil.rmtree(target)
     shutil.copytree(_directory(samples / job, NEW), target)
@@ -226,7 +231,8 @@ def other_job(job: str, key: str, generator: random.Random, folder: Path, sample
 
 
 def swap_files(generator: random.Random, folder: Path, samples: Path) -> str:
-    """Some files of the newest sample come from another sample, whose it then is only if all of them do."""
+    """Replace some files of the newest sample by those of another sample. The result is intact only if all files are
+    replaced."""
     job = generator.choice(("own", "run", "data", "model", "optimizer", "schedule"))
     victim = _directory(folder, NEW)
     source = _directory(samples / job, OLD if job == "own" else generator.choice((OLD, NEW)))
@@ -240,7 +246,7 @@ def swap_files(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def exchange(generator: random.Random, folder: Path, samples: Path) -> str:
-    """Two files of the newest sample change names, or one takes the place of one of the older sample."""
+    """Exchange the names of two files of the newest sample, or replace one by a file of the older sample."""
     mine, other = _directory(folder, NEW), _directory(folder, generator.choice((OLD, NEW)))
     one, two = generator.choice(sorted(mine.iterdir())), generator.choice(sorted(other.iterdir()))
     first, second = one.read_bytes(), two.read_bytes()
@@ -251,7 +257,7 @@ def exchange(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def flip(generator: random.Random, folder: Path, samples: Path) -> str:
-    """One to three bits of the newest sample."""
+    """Flip one to three bits of the newest sample."""
     path = generator.choice(sorted(_directory(folder, NEW).iterdir()))
     content = bytearray(path.read_bytes())
     for _ in range(generator.randint(1, 3)):
@@ -262,7 +268,7 @@ def flip(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def tear(generator: random.Random, folder: Path, samples: Path) -> str:
-    """A file of the newest sample is cut, has a stretch of zeros, or is gone."""
+    """Cut a file of the newest sample, fill a part of it with zeros, or remove it."""
     path = generator.choice(sorted(_directory(folder, NEW).iterdir()))
     content = bytearray(path.read_bytes())
     at = generator.randrange(len(content))
@@ -277,7 +283,7 @@ def tear(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def older_format(generator: random.Random, folder: Path, samples: Path) -> str:
-    """Mark the newest sample as format 1, which has no run and no settings, with a fitting checksum."""
+    """Mark the newest sample as format 1, which contains no run and no settings, with a valid checksum."""
     import xxhash
 
     from benchmarks.hostile_files import forge
@@ -321,7 +327,7 @@ ACTIONS: dict[str, Action] = {
     "tear": tear,
     "older_format": older_format,
 }
-"""Everything that is done to a folder, by name."""
+"""All changes of a folder, by name."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sound dense checkpoints and windows of a run and of others like it, whose every tensor is known, to mix them up."""
+"""Writes intact dense checkpoints and windows of a run and of similar runs, with known tensors."""
 
 import json
 import random
@@ -33,9 +33,9 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"optimizer.weight_decay": 0.2},
     "schedule": {"optimizer.lr": 0.002},
 }
-"""Jobs of the same run and of the same shapes: keys that differ, by concern."""
+"""Jobs of the same run and with the same shapes: the keys that differ, by what they change."""
 JOBS = (OWN, "run", *OTHERS)
-"""``run`` has another run's random name and all else like the own one."""
+"""Names of all jobs. ``run`` has the random id of another run; everything else is equal to the run's own job."""
 _UNITS = [Unit(operator=OperatorId(layer=0, kind="embedding")), Unit(operator=OperatorId(layer=3, kind="head"))]
 _PLAN = WindowPlan(slices=((_UNITS[0],), (_UNITS[1],)), interval_iterations=2, reason="by hand")
 
@@ -45,13 +45,13 @@ class Samples:
     """Paths and contents of the samples."""
 
     folder: Path
-    """``dense/<job>/iter_...`` and ``windows/<job>/window_...``."""
+    """Folder with ``dense/<job>/iter_...`` and ``windows/<job>/window_...``."""
     digests: Mapping[tuple[str, int], str]
     """Digest of the loaded tensors of each dense checkpoint, by job and iteration."""
 
 
 def identity_of(job: str, own: JobIdentity, config: JobConfig) -> JobIdentity:
-    """The identity of one of ``JOBS``."""
+    """Return the identity of one of ``JOBS``."""
     if job == "run":
         return replace(own, run_id=own.run_id[::-1])
     if job == OWN:
@@ -69,7 +69,7 @@ def _changed(settings: Settings, config: JobConfig, values: Mapping[str, Any]) -
 
 
 def write_samples(folder: Path, trainer: Trainer, groups: Groups) -> Samples:
-    """Save every job's checkpoints and windows below ``folder``; the trainer's state is lost."""
+    """Save every job's checkpoints and windows below ``folder``. The trainer's state is overwritten."""
     own, digests = trainer.identity, {}
     for job in JOBS:
         trainer.identity = identity_of(job, own, trainer.config)
@@ -83,12 +83,12 @@ def write_samples(folder: Path, trainer: Trainer, groups: Groups) -> Samples:
             digests[job, iteration] = digest_of(trainer)
             _write_window(folder / "windows" / job, job, iteration, trainer)
     trainer.identity = own
-    assert len(set(digests.values())) == len(digests), "two samples hold the same tensors"
+    assert len(set(digests.values())) == len(digests), "two samples contain the same tensors"
     return Samples(folder=folder, digests=digests)
 
 
 def fill(trainer: Trainer, key: str) -> None:
-    """Overwrite every weight, master, moment and buffer with numbers that follow from ``key``."""
+    """Overwrite every weight, master, moment and buffer with numbers that depend on ``key``."""
     generator = torch.Generator().manual_seed(random.Random(key).getrandbits(60))
     allocate_state(trainer.engine.optimizer)
     with torch.no_grad():
@@ -98,12 +98,12 @@ def fill(trainer: Trainer, key: str) -> None:
 
 
 def digest_of(trainer: Trainer) -> str:
-    """Digest of every tensor that the trainer holds now."""
+    """Return the digest of all current tensors of the trainer."""
     return state_digest(trainer.engine.model_chunks, trainer.engine.optimizer)
 
 
 def window_payload(job: str, iteration: int) -> tuple[bytes, ...]:
-    """The bytes of each slice of a job's window: those of a sample that no other job or iteration has."""
+    """Return the bytes of each slice of a job's window. They differ between jobs and between iterations."""
     return sample_window(_seed(job, iteration), 0)[1]
 
 

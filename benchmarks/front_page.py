@@ -1,6 +1,6 @@
-"""The six rows of figures in README.md, from the newest results of their claims on a CPU.
+"""Writes the six rows of figures in README.md from the newest CPU results of their claims.
 
-A cell is one short figure. Conditions, bounds and machines are in docs/claims.md.
+A cell contains one short figure. docs/claims.md contains conditions, bounds and machines.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,18 +12,18 @@ from benchmarks.kill_peers import percentile
 from megatron_ft.errors import ConfigError
 
 Results = Mapping[str, dict[str, Any]]
-"""Claim id to its newest result."""
+"""Newest result by claim id."""
 HARDWARE = "cpu"
 SPEED_SIZE = "moe_micro"
-"""Model whose stages `recovery-speed` times; the wider one is for its ablation."""
+"""Name of the model whose results of `recovery-speed` README.md shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure, beside what others reach."""
+    """Row of the table: a figure of this project, and the figures of alternatives."""
 
     claims: tuple[str, ...]
-    """The first one gives the row its name."""
+    """Claims of the row. The first one gives the row its name."""
     ours: Callable[[Results], str]
     others: Callable[[Results], str]
 
@@ -32,7 +32,7 @@ def front_page_table(claims: Mapping[str, Claim], results: Mapping[tuple[str, st
     """Return the rows as a Markdown table.
 
     Raises:
-        ConfigError: a row's claim has no result on a CPU, or its newest one failed.
+        ConfigError: a claim of a row has no result on a CPU, or its newest result failed.
     """
     lines = ["| what | megatron-ft | others |", "|---|---|---|"]
     for row in ROWS:
@@ -52,7 +52,7 @@ def _passed(claim: str, results: Mapping[tuple[str, str], dict[str, Any]]) -> di
 
 
 def _kills(results: Results, subject: str) -> str:
-    """Median and 95th percentile in seconds, and the most iterations that one fault cost."""
+    """Return median and 95th percentile in seconds, and the largest number of iterations lost to one fault."""
     faults = results["kill-to-commit"]["details"][subject]["faults"]
     seconds = [fault["seconds"] for fault in faults]
     lost = max(fault["iterations_lost"] for fault in faults)
@@ -62,7 +62,7 @@ def _kills(results: Results, subject: str) -> str:
 
 
 def _less_time(results: Results) -> str:
-    """Least and most over all pipelines, schedules and stages, as in the claim's own figure."""
+    """Return the smallest and largest saving over all pipelines, schedules and stages, as in the claim's figure."""
     comparisons = [
         comparison
         for comparison in results["recovery-speed"]["details"]["comparisons"]
@@ -73,7 +73,7 @@ def _less_time(results: Results) -> str:
 
 
 _KILLED = {"elastic-bitwise": "nodes", "localized-bitwise": "stages", "sparse-bitwise": "jobs"}
-"""Claim id to what it kills."""
+"""Name of the things that the jobs of a claim lose, by claim id."""
 
 
 def _equal(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""Records of a run with restarts, generation by generation."""
+"""Reads the records of a run with restarts, separated by generation."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,17 @@ class Generation:
 
     events: Sequence[Mapping[str, Any]]
     hits: Sequence[Mapping[str, Any]]
-    """Injected faults, as the ranks wrote them down before they happened."""
+    """Injected faults, as ranks recorded them before they happened."""
     losses: Sequence[tuple[int, float]]
     digests: Sequence[tuple[int, tuple[str, ...]]]
-    """Digests of every rank's whole state after an iteration, in rank order."""
+    """Digests of every rank's whole state in rank order, with the iteration after which they were taken."""
 
     def newest(self, kind: str) -> Mapping[str, Any] | None:
-        """Its last event of a kind."""
+        """Return the newest event of a kind in this generation."""
         return next((event for event in reversed(self.events) if event["kind"] == kind), None)
 
     def differences(self, reference: "Generation") -> list[str]:
-        """List bitwise differences to the undisturbed run."""
+        """Return the differences from the undisturbed run, bit by bit."""
         found = []
         for name, mine, theirs in (
             ("state", self.digests, dict(reference.digests)),
@@ -35,10 +35,11 @@ class Generation:
 
 
 def generations_of(run: JobResult, starts: Sequence[float] | None = None) -> list[Generation]:
-    """All generations of a run, oldest first.
+    """Return all generations of a run, oldest first.
 
     Args:
-        starts: Unix times at which all but the first began; None takes the restarts that the run reports.
+        starts: Unix times at which all generations except the first began. None uses the restarts that the run
+            reported.
     """
     events = run.records()
     if starts is None:
@@ -57,7 +58,7 @@ def generations_of(run: JobResult, starts: Sequence[float] | None = None) -> lis
 
 
 def missing(generations: Sequence[Generation], num_iterations: int) -> list[str]:
-    """Iterations of a run that no generation recorded."""
+    """Return the iterations of a run that no generation recorded."""
     wanted = set(range(1, num_iterations + 1))
     losses = wanted - {at for generation in generations for at, _ in generation.losses}
     digests = wanted - {at for generation in generations for at, _ in generation.digests}

@@ -1,6 +1,8 @@
-"""Claim ``gpu-copy-bandwidth``: a window's slice leaves the GPU nearly as fast as one large copy to pinned memory.
+"""Claim ``gpu-copy-bandwidth``: a slice of a window is copied off the GPU nearly as fast as one large copy to pinned
+memory.
 
-The slice has as many pieces as one of a real job, of the sizes of weights, moments and norms. Both ways take turns.
+The slice has as many pieces as a slice of a real job, with the sizes of weights, moments and norms. Both copies take
+turns.
 """
 
 import statistics
@@ -18,7 +20,7 @@ ROUNDS = 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     import torch
 

@@ -1,6 +1,6 @@
-"""Claim ``gpu-deterministic``: fixed orders of summation cost a few per cent.
+"""Claim ``gpu-deterministic``: deterministic algorithms cost a few per cent of an iteration's time.
 
-One engine trains with PyTorch's deterministic algorithms and without them, an iteration in turn.
+One engine trains alternating iterations with and without PyTorch's deterministic algorithms.
 """
 
 import statistics
@@ -17,7 +17,7 @@ WARM_UP, PAIRS, QUICK_PAIRS = 4, 30, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     engine = open_engine({"training.train_iterations": 100}, quick=arguments.quick)
     import torch

@@ -1,6 +1,7 @@
-"""Claim ``gpu-dispatch``: schedule, plan, rows and sums of a dispatch take at most twice what moving its bytes takes.
+"""Claim ``gpu-dispatch``: schedule, plan, rows and sums of a dispatch take at most twice the time of copying the same
+bytes.
 
-The bytes are those of the rows alone, read and written once each, at the rate of a copy on the same device.
+Only the bytes of the rows count, each read once and written once, at the rate of a copy on the same device.
 """
 
 import statistics
@@ -19,7 +20,7 @@ ROUNDS = 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     import torch
 

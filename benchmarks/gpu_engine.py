@@ -1,6 +1,6 @@
-"""Shared parts of the GPU claims: the device, a training engine of one rank on it, and a stage's reports.
+"""Shared parts of the claims about GPUs: the device, a training engine of one rank on it, and the reports of a stage.
 
-On a machine without a GPU the quick variants run the same code on the CPU; their figures are not meaningful there.
+On a machine without a GPU the quick variants run the same code on the CPU; these figures are not meaningful.
 """
 
 import tempfile
@@ -24,23 +24,24 @@ SLICE = {
     "precision.params_dtype": "bf16",
     "training.transformer_impl": "local",
 }
-"""Two layers of the width of DeepSeekMoE-16B with a quarter of its experts: what one GPU of eight has."""
+"""Two layers with the width of DeepSeekMoE-16B and a quarter of its experts: the part that one GPU of eight has."""
 
 
 def slice_words() -> list[str]:
-    """The same as overrides of the real program."""
+    """Return ``SLICE`` as overrides of the real program."""
     return [f"{key}={value}" for key, value in SLICE.items()]
 
 
 def device_type() -> str:
-    """``cuda`` or ``cpu``."""
+    """Return ``cuda`` or ``cpu``."""
     from tools.gpu import warm
 
     return warm.device_type
 
 
 def open_engine(overrides: Mapping[str, Any], *, quick: bool) -> Any:
-    """A built engine of one rank in this process; small where ``quick``. The process ends with it."""
+    """Return a built engine of one rank in this process, with a small model if ``quick``. It exists until the process
+    ends."""
     from megatron_ft.config.serialize import from_dict
     from tools.gpu import ranks
 
@@ -51,7 +52,8 @@ def open_engine(overrides: Mapping[str, Any], *, quick: bool) -> Any:
 
 @contextmanager
 def stage(seconds: float) -> Iterator[Any]:
-    """A stage's side of a GPU day, for claims that repeat what a stage does; its folder ends with the block."""
+    """Yield the context of a GPU-day stage, for claims that repeat the work of a stage. Its folder is removed after the
+    block."""
     from tools.gpu.day import Day
 
     with tempfile.TemporaryDirectory(prefix="gpu-claim-") as folder:

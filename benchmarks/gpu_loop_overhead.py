@@ -1,7 +1,7 @@
-"""Claim ``gpu-loop-overhead``: on a GPU the project's loop takes hardly longer than a hand-written Megatron loop.
+"""Claim ``gpu-loop-overhead``: on a GPU, the project's loop takes hardly longer than a hand-written Megatron loop.
 
-Both train the same two layers in one process, an iteration in turn; the order within a pair changes from pair to pair.
-Ours has the vote and the undo record; snapshots are off, and nothing is reported.
+Both loops train the same two layers in one process, in alternating iterations; the order within a pair changes from
+pair to pair. The project's loop includes the commit vote and the undo record. Snapshots and reports are switched off.
 """
 
 import statistics
@@ -15,12 +15,12 @@ from benchmarks.report import finish, parse_arguments
 ID = "gpu-loop-overhead"
 MAX_RATIO = 1.01
 MAX_APART = 1e-3
-"""Relative difference of losses: what is compared trains the same."""
+"""Largest allowed relative difference of losses, which shows that both loops train the same model."""
 WARM_UP, PAIRS, QUICK_PAIRS = 4, 40, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     pairs = WARM_UP + (QUICK_PAIRS if arguments.quick else PAIRS)
     overrides = {"training.train_iterations": pairs, "precision.params_dtype": "bf16"}
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = rows[WARM_UP:]
     ratio = statistics.median(ours / theirs for ours, theirs, _, _ in rows)
     apart = max(abs(mine / other - 1.0) for _, _, mine, other in rows)
-    problems = [f"losses are {apart:.1e} apart"] if apart > MAX_APART else []
+    problems = [f"the losses differ by {apart:.1e}"] if apart > MAX_APART else []
     return finish(
         arguments.out,
         ID,

@@ -1,7 +1,8 @@
-"""Claim ``gpu-recovery-bits``: ranks on a GPU that are killed and continue from windows in memory lose no bit.
+"""Claim ``gpu-recovery-bits``: ranks on a GPU that are killed and continue from windows in memory reach the same bits.
 
-One job of the real program, its rank killed twenty times in turning phases, against one that was left alone: losses
-and digests of the whole state after every iteration. A kill counts when the run's own record shows it.
+The rank of one job of the real program is killed twenty times, in alternating phases. Losses, and digests of the whole
+state after every iteration, are compared with those of an undisturbed job. A kill counts only if the run's own record
+shows it.
 """
 
 import sys
@@ -18,7 +19,7 @@ LIMIT_SECONDS = 540.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both jobs and judge."""
+    """Run both jobs and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     from tools.gpu import recovery
     from tools.gpu.day import read_report

@@ -1,7 +1,8 @@
-"""Claim ``gpu-reform``: survivors of a rank that is lost inside a collective have new groups within seconds.
+"""Claim ``gpu-reform``: after a rank is lost inside a collective, the survivors have new process groups within seconds.
 
-Four ranks on one GPU over NCCL's sockets. Time runs from the order to abort to the end of the first all-reduce without
-the lost rank, on the slowest survivor. A trial counts when the rank was lost inside an all-reduce.
+Four ranks share one GPU and communicate over NCCL's sockets. The measured time is that from the order to abort to the
+end of the first all-reduce without the lost rank, on the slowest survivor. A trial counts only if the rank was lost
+inside an all-reduce.
 """
 
 import sys
@@ -17,7 +18,7 @@ LIMIT_SECONDS = 500.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lose ranks and judge."""
+    """Lose ranks and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     from tools.gpu import abort
     from tools.gpu.day import read_report

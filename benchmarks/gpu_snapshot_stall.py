@@ -1,6 +1,7 @@
-"""Claim ``gpu-snapshot-stall``: iterations with sparse windows take hardly longer than iterations without.
+"""Claim ``gpu-snapshot-stall``: iterations with sparse windows take hardly longer than iterations without windows.
 
-The real program on one GPU, with windows and without them, in turn; medians of the times of iterations that it reports.
+The real program runs on one GPU, alternately with and without windows. The medians of its reported iteration times are
+compared.
 """
 
 import statistics
@@ -18,7 +19,7 @@ SLICE_BYTES = 500_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the jobs and judge."""
+    """Run the jobs and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     from tools.gpu import recovery
     from tools.gpu.day import read_report

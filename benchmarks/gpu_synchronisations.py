@@ -1,7 +1,8 @@
-"""Claim ``gpu-synchronisations``: in forward and backward pass the host waits for the GPU once a layer and microbatch.
+"""Claim ``gpu-synchronisations``: in the forward and backward pass, the host waits for the GPU once per layer and
+microbatch.
 
-PyTorch itself reports each operation that waits (``torch.cuda.set_sync_debug_mode``). The one that is allowed reads the
-sizes of what the experts receive. Without a GPU, operations that would wait are counted as they are called.
+PyTorch reports each operation that waits (``torch.cuda.set_sync_debug_mode``). The only allowed one reads the numbers
+of tokens that the experts receive. Without a GPU, calls of operations that would wait are counted.
 """
 
 import sys
@@ -20,7 +21,7 @@ _WAITING = ("_local_scalar_dense", "nonzero", "masked_select")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Count and judge."""
+    """Count the operations and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     engine = open_engine({}, quick=arguments.quick)
     for iteration in range(1, WARM_UP + 1):
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _counted() -> Iterator[dict[str, int]]:
-    """Operations that wait for the device within the block, by where they are called or what they are."""
+    """Count the operations in the block that wait for the device, by the place of the call or by the operation's
+    name."""
     with _by_driver() if device_type() == "cuda" else _by_name() as found:
         yield found
 

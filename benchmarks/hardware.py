@@ -1,4 +1,4 @@
-"""The machine a result was measured on, described without names or paths."""
+"""Describes the machine on which a result was measured, without names or paths."""
 
 import importlib.metadata
 import os
@@ -12,9 +12,9 @@ import psutil
 
 
 def describe() -> dict[str, object]:
-    """Hardware class and the facts behind it.
+    """Return the hardware class of this machine, and the facts that determine it.
 
-    ``class`` is ``cpu`` without an NVIDIA GPU, otherwise the GPU's short name (``h200``).
+    ``class`` is the short name of the NVIDIA GPU, e.g. ``h200``, or ``cpu`` if there is none.
     """
     gpus = _gpus()
     return {
@@ -31,7 +31,7 @@ def describe() -> dict[str, object]:
 
 
 def hardware_class(gpus: list[str]) -> str:
-    """Short name of a machine with these GPUs: the last word of the model that carries a digit."""
+    """Return the short name of a machine with these GPUs: the last word of the model's name that contains a digit."""
     if not gpus:
         return "cpu"
     words = [word for word in re.split(r"[^a-z0-9]+", gpus[0].lower()) if re.fullmatch(r"[a-z]+\d+[a-z]*", word)]
@@ -39,7 +39,7 @@ def hardware_class(gpus: list[str]) -> str:
 
 
 def _gpus() -> list[str]:
-    """Model name of every NVIDIA GPU; empty without a driver."""
+    """Return the model name of every NVIDIA GPU; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -49,7 +49,7 @@ def _gpus() -> list[str]:
 
 
 def _cpu_model() -> str:
-    """Model name from ``/proc/cpuinfo``; the architecture where it names none."""
+    """Return the processor's model name from ``/proc/cpuinfo``; the architecture if the file contains none."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,10 @@
-"""The history of a job's memberships as its controller ordered it, and the script that repeats it without faults.
+"""Reads the history of a job's memberships from its controller's orders, and writes the script that repeats it without
+faults.
 
-The events of a run name the entries of its script. Where they do not, its orders are read: all that begin after one
-iteration are one change, from the members before the first of them to those of the last, as where none but the last had
-formed. A node that is among both and came as a new process in between leaves and joins.
+The events of a run contain the entries of the script. If they do not, the orders are read. All orders that begin after
+the same iteration form one change, from the members before the first order to those of the last order, as if only the
+last membership had formed. A node that is among both sets of members, but came as a new process in between, leaves and
+joins.
 """
 
 import json
@@ -15,25 +17,26 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One change of membership that committed iterations, or was the last."""
+    """Change of membership that committed iterations, or the last change."""
 
     iteration: int
-    """Newest iteration of the state that it begins with."""
+    """Newest iteration of the state with which the change begins."""
     lose: tuple[int, ...]
-    """Rising; a node that comes back at once as a new process is among both."""
+    """Nodes that leave, in rising order. A node that comes back at once as a new process is in ``lose`` and
+    ``join``."""
     join: tuple[int, ...]
-    """Rising."""
+    """Nodes that join, in rising order."""
     nodes: tuple[int, ...]
-    """Its members, rising."""
+    """Members after the change, in rising order."""
     num_orders: int
-    """Orders that it took: all but one were broken before they committed an iteration."""
+    """Number of orders of this change. All except one were interrupted before they committed an iteration."""
 
 
 def changes_of(orders: Iterable[Event], num_nodes: int) -> list[Change]:
-    """The changes of a job that began with nodes 0 to ``num_nodes`` - 1.
+    """Return the changes of a job that began with nodes 0 to ``num_nodes`` - 1.
 
     Args:
-        orders: lines of ``decisions.jsonl``, in order. Those that declined have no next membership and are left out.
+        orders: Lines of ``decisions.jsonl``, in order. Declined orders have no next membership and are left out.
     """
     members = set(range(num_nodes))
     found: list[Change] = []
@@ -62,19 +65,19 @@ def changes_of(orders: Iterable[Event], num_nodes: int) -> list[Change]:
 
 
 def _new_nodes(following: Event) -> set[int]:
-    """Nodes of a membership whose processes bring no state."""
+    """Return the nodes of a membership whose processes bring no state."""
     ranks = zip(following["nodes"], following["previous_ranks"], strict=True)
     return {node for node, previous in ranks if previous is None}
 
 
 def scripted(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int) -> list[str]:
-    """The override that repeats a history without faults; nothing for none.
+    """Return the override that repeats a history without faults; an empty list for an empty history.
 
     Args:
-        changes: events ``membership_changed``. Where they name entries of the script, those count: several memberships
-            may have formed at one boundary, each with a placement of its own.
-        orders: lines of ``decisions.jsonl``, which count otherwise.
-        num_nodes: members at the start.
+        changes: Events ``membership_changed``. If they contain entries of the script, these are used, because several
+            memberships may have formed after one iteration, each with a different placement.
+        orders: Lines of ``decisions.jsonl``, which are used otherwise.
+        num_nodes: Number of members at the start.
     """
     if changes and all(change.get("schedule") for change in changes):
         by_iteration = {change["iteration"]: change["schedule"] for change in changes}

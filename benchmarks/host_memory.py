@@ -1,9 +1,10 @@
-"""Claim ``host-memory``: memory for snapshots is known before a job starts, refused above a limit, and does not grow.
+"""Claim ``host-memory``: memory for snapshots is predicted before a job starts, refused above a limit, and does not
+grow.
 
-What ``dry_run`` and the plan in force predict for the node that takes most, against what its memory files hold and what
-of them is resident, with no, one and two copies at peers; a limit just below is refused before anything starts; and a
-long run of three ranks with two copies each, sampled from ``/proc``, does not grow in memory, threads, descriptors and
-memory files.
+The claim has three parts. The predictions of ``dry_run`` and of the current plan for the node with the largest need are
+compared with the size and the resident part of its memory files, with no, one and two copies at peers. A job whose
+limit is just below its need must be refused before anything starts. A long run of three ranks with two copies each,
+sampled from ``/proc``, must not grow in memory, threads, descriptors and memory files.
 """
 
 import json
@@ -28,9 +29,10 @@ MIN_WINDOW_ITERATIONS = 3
 SOAK_ITERATIONS, QUICK_SOAK_ITERATIONS = 2000, 100
 SAMPLE_SECONDS = 1.0
 SKIPPED_ITERATIONS = 20
-"""Samples count from here: windows are planned, all buffers taken."""
+"""First iteration of which samples count: windows are planned and all buffers are allocated by then."""
 RSS_SHARE, RSS_BYTES, QUICK_RSS_BYTES = 0.01, 1 << 20, 8 << 20
-"""Growth of resident memory over half of the run that counts as none: that share of it, or so many bytes."""
+"""Growth of resident memory over half of the run that still counts as none: this share of the memory, or this number of
+bytes."""
 START_SECONDS, JOB_SECONDS, SOAK_SECONDS = 120.0, 240.0, 1500.0
 KEY = "snapshot.host_memory_limit_bytes"
 _BASE = (
@@ -44,7 +46,8 @@ _BASE = (
     "snapshot.iteration_seconds=1.0",
 )
 NO_HEADROOM = "snapshot.replan_interval_windows=0"
-"""Room for larger later plans is taken, but nothing is written there: it need not be resident."""
+"""Override without which memory is reserved for larger later plans. Nothing is written to that memory, so it would not
+be resident."""
 _LARGER = ("model.hidden_size=128", "model.moe_ffn_hidden_size=256", "training.train_iterations=400")
 CASES: dict[str, tuple[str, ...]] = {
     "r=0, 1 node x 2 ranks, EP 2": (
@@ -88,25 +91,25 @@ SOAK = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job that was started."""
+    """Running job of a case."""
 
     process: "subprocess.Popen[str]"
     run_dir: Path
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Its events of a kind so far."""
+        """Return the job's events of a kind so far."""
         return [event for event in lines_of(self.run_dir / "events.jsonl") if event["kind"] == kind]
 
     @property
     def iteration(self) -> int:
-        """Last iteration it reported."""
+        """Return the newest iteration that the job reported."""
         return max((line.get("iteration", 0) for line in lines_of(self.run_dir / "metrics.jsonl")), default=0)
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
-        """Wait for a condition.
+        """Wait until ``condition`` is true.
 
         Raises:
-            RuntimeError: the job ended, or it took too long.
+            RuntimeError: the job ended, or the condition was not true in time.
         """
         deadline = time.monotonic() + seconds
         while not condition():
@@ -115,14 +118,14 @@ class Job:
             time.sleep(0.1)
 
     def stop(self) -> str:
-        """Ask it to stop after the iteration; its output."""
+        """Request the job to stop after the current iteration. Return its output."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGINT)
         return wait(self.process, JOB_SECONDS)
 
 
 def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
-    """Run one case until buffers are in use on all nodes, and measure the node that takes most."""
+    """Run one case until all nodes use their buffers, and measure the node with the largest need."""
     predicted = predicted_bytes(name, folder)
     job = started("case", [*_BASE, *CASES[name]], folder)
     try:
@@ -152,7 +155,7 @@ def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def predicted_bytes(name: str, folder: Path) -> int:
-    """Read ``dry_run``'s prediction for the node that takes most."""
+    """Return the prediction of ``dry_run`` for the node with the largest need."""
     words = [*_BASE, *CASES[name], "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
@@ -161,7 +164,7 @@ def predicted_bytes(name: str, folder: Path) -> int:
 
 
 def refused(name: str, limit_bytes: int, folder: Path) -> dict[str, Any]:
-    """Start the case with a limit below what it needs: what it says, and what it started."""
+    """Start the case with a limit below its need. Return its message and the files that it left."""
     words = [*_BASE, *CASES[name], f"{KEY}={limit_bytes}"]
     job = started("refused", words, folder)
     output = wait(job.process, START_SECONDS)
@@ -175,7 +178,7 @@ def refused(name: str, limit_bytes: int, folder: Path) -> dict[str, Any]:
 
 
 def soak(folder: Path, *, num_iterations: int) -> dict[str, Any]:
-    """Run long and sample every process of the job."""
+    """Run a long job and sample all its processes."""
     began = time.monotonic()
     job = started("soak", [*_BASE, *SOAK, f"training.train_iterations={num_iterations}"], folder)
     samples: dict[str, list[dict[str, int]]] = {}
@@ -208,7 +211,7 @@ def soak(folder: Path, *, num_iterations: int) -> dict[str, Any]:
 
 
 def sample(everyone: dict[str, list[Any]], samples: dict[str, list[dict[str, int]]]) -> None:
-    """Add one sample of each process that still lives."""
+    """Add one sample of each process that still runs."""
     for role, processes in everyone.items():
         for number, process in enumerate(processes):
             found = footprint(process.pid)
@@ -217,15 +220,21 @@ def sample(everyone: dict[str, list[Any]], samples: dict[str, list[dict[str, int
 
 
 def soak_problems(result: dict[str, Any], *, num_iterations: int, rss_bytes: int) -> list[str]:
-    """List evidence against "no growth"; empty without any."""
+    """Return evidence that memory grew; empty if there is none."""
     checks = [
         (result["exit_code"] == 0, f"exit code {result['exit_code']}"),
         (result["iterations"] == num_iterations, f"{result['iterations']} iterations"),
-        (result["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows of {result['window_iterations']} iterations"),
-        (result["windows_committed"] >= num_iterations // 20, f"{result['windows_committed']} windows committed"),
+        (
+            result["window_iterations"] >= MIN_WINDOW_ITERATIONS,
+            f"windows have only {result['window_iterations']} iterations",
+        ),
+        (
+            result["windows_committed"] >= num_iterations // 20,
+            f"only {result['windows_committed']} windows were committed",
+        ),
         (not result["problems"], f"problems: {result['problems']}"),
-        (result["processes"] == {RANK: 3, KEEPER: 3, AGENT: 3}, f"processes sampled: {result['processes']}"),
-        (len(result["growth"]) == 9, f"{len(result['growth'])} of 9 processes have enough samples"),
+        (result["processes"] == {RANK: 3, KEEPER: 3, AGENT: 3}, f"the sampled processes are {result['processes']}"),
+        (len(result["growth"]) == 9, f"only {len(result['growth'])} of 9 processes have enough samples"),
     ]
     found = [text for holds, text in checks if not holds]
     for name, grown in result["growth"].items():
@@ -239,19 +248,22 @@ def soak_problems(result: dict[str, Any], *, num_iterations: int, rss_bytes: int
 
 
 def case_problems(name: str, row: dict[str, Any]) -> list[str]:
-    """List violations of the claim in one case."""
+    """Return violations of the claim in one case."""
     limit = row["limit"]
     checks = [
-        (row["error"] <= MAX_ERROR, f"predicted {row['predicted_bytes']}, measured {row['held_bytes']}"),
-        (row["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows of {row['window_iterations']} iterations"),
-        (limit["exit_code"] == 2 and limit["names_key"], f"limit: {limit['exit_code']} {limit['message']}"),
+        (row["error"] <= MAX_ERROR, f"{row['predicted_bytes']} bytes were predicted, but {row['held_bytes']} measured"),
+        (row["window_iterations"] >= MIN_WINDOW_ITERATIONS, f"windows have only {row['window_iterations']} iterations"),
+        (
+            limit["exit_code"] == 2 and limit["names_key"],
+            f"the job above the limit ended with {limit['exit_code']}: {limit['message']}",
+        ),
         (not limit["left"], f"a refused job left {limit['left']}"),
     ]
     return [f"{name}: {text}" for holds, text in checks if not holds]
 
 
 def started(name: str, overrides: Sequence[str], folder: Path) -> Job:
-    """Start a job with processes of its own."""
+    """Start a job with its own processes."""
     number = sum(1 for path in folder.iterdir() if path.name.startswith(name))
     run = f"{name}-{number:03d}"
     places = [f"run.name={run}", f"run.dir={folder}", f"data.cache_dir={folder / 'cache'}"]
@@ -260,20 +272,20 @@ def started(name: str, overrides: Sequence[str], folder: Path) -> Job:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file that is being written."""
+    """Return the complete lines of a file that is still being written."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def footprint_of(process_id: int) -> dict[str, int]:
-    """Measure a living process."""
+    """Measure a running process."""
     found = footprint(process_id)
-    assert found is not None, f"process {process_id} is gone"
+    assert found is not None, f"process {process_id} has ended"
     return found.to_json()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all three parts and report."""
+    """Measure all three parts and report the result."""
     arguments = parse_arguments(__doc__, argv)
     num_iterations = QUICK_SOAK_ITERATIONS if arguments.quick else SOAK_ITERATIONS
     rss_bytes = QUICK_RSS_BYTES if arguments.quick else RSS_BYTES

@@ -1,4 +1,5 @@
-"""Files made to harm their readers, in place of a sound window or checkpoint; all checksums in them are right."""
+"""Makes files that replace those of an intact window or checkpoint and are designed to harm their readers. Their
+checksums are valid."""
 
 import json
 import os
@@ -33,7 +34,7 @@ BAD_INTEGERS = (-1, -(2**63), 2**63, 2**64, 10**30, 1.5, True, "1", None, [1], {
 
 
 class Payload:
-    """Unpickling it creates :data:`MARKER`."""
+    """Object that creates :data:`MARKER` if it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (os.mkdir, (MARKER,))
@@ -41,20 +42,20 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hostile:
-    """One hostile file."""
+    """Hostile file of one kind."""
 
     name: str
     put: Callable[[Path], Path]
-    """Put it into the folder in place of a sound file of the newest sample; returns its path."""
+    """Puts the file into the folder in place of an intact file of the newest sample, and returns its path."""
 
 
 def hostile_windows() -> list[Hostile]:
-    """Hostile files among the windows."""
+    """Return hostile files that replace a window's file."""
     return [*_window_texts(), *_window_integers(), *_window_layouts(), *_window_heads(), *_odd_files(_window_victim)]
 
 
 def hostile_checkpoints() -> list[Hostile]:
-    """Hostile files in a dense checkpoint."""
+    """Return hostile files that replace a file of a dense checkpoint."""
     return [*_dense_manifests(), *_dense_bytes(), *_odd_files(_dense_victim), *_odd_files(_manifest_victim)]
 
 
@@ -274,7 +275,7 @@ def _dense_bytes() -> Iterator[Hostile]:
 
 
 def _odd_files(victim: Callable[[Path], Path]) -> Iterator[Hostile]:
-    """Things that are no regular file, or an endless, sparse or empty one, under the name of ``victim``."""
+    """Yield special files under the name of ``victim``: files that are not regular, endless, sparse or empty."""
     makers: dict[str, Callable[[Path], object]] = {
         "link to a sound file": _link_to_itself,
         "link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
@@ -310,7 +311,7 @@ def _link_to_itself(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    """Bound under its short name: a socket's path has a limit."""
+    """Bind a unix socket by a short relative path, because the length of a socket's path is limited."""
     before = Path.cwd()
     os.chdir(path.parent)
     try:

@@ -1,12 +1,13 @@
 """Claim ``hostile-peers``: peers that reach a job's listeners and do not follow the protocol change nothing.
 
-Two jobs train while they are attacked on every listener of this project's own: the controller's port, the sockets of
-node agents and of the fork server, and in the second job those of the nodes' snapshot servers. Without the token, with
-a wrong one, and with the right one but malformed messages; random bytes, frames that are cut, too long or nested too
-deep, calls without the announced body, and crowds of silent connections. The same jobs, undisturbed, are the reference:
-no process dies, losses and digests of every rank's state are equal to the bit, events and decisions are the same, and
-the end is not delayed beyond a factor. A trial is an attack on a running job; its outcome must be one that is allowed.
-PyTorch's store and gloo have no token and are not attacked (SECURITY.md).
+Two jobs are attacked while they train, on every listener of this project: the controller's port, the sockets of node
+agents and of the fork server, and in the second job the listeners of snapshot servers. The attackers have no token, a
+wrong token, or the right token with malformed messages. They send random bytes, frames that are cut, too long or nested
+too deep, and calls without the announced body, and they open crowds of silent connections. The same jobs without
+attacks are the reference: no process may die, losses and digests of every rank's state must be equal in every bit,
+events and decisions must be the same, and the job may take only a limited factor longer. A trial is an attack on a
+running job; its outcome must be one that is allowed. PyTorch's store and gloo have no token and are not attacked
+(SECURITY.md).
 """
 
 import contextlib
@@ -47,14 +48,14 @@ from megatron_ft.testing.jobs import JobResult, forkserver, start, wait
 ID = "hostile-peers"
 NUM_NODES = 3
 NUM_ITERATIONS, QUICK_ITERATIONS = 1200, 90
-"""Iterations of a job; if it ends before its attacks do, both jobs run again with twice as many."""
+"""Iterations of a job. If the job ends before the attacks do, both jobs run again with twice as many."""
 MOST_DOUBLINGS = 4
 NUM_ROUNDS, QUICK_ROUNDS = 3, 1
 IDLE_CONNECTIONS, QUICK_CONNECTIONS = 1000, 100
 SLOW_CALLS = 64
 MIN_TRIALS = 900
 MAX_DELAY = 3.0
-"""Wall time of an attacked job over that of the one left alone."""
+"""Largest allowed ratio of the wall time of the attacked job to that of the undisturbed job."""
 SEED = 20261121
 TIMEOUT_SECONDS = 600.0
 WARM = "megatron_ft.mcore.rank_main:warm"
@@ -75,7 +76,7 @@ _LOSES_NODES = ("placement=spread", "placement.num_slots_per_rank=6", f"recovery
 _SNAPSHOTS = ("snapshot=dense", "snapshot.policy.interval_iterations=5", "snapshot.num_peer_copies=1")
 JOBS: Mapping[str, Sequence[str]] = {"may lose nodes": (*_BASE, *_LOSES_NODES), "snapshots": (*_BASE, *_SNAPSHOTS)}
 QUICK_JOBS: Mapping[str, Sequence[str]] = {"may lose nodes, snapshots": (*_BASE, *_LOSES_NODES, *_SNAPSHOTS)}
-"""One that listens on everything."""
+"""Job that has every kind of listener."""
 _OF_TIME = (
     "time_unix_seconds",
     "seconds",
@@ -86,29 +87,29 @@ _OF_TIME = (
     "process_ids",
 )
 _UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_raised", "alert_cleared")
-"""Kinds whose number depends on how fast peers answer, or on what else the machine does."""
+"""Kinds of events whose number depends on how fast peers answer, or on other work on the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Listeners of a running job."""
+    """Addresses of a running job's listeners."""
 
     controller: str
     agents: Sequence[str]
     keepers: Sequence[str]
-    """Unix sockets and TCP addresses."""
+    """Unix sockets and TCP addresses of snapshot servers."""
     forkserver: str
     token: str
     processes: Sequence[psutil.Process]
 
 
 class EndedEarly(Exception):
-    """The job reached its last iteration before the attacks were over."""
+    """Raised if the job reached its last iteration before the attacks were over."""
 
 
 @dataclass(slots=True)
 class Attacked:
-    """Results of the attacks on the jobs."""
+    """Results of the attacks on all jobs."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -118,7 +119,7 @@ class Attacked:
     """Duration of the attacks on each job."""
 
     def add(self, other: "Attacked") -> None:
-        """Count what came of the attacks on one more job."""
+        """Add the results of the attacks on another job."""
         self.outcomes += other.outcomes
         self.problems += other.problems
         self.num_trials += other.num_trials
@@ -126,7 +127,7 @@ class Attacked:
         self.seconds += other.seconds
 
     def note(self, attack: Attack, outcome: str) -> None:
-        """Count an outcome."""
+        """Count the outcome of an attack."""
         self.num_trials += 1
         self.outcomes[outcome] += 1
         if outcome not in attack.allowed:
@@ -135,7 +136,7 @@ class Attacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Traces of a job that attacks must not change."""
+    """Records of a job that attacks must not change."""
 
     exit_code: int
     losses: Sequence[Any]
@@ -145,16 +146,18 @@ class Trace:
     seconds: float
 
     def differences(self, reference: "Trace") -> list[str]:
-        """List differences to ``reference``."""
+        """Return the differences from ``reference``."""
         names = ("exit_code", "losses", "digests", "events", "decisions")
         found = [name for name in names if getattr(self, name) != getattr(reference, name)]
         late = self.seconds > MAX_DELAY * reference.seconds
-        return found + ([f"took {self.seconds:.0f} s, alone {reference.seconds:.0f} s"] if late else [])
+        return found + (
+            [f"the attacked job took {self.seconds:.0f} s, the other one {reference.seconds:.0f} s"] if late else []
+        )
 
 
 @dataclass(slots=True)
 class Bench:
-    """Runs jobs from one warm fork server."""
+    """Runs jobs with ranks from one fork server, which has already imported all modules."""
 
     folder: Path
     socket: str
@@ -162,10 +165,11 @@ class Bench:
     num_jobs: int = 0
 
     def pair(self, overrides: Sequence[str], seed: int) -> tuple[Trace, Trace, Attacked, str]:
-        """One job attacked and left alone: what each left behind, what came of the attacks, the attacked one's output.
+        """Run one job with attacks and without. Return the records of both, the results of the attacks, and the output
+        of the attacked job.
 
         Raises:
-            AssertionError: no number of iterations lets the job outlast the attacks.
+            AssertionError: the job ended before the attacks even with the largest number of iterations.
         """
         iterations = QUICK_ITERATIONS if self.quick else NUM_ITERATIONS
         for _ in range(MOST_DOUBLINGS):
@@ -177,15 +181,15 @@ class Bench:
                 continue
             alone, _ = self.run(overrides, iterations)
             return alone, under, attacked, output
-        raise AssertionError(f"the job ends before the attacks do, also with {iterations // 2} iterations")
+        raise AssertionError(f"the job ends before the attacks, even with {iterations // 2} iterations")
 
     def run(
         self, overrides: Sequence[str], iterations: int, attacked: Attacked | None = None, seed: int = 0
     ) -> tuple[Trace, str]:
-        """One job to its end, attacked or left alone: what it left behind, and its output.
+        """Run one job until it ends, with attacks if ``attacked`` is given. Return its records and its output.
 
         Raises:
-            EndedEarly: it did all its iterations, and the attacks were not over.
+            EndedEarly: the job completed all iterations before the attacks were over.
         """
         self.num_jobs += 1
         name = f"job-{self.num_jobs:03d}"
@@ -207,7 +211,7 @@ class Bench:
         return trace, output
 
     def _attack(self, console: psutil.Process, run_dir: Path, attacked: Attacked, rng: random.Random) -> bool:
-        """Everything, once or a few times; whether all of the job's processes outlived it."""
+        """Run all attacks once or a few times. Return whether all processes of the job survived."""
         found = find_listeners(console, run_dir, self.socket)
         if self.quick:
             found = replace(found, agents=found.agents[:1], keepers=found.keepers[:2])
@@ -226,7 +230,8 @@ class Bench:
         return outlived
 
     def _crowds(self, found: Listeners, attacked: Attacked) -> bool:
-        """Open connections that stay silent or never end a message: meanwhile the job's own words arrive."""
+        """Open many connections that stay silent or send incomplete messages. The job's own messages must still
+        arrive."""
         count = QUICK_CONNECTIONS if self.quick else IDLE_CONNECTIONS
         silent: list[tuple[str, str, int, bytes]] = [
             ("idle connections", address, count, b"")
@@ -252,7 +257,7 @@ class Bench:
 
 
 def outcome_of(attack: Attack) -> str:
-    """Classify an attack's outcome; errors of the attacker's own side are none of the allowed ones."""
+    """Return the outcome of an attack. An error on the attacker's side is never an allowed outcome."""
     try:
         return attack.send()
     except (OSError, RpcError) as error:
@@ -260,7 +265,7 @@ def outcome_of(attack: Attack) -> str:
 
 
 def still_answers(found: Listeners) -> str:
-    """A proper call gets its answer."""
+    """Make a valid call, which must be answered. Return the outcome ``answered``."""
     client = RpcClient(found.controller, "Controller", token=found.token)
     try:
         client.call("status", {}, timeout_seconds=10, wait_for_peer=True)
@@ -270,7 +275,7 @@ def still_answers(found: Listeners) -> str:
 
 
 def all_attacks(found: Listeners, caller: Caller, rng: random.Random) -> Iterator[Attack]:
-    """Everything that is sent once, each with a connection of its own."""
+    """Yield all attacks that are made once, each over its own connection."""
     yield from controller_attacks(caller, found.token, rng, num_nodes=NUM_NODES)
     yield from port_attacks("controller's port", found.controller, found.token, rng)
     for node, address in enumerate(found.agents):
@@ -282,10 +287,10 @@ def all_attacks(found: Listeners, caller: Caller, rng: random.Random) -> Iterato
 
 
 def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> Listeners:
-    """Addresses from ``/proc``, once all ranks train; the token from the run's folder.
+    """Find the addresses from ``/proc`` when all ranks train, and read the token from the run's folder.
 
     Raises:
-        AssertionError: the job does not come so far.
+        AssertionError: the job did not begin to train.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS / 2
     while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
@@ -301,7 +306,7 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
             agents += unix_listeners(process)
         elif "megatron_ft.snapshot.server" in words:
             keepers += [*unix_listeners(process), *tcp_listeners(process)]
-    assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents"
+    assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents were found, not {NUM_NODES}"
     access = read_address(run_dir)
     assert access.address in [address for process in processes for address in tcp_listeners(process)], "it listens"
     return Listeners(
@@ -315,13 +320,13 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
 
 
 def tcp_listeners(process: psutil.Process) -> list[str]:
-    """``host:port`` of every TCP socket that a process listens on."""
+    """Return ``host:port`` of every TCP socket on which a process listens."""
     found = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     return [f"{address.ip.removeprefix('::ffff:')}:{address.port}" for address in found]
 
 
 def unix_listeners(process: psutil.Process) -> list[str]:
-    """List paths of the unix sockets bound by a process that accept connections."""
+    """Return the paths of the unix sockets on which a process accepts connections."""
     found = []
     for path in dict.fromkeys(str(c.laddr) for c in process.net_connections("unix") if c.laddr):
         with contextlib.suppress(OSError):
@@ -331,7 +336,7 @@ def unix_listeners(process: psutil.Process) -> list[str]:
 
 
 def trace_of(run: JobResult, seconds: float) -> Trace:
-    """Read a run that has ended."""
+    """Read the records of a run that has ended."""
     events = [record for record in run.records() if record["kind"] not in (*_UNSTEADY, "state_digest")]
     metrics = run.records("metrics.jsonl")
     return Trace(
@@ -345,12 +350,12 @@ def trace_of(run: JobResult, seconds: float) -> Trace:
 
 
 def without_time(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what two equal runs differ in."""
+    """Return a record without the fields in which two equal runs differ."""
     return {name: value for name, value in record.items() if name not in _OF_TIME}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run each job alone and attacked, and compare."""
+    """Run each job with and without attacks, and compare the two."""
     arguments = parse_arguments(__doc__, argv)
     attacked, failures, delays = Attacked(), [], []
     jobs = QUICK_JOBS if arguments.quick else JOBS

@@ -1,4 +1,4 @@
-"""The others of ``kill_to_commit``: a restart by torchrun, and torchft. Each gives what its faults cost."""
+"""Measures the alternatives that ``kill_to_commit`` compares with: a restart by torchrun, and torchft."""
 
 import contextlib
 import functools
@@ -24,13 +24,14 @@ from megatron_ft.testing.jobs import start, wait
 
 NUM_RANKS, MIN_RANKS = 4, 2
 SETTLED = 6
-"""Iterations that are committed before a fault, and between two."""
+"""Number of iterations that are committed before the first fault and between two faults."""
 LONGEST_SECONDS = 120.0
 TORCHFT = "0.2.0"
 TORCHFT_NEEDS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 JOIN_TIMEOUT_MS, HEARTBEAT_TIMEOUT_MS, TRANSFER_SECONDS = 100, 5000, 5
-"""torchft's lighthouse waits so long for stragglers (its default of 60,000 would be waited for after every fault), and
-for heartbeats (its default); its process group for a transfer."""
+"""Time limits of torchft. Its lighthouse waits for late replicas for ``JOIN_TIMEOUT_MS`` (its default of 60,000 would
+be added to every fault) and for heartbeats for ``HEARTBEAT_TIMEOUT_MS`` (its default). Its process group waits for a
+transfer for ``TRANSFER_SECONDS``."""
 _INSTALL_SECONDS = 600
 _LIGHTHOUSE = """
 import sys
@@ -46,23 +47,24 @@ class Fault:
     """Cost of one fault."""
 
     seconds: float
-    """Time from the signal to the report of the next committed iteration."""
+    """Time from the signal until the next committed iteration is reported."""
     iterations_lost: int
-    """Committed ones that were run again."""
+    """Number of committed iterations that were run again."""
     iteration_seconds: float
-    """Median before it."""
+    """Median duration of iterations before the fault."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Measured:
-    """All faults of a subject."""
+    """All faults of one measured system."""
 
     faults: list[Fault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def figure(self) -> str:
-        """``p50 1.2 s, p95 1.4 s, max 1.5 s of 50, 0 iterations lost``; what went wrong where nothing was measured."""
+        """Return the figure, e.g. ``p50 1.2 s, p95 1.4 s, max 1.5 s of 50, 0 iterations lost``, or the problem if
+        nothing was measured."""
         if not self.faults:
             return f"not measured ({self.problems[0] if self.problems else 'no fault'})"
         values = [fault.seconds for fault in self.faults]
@@ -75,22 +77,22 @@ class Measured:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that ``percent`` of all do not exceed."""
+    """Return the smallest value that is not exceeded by ``percent`` of all values."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of JSON lines; none where it does not exist yet."""
+    """Return the complete lines of a file of JSON lines; an empty list if the file does not exist yet."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def wait_for(condition: Callable[[], Any], alive: Callable[[], bool], what: str) -> Any:
-    """Wait until ``condition`` returns something, and return that.
+    """Wait until ``condition`` returns a true value, and return that value.
 
     Raises:
-        TimeoutError: it does not within ``LONGEST_SECONDS``, or ``alive`` has become false.
+        TimeoutError: ``LONGEST_SECONDS`` have passed, or ``alive`` has become false.
     """
     deadline = time.monotonic() + LONGEST_SECONDS
     while not (found := condition()):
@@ -101,7 +103,7 @@ def wait_for(condition: Callable[[], Any], alive: Callable[[], bool], what: str)
 
 
 def random_moment(rng: random.Random, iteration_seconds: float) -> None:
-    """Wait a uniformly drawn part of an iteration: a fault must not come at a place of its own choice."""
+    """Wait for a random part of an iteration, so that the fault does not always hit the same place."""
     time.sleep(rng.uniform(0.0, iteration_seconds))
 
 
@@ -109,9 +111,11 @@ def random_moment(rng: random.Random, iteration_seconds: float) -> None:
 
 
 def measure_torchrun(words: Sequence[str], folder: Path, num_faults: int, rng: random.Random) -> Measured:
-    """Run ranks under ``torchrun --max-restarts`` with a dense checkpoint after every iteration, killed one at a time.
+    """Run ranks under ``torchrun --max-restarts`` with a dense checkpoint after every iteration, and kill one at a
+    time.
 
-    All faults hit one job; where it does not continue, that is one failed fault, and another job takes the others.
+    All faults hit one job. If it does not continue, that counts as one failed fault, and another job gets the remaining
+    faults.
     """
     measured = Measured()
     while (done := len(measured.faults) + len(measured.problems)) < num_faults:
@@ -123,7 +127,7 @@ def _torchrun_job(words: Sequence[str], run_dir: Path, num_faults: int, rng: ran
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}", "--standalone"]
     command += [f"--max-restarts={num_faults + 1}", "pretrain_moe.py", *words, "training.train_iterations=100000"]
     command += ["checkpoint.save_interval_iterations=1", f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
-    command.append("placement.min_replicas=1")  # its ranks are one node
+    command.append("placement.min_replicas=1")  # all its ranks are on one node
     console = start(command, environment=SINGLE_THREAD_ENVIRONMENT)
     process, problem = psutil.Process(console.pid), ""
     try:
@@ -163,12 +167,12 @@ def _torchrun_fault(console: psutil.Process, run_dir: Path, rng: random.Random) 
 
 
 def _restarted(metrics: Path, count: int, since: float) -> list[dict[str, Any]]:
-    """Records after the first ``count`` that are not of ranks on their way out."""
+    """Return the records after the first ``count``, without those of ranks that are ending."""
     return [record for record in records_of(metrics)[count:] if record["time_unix_seconds"] > since]
 
 
 def end_tree(process: psutil.Process) -> None:
-    """Kill a process and all it has started, by their own ids."""
+    """Kill a process and all processes that it has started, by their process ids."""
     with contextlib.suppress(psutil.NoSuchProcess):
         tree = [process, *process.children(recursive=True)]
         for each in tree:
@@ -181,10 +185,11 @@ def end_tree(process: psutil.Process) -> None:
 
 
 def torchft_python() -> str:
-    """An interpreter of an environment of its own that has torchft beside this one's packages; made where it is not.
+    """Return the interpreter of a separate environment that contains torchft and this environment's packages. Creates
+    the environment if it does not exist.
 
     Raises:
-        RuntimeError: it cannot be installed here.
+        RuntimeError: torchft cannot be installed on this machine.
     """
     home = ROOT / ".cache" / "benchmarks" / f"torchft-{TORCHFT}"
     python, ready = home / "bin" / "python", home / "ready"
@@ -200,7 +205,7 @@ def torchft_python() -> str:
         _run([*pip, *TORCHFT_NEEDS])
         _run([str(python), "-c", "import torchft"])
     except (OSError, StopIteration, subprocess.SubprocessError) as error:
-        raise RuntimeError(f"torchft {TORCHFT} cannot be installed here: {error}") from None
+        raise RuntimeError(f"torchft {TORCHFT} cannot be installed on this machine: {error}") from None
     ready.touch()
     return str(python)
 
@@ -212,7 +217,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def measure_torchft(folder: Path, num_faults: int, rng: random.Random) -> Measured:
-    """Replicas of torchft, two killed one after another in each job."""
+    """Run torchft jobs, and kill two replicas of each job, one after the other."""
     measured = Measured()
     try:
         python = torchft_python()
@@ -232,13 +237,13 @@ def measure_torchft(folder: Path, num_faults: int, rng: random.Random) -> Measur
 
 @dataclass(slots=True)
 class TorchftJob:
-    """Living replicas, and where each says what it has committed."""
+    """Running replicas, and the files in which each reports its committed steps."""
 
     replicas: dict[int, "subprocess.Popen[bytes]"]
     outputs: dict[int, Path]
 
     def fault(self, rng: random.Random) -> Fault:
-        """Kill one replica at a random moment; raises TimeoutError where the others do not continue."""
+        """Kill one replica at a random moment. Raises TimeoutError if the others do not continue."""
         living = sorted(self.replicas)
         wait_for(lambda: all(self._settled(number, len(living)) for number in living), self._alive, "settled replicas")
         steps = records_of(self.outputs[living[0]])[-SETTLED:]
@@ -262,7 +267,8 @@ class TorchftJob:
         return len(newest) == SETTLED and all(record["replicas"] == num_replicas for record in newest)
 
     def _committed(self, after: float) -> Iterator[dict[str, Any]]:
-        """Steps of survivors without the victim; one that had been agreed on before it died counts for nothing."""
+        """Yield steps that survivors committed without the victim. A step that was agreed before the victim died does
+        not count."""
         for number in self.replicas:
             yield from (record for record in records_of(self.outputs[number]) if record["time"] > after)
 
@@ -272,7 +278,7 @@ class TorchftJob:
 
 @contextlib.contextmanager
 def torchft_job(python: str, folder: Path) -> Iterator[TorchftJob]:
-    """A lighthouse and replicas, ended afterwards."""
+    """Start a lighthouse and replicas, and end them after the block."""
     folder.mkdir(parents=True)
     environment = {**os.environ, **SINGLE_THREAD_ENVIRONMENT}
     replica = str(ROOT / "benchmarks" / "torchft_replica.py")

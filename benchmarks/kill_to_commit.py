@@ -1,14 +1,15 @@
-"""Claim ``kill-to-commit``: from the SIGKILL of a whole node to the next committed iteration, at random moments.
+"""Claim ``kill-to-commit``: time from the SIGKILL of a whole node to the next committed iteration, at random moments.
 
-Jobs of four nodes of one rank lose one node after another; each comes back (``nodes.restart_lost_nodes``) before the
-next is lost. A fault is a SIGKILL from outside to all processes of a node at one instant, agent, snapshot server and
-rank, at a moment drawn uniformly over an iteration, so inside collectives, too; the clock is the machine's, the next
-committed iteration the first that the survivors report after their membership has changed. Some ranks get a SIGSTOP
-instead: they have to be detected by missing heartbeats first. Two comparisons run beside it: the same training
-restarted by ``torchrun --max-restarts`` from a dense checkpoint of every iteration, and a plain loop of a model of
-comparable size under torchft (a lighthouse's join timeout of 100 ms, its default of 60 s would be the result). The
-models' iterations differ in length: seconds are reported beside each one's own iteration. A trial is a fault that the
-job's own events name.
+Jobs of four nodes with one rank each lose one node after another. Each lost node comes back
+(``nodes.restart_lost_nodes``) before the next one is lost. A fault is a SIGKILL from outside to all processes of a node
+at one instant: agent, snapshot server and rank. Its moment is drawn uniformly over an iteration, so that it may be
+inside a collective. The time ends when the survivors report the first iteration after their membership has changed.
+Some ranks receive SIGSTOP instead, and must first be detected by missing heartbeats.
+
+Two alternatives are measured beside it: the same training restarted by ``torchrun --max-restarts`` from a dense
+checkpoint of every iteration, and a plain loop with a model of comparable size under torchft. The join timeout of
+torchft's lighthouse is 100 ms, because its default of 60 s would determine the result. The models' iterations differ in
+length, so the result contains each system's iteration time. A trial is a fault that the job's own events name.
 """
 
 import dataclasses
@@ -50,11 +51,11 @@ NUM_TORCHRUN, NUM_TORCHFT = 5, 20
 NUM_STOPS, QUICK_STOPS = 10, 1
 FAULTS_PER_JOB = 6
 HEARTBEAT_SECONDS = 2.0
-"""Silence after which a rank is lost."""
+"""Time without a heartbeat after which a rank is lost."""
 ALLOWED_SECONDS = {50: 0.5, 95: 1.2}
-"""Allowed time besides one iteration, for so many percent of the faults."""
+"""Allowed time in addition to one iteration, by the percentage of faults that must not exceed it."""
 NO_TIMEOUT_SECONDS = 5.0
-"""Half of the shortest timeout that could be behind a value."""
+"""Half of the shortest timeout that could explain a measured time."""
 SEED = 20261121
 TIMEOUT_SECONDS = 240.0
 WARM = "megatron_ft.mcore.rank_main:warm"
@@ -89,14 +90,14 @@ ELASTIC = (
 
 @dataclasses.dataclass(slots=True)
 class Bench:
-    """Runs jobs from one warm fork server."""
+    """Runs jobs with ranks from one fork server, which has already imported all modules."""
 
     folder: Path
     socket: str
     num_jobs: int = 0
 
     def measure(self, num_faults: int, rng: random.Random, number: signal.Signals = signal.SIGKILL) -> Measured:
-        """Faults by one signal over as many jobs as they need; a job that fails counts as one failed fault."""
+        """Inject faults by one signal, in as many jobs as needed. A job that fails counts as one failed fault."""
         measured = Measured()
         while (done := len(measured.faults) + len(measured.problems)) < num_faults:
             self._job(min(FAULTS_PER_JOB, num_faults - done), rng, number, measured)
@@ -125,7 +126,7 @@ class Bench:
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """A living job, and its faults."""
+    """Running job and its faults."""
 
     run_dir: Path
     console: psutil.Process
@@ -133,13 +134,13 @@ class Job:
     """Nodes that a fault may hit."""
 
     def fault(self, rng: random.Random, number: signal.Signals) -> Fault:
-        """Kill a node or stop its rank at a random moment and observe the consequences.
+        """Kill a node or stop its rank at a random moment, and measure the consequences.
 
         Args:
-            number: SIGKILL goes to all processes of the node, another signal to its rank alone.
+            number: Signal. SIGKILL is sent to all processes of the node, another signal only to its rank.
 
         Raises:
-            TimeoutError: the job does not continue, or its events do not name the fault.
+            TimeoutError: the job did not continue, or its events do not name the fault.
         """
         metrics = self.run_dir / "metrics.jsonl"
         settled = len(records_of(metrics)) + SETTLED
@@ -183,12 +184,12 @@ class Job:
         return [r for r in records_of(self.run_dir / "events.jsonl") if r["kind"] == "membership_changed"]
 
     def _change_without(self, node: int, since: float) -> dict[str, Any] | None:
-        """The first change of membership since a time, if it is one without ``node``."""
+        """Return the first change of membership since a time if it excludes ``node``; None otherwise."""
         changes = [change for change in self._changes() if change["time_unix_seconds"] >= since]
         return changes[0] if changes and node not in changes[0]["nodes"] else None
 
     def _after(self, change: dict[str, Any]) -> list[dict[str, Any]]:
-        """Iterations that the membership which ``change`` began has committed itself."""
+        """Return the iterations that the membership begun by ``change`` has committed."""
         since = change["time_unix_seconds"]
         return [
             record
@@ -198,7 +199,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all subjects and judge this project's."""
+    """Measure all systems, and judge the figures of this project."""
     arguments = parse_arguments(__doc__, argv)
     num_faults, num_stops = (QUICK_FAULTS, QUICK_STOPS) if arguments.quick else (NUM_FAULTS, NUM_STOPS)
     with tempfile.TemporaryDirectory(prefix="kill-to-commit-") as name:
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def judge(
     arguments: Any, ours: Measured, stopped: Measured, peers: dict[str, Measured], *, num_faults: int, num_stops: int
 ) -> int:
-    """Write the result: the bounds are this project's own, the others are reported beside it."""
+    """Write the result. The bounds apply to this project; the figures of the alternatives are only reported."""
     seconds = [fault.seconds for fault in ours.faults]
     silent = [fault.seconds for fault in stopped.faults]
     iteration = statistics.median(fault.iteration_seconds for fault in ours.faults) if ours.faults else 0.0
@@ -231,7 +232,7 @@ def judge(
         and max(seconds) < NO_TIMEOUT_SECONDS
         and percentile(silent, 95) <= iteration + ALLOWED_SECONDS[95] + HEARTBEAT_SECONDS
     )
-    passed = complete and (in_time or arguments.quick)  # seconds of a test beside other tests are not meaningful
+    passed = complete and (in_time or arguments.quick)  # beside other tests, times are not meaningful
     others = "".join(f"; {name} {measured.figure()}" for name, measured in peers.items())
     return finish(
         arguments.out,
@@ -260,7 +261,7 @@ def judge(
 
 
 def _without_paths(text: str) -> str:
-    """Beginning and end of what went wrong, without where files lie on this machine."""
+    """Return the beginning and the end of an error message, without paths of this machine."""
     clean = re.sub(r"(?:/[\w.@+-]+)+/?", "PATH", text)
     return clean if len(clean) <= 1500 else f"{clean[:300]} ... {clean[-1200:]}"
 

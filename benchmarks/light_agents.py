@@ -1,8 +1,8 @@
-"""Node agents without ranks, many in one process, that use the real protocol with a real controller.
+"""Runs many node agents without ranks in one process. They use the real protocol with a real controller.
 
-Each agent has a connection of its own, registers, asks for orders by long polls as often as the real one, and delivers
-the reports of its ranks: their position, once a second, and after the order to break their progress, with a vote and a
-traceback of a usual length.
+Each agent has its own connection, registers, and polls for orders as often as a real agent. It delivers the reports of
+its ranks: their position once a second, and after an order to break also their progress, with a vote and a traceback of
+typical length.
 """
 
 import asyncio
@@ -28,43 +28,43 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class Rank:
-    """An agent's knowledge of one rank."""
+    """Data that an agent has about one rank."""
 
     number: int
-    """Number of the rank in the control plane."""
+    """Number of the rank in the control plane, which does not change."""
     rank: int
-    """Its number in the present membership."""
+    """Number of the rank in the current membership."""
 
 
 @dataclass(slots=True)
 class LightAgent:
-    """One node's agent. All coroutines run in one event loop."""
+    """Agent of one node. All agents run as coroutines in one event loop."""
 
     address: str
     token: str
     node: int
     process_id: int
     on_order: Callable[["LightAgent", Message, float], None]
-    """Called with each order and the moment at which it came, by ``time.monotonic``."""
+    """Called with this agent, each order and the time at which the order arrived, by ``time.monotonic``."""
     refusal: str | None = None
-    """Reason for which the controller has permanently refused this agent."""
+    """Reason why the controller has permanently refused this agent; None if it has not."""
     generation: int = 0
     iteration: int = 1
     ranks: list[Rank] = field(default_factory=list)
     start: int = 0
     is_joining: bool = False
-    """Its ranks wait for the membership that they begin in: other orders are none of theirs."""
+    """Whether its ranks wait for their first membership. Meanwhile the agent ignores other orders."""
     sent: int = 0
     outbox: list[Message] = field(default_factory=list)
     retries: int = 0
-    """Calls that were made again."""
+    """Number of calls that were made again."""
     answers: int = 0
-    """Calls that were answered."""
+    """Number of calls that were answered."""
     _session: Message = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def live(self) -> None:
-        """Register, ask for orders and deliver until the job ends or the task is cancelled."""
+        """Register, poll for orders and deliver reports until the job ends or the task is cancelled."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
         async with grpc.aio.insecure_channel(self.address, options=options) as channel:
@@ -81,7 +81,7 @@ class LightAgent:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call(self, channel: Any, method: str, body: Message) -> Message | None:
-        """Call until there is an answer; None where the controller has refused."""
+        """Call a method until it is answered. Return None if the controller has refused this agent."""
         stub = channel.unary_unary(f"/Controller/{method}")
         metadata = (("x-megatron-ft-token", self.token),)
         while True:
@@ -125,7 +125,7 @@ class LightAgent:
                 self.sent = answer["next"]
 
     async def _progress(self, _channel: Any) -> None:
-        """Report the position of the ranks, once a second as the real agent does; nodes are out of step."""
+        """Report the position of the ranks once a second, as a real agent does. Agents report at different moments."""
         await asyncio.sleep(HEARTBEAT_SECONDS * (self.node % 64) / 64)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -160,7 +160,7 @@ class LightAgent:
         return {"iteration": self.iteration, "phase": "backward"}
 
     def _words(self, rank: Rank) -> Message:
-        """Report the progress of a rank: all stand after the same iteration, with one vote."""
+        """Return the progress of a rank. All ranks are after the same iteration, with the same vote."""
         traceback = "Traceback (most recent call last):\n".ljust(TRACEBACK_BYTES, ".")
         about = {"at_seconds": time.time(), "error": "RuntimeError: a peer has gone", "exit_code": None}
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}
@@ -179,7 +179,7 @@ class LightAgent:
 
 
 class Fleet:
-    """The agents of a job, and when the newest order of each kind has reached each of them."""
+    """Agents of a job, and the times at which the newest order of each kind reached each of them."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token = address, token
@@ -188,12 +188,12 @@ class Fleet:
         self._arrived: dict[tuple[str, int], dict[int, float]] = {}
 
     def begin(self, node: int, process_id: int) -> None:
-        """An agent begins to live, in the place of an earlier one of its node."""
+        """Start the agent of a node, which may replace an earlier agent of the node."""
         self.agents[node] = LightAgent(self._address, self._token, node, process_id, self._hear)
         self._tasks[node] = asyncio.create_task(self.agents[node].live())
 
     async def kill(self, node: int) -> int:
-        """An agent dies: its calls end, and it says nothing more. Its process id."""
+        """Kill an agent: its calls end, and it sends nothing more. Return its process id."""
         task = self._tasks.pop(node)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -204,7 +204,7 @@ class Fleet:
         self._arrived.setdefault((order["op"], generation), {})[agent.node] = now
 
     async def last_arrival(self, op: str, generation: int, seconds: float) -> float | None:
-        """Return the time at which an order has reached the last agent; None where some have not got it after
+        """Return the time at which the last agent received an order; None if some agents have not received it after
         ``seconds``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -216,11 +216,11 @@ class Fleet:
 
     @property
     def refused(self) -> dict[int, str]:
-        """List agents that the controller has permanently refused, with reasons."""
+        """Return the agents that the controller has permanently refused, with the reasons."""
         return {node: agent.refusal for node, agent in self.agents.items() if agent.refusal is not None}
 
     async def end(self, seconds: float) -> None:
-        """Wait for agents to see the end; those that do not are ended."""
+        """Wait until the agents see the end of the job, then cancel those that do not."""
         tasks = list(self._tasks.values())
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)

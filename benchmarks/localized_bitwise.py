@@ -1,13 +1,13 @@
-"""Claim ``localized-bitwise``: only the pipeline stages that lost a rank replay, and reach the same bits.
+"""Claim ``localized-bitwise``: only the pipeline stages that lost a rank replay, and they reach the same bits.
 
-Running jobs of every layout (pipeline, data, expert, tensor parallel, interleaved, sharded optimizer) lose one rank
-after the other by kill -9: in every phase, in the first, a middle and the last stage; and two that meet: side by side,
-apart, two of one stage, one inside or beside a replay, the substitute itself, the neighbour right after a recovery. Its
-place is taken by a process that is started again, and the job continues.
+Running jobs of every layout (pipeline, data, expert and tensor parallel, interleaved, sharded optimizer) lose one rank
+after another by kill -9: in every phase, and in the first, a middle and the last stage. Some faults meet in pairs: in
+neighbouring stages, in distant stages, in the same stage, inside or beside a replay, in the replacement itself, or in a
+neighbour right after a recovery. A newly started process takes the place of the lost rank, and the job continues.
 
-A trial is a fault; it counts when the victim recorded it before it happened. It passes when the job continued by a
-localized recovery and every iteration's loss and state digest, of all ranks, equal those of an undisturbed run of the
-same layout, ``atol=0``. For every recovery the repeated work of each rank is counted.
+A trial is a fault. It counts only if the victim recorded the fault before it happened. It passes if the job continued
+by a localized recovery, and if the losses and state digests of all ranks in every iteration equal those of an
+undisturbed run of the same layout, with ``atol=0``. The repeated work of each rank is counted for every recovery.
 """
 
 import sys
@@ -34,7 +34,7 @@ JOB_TIMEOUT_SECONDS = 900.0
 
 @dataclass(slots=True)
 class Campaign:
-    """Executes trials: the faults of a job share it."""
+    """Executes trials. The faults of a job share one run of the job."""
 
     bench: Bench
     jobs: Sequence[FaultJob]
@@ -42,11 +42,11 @@ class Campaign:
     """Longest undisturbed run so far, by layout."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """The campaign's executor."""
+        """Execute trials and yield their outcomes."""
         return execute_jobs(trials, lambda number: self.run(self.jobs[number]))
 
     def run(self, job: FaultJob) -> list[Outcome]:
-        """The job with faults beside the one without; an outcome for each fault."""
+        """Run the job with faults and the job without. Return an outcome for each fault."""
         killer = NodeKiller(job, self.bench.next_run_dir) if job.kills_nodes else None
         until = job.has_ended if killer is None else killer
         with self.bench.running([*job.layout.overrides, *job.overrides], until=until) as run:
@@ -68,16 +68,16 @@ class Campaign:
 
 
 def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], num_compared: int) -> Outcome:
-    """Judge the outcome of one fault; the recovery of its membership and its cost."""
+    """Judge one fault. The outcome contains the recovery of its membership and the cost."""
     number, generation = int(str(fault["fault"])), int(str(fault["generation"]))
     hit = found.hits[number] if number < len(found.hits) else None
     is_it = hit is not None and (hit["rank"], hit["phase"]) == (fault["rank"], fault["phase"])
-    unproven = [] if is_it else ["the victim wrote no fault down"]
+    unproven = [] if is_it else ["the victim did not record the fault"]
     problems = list(common)
     shares = [share for share in found.shares if share["generation"] == generation + 1]
     strategy = next((event["strategy"] for event in found.recoveries if event["generation"] > generation), None)
     if is_it and strategy != fault["strategy"]:
-        problems.append(f"continued by {strategy}, not by {fault['strategy']}")
+        problems.append(f"the job continued by {strategy}, not by {fault['strategy']}")
     idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]
     problems += ["a healthy stage computed a forward pass"] if any(idle) else []
     replayed = [share["num_iterations"] for share in shares if share["role"] == "replays"]
@@ -98,7 +98,8 @@ def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], 
 
 
 def _lag(found: Followed) -> int:
-    """Most iterations from a window's last slice to the vote that committed it, in undisturbed memberships."""
+    """Return the largest number of iterations from a window's last slice to the vote that committed the window, in
+    undisturbed memberships."""
     breaks = [change["iteration"] for change in found.changes]
     lags = [
         event["iteration"] - (event["start_iteration"] + event["num_iterations"] - 1)
@@ -109,7 +110,7 @@ def _lag(found: Followed) -> int:
 
 
 def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]:
-    """Every fault of every job; those that the journal has need no job."""
+    """Run every fault of every job. A job whose outcomes are all in the journal does not run."""
     jobs = jobs_of(SEED, quick=quick)
     trials: list[Row] = [{"job": job.number, **fault} for job in jobs for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="localized-bitwise-") as folder, forkserver(WARM) as socket:
@@ -119,13 +120,13 @@ def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]
 
 
 def recovered(outcomes: Sequence[Outcome]) -> list[Mapping[str, Any]]:
-    """Collect the figures of each localized recovery of a fault that counts."""
+    """Return the figures of each localized recovery whose fault counts."""
     good = [outcome.details for outcome in outcomes if outcome.proven and outcome.passed]
     return [details for details in good if details["replayed"] is not None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and judge it."""
+    """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv)
     jobs, counts, outcomes = campaign(quick=arguments.quick)
     recoveries = recovered(outcomes)

@@ -1,4 +1,5 @@
-"""Jobs that keep their layout while ranks and nodes die: layouts, faults, and what is left of them."""
+"""Defines jobs that keep their layout while ranks and nodes die: their layouts, their faults, and the records they
+leave."""
 
 import random
 from collections import Counter
@@ -14,22 +15,22 @@ from megatron_ft.testing.jobs import JobResult
 
 Event = Mapping[str, Any]
 _MICROBATCHES = 8
-"""Microbatches of an iteration, over all data-parallel ranks."""
+"""Microbatches of an iteration, summed over all data-parallel ranks."""
 _RARE_PHASES = {"capture": 3, "replicate": 1}
-"""Phases that not every iteration has; most passes of them before a fault."""
+"""Phases that do not occur in every iteration, each with its largest number of passes before a fault."""
 _FIRST_PASSES = {"capture": 14, "replicate": 2}
-"""So many more where it is the job's first fault: a window has been committed by then."""
+"""Additional passes before the first fault of a job, so that a window has been committed by then."""
 _FIRST_ITERATION = 14
-"""Iteration of the first fault: a window has been committed by then."""
+"""Iteration of the first fault, so that a window has been committed by then."""
 _MOST_APART = 14
-"""Iterations between faults, at most: more than two windows."""
+"""Largest number of iterations between two faults, which is more than two windows."""
 _LEAST_REPLAY = 6
-"""Iterations before a fault that is to cause a replay of ``_MOST_REPLAYED`` or more."""
+"""Iterations before a fault that must cause a replay of at least ``_MOST_REPLAYED`` iterations."""
 _MOST_REPLAYED = 4
 _SETTLED = 24
-"""Iterations within which a rare phase has come."""
+"""Number of iterations in which each rare phase occurs."""
 _STALLED = 80
-"""Iterations without a fault after which none comes any more."""
+"""Number of iterations without a fault after which no more faults are expected."""
 BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
@@ -50,12 +51,12 @@ BASE = (
     "recovery.max_restarts=1000",
 )
 _TOTAL_BANDWIDTH = 1.2e6
-"""Bytes per second and job that windows are planned for: some iterations long."""
+"""Bytes per second of the whole job for which windows are planned, so that they have several iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of a job."""
+    """Parallel layout of a job."""
 
     pp: int
     dp: int = 1
@@ -67,19 +68,19 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """One on each node."""
+        """Return the number of ranks, each of which is on its own node."""
         return self.pp * self.dp * self.tp
 
     @property
     def name(self) -> str:
-        """Name for people."""
+        """Return the layout's name for reports."""
         parts = [f"PP{self.pp}", f"DP{self.dp}", f"EP{self.ep}", f"TP{self.tp}"]
         parts += [f"VPP{self.vpp}"] if self.vpp else []
         return " ".join([*parts, *(["sharded"] if self.sharded else []), self.dtype])
 
     @property
     def overrides(self) -> list[str]:
-        """The job's."""
+        """Return the overrides of a job with this layout."""
         words = [
             f"launch.num_nodes={self.num_ranks}",
             f"parallel.pipeline_model_parallel_size={self.pp}",
@@ -92,13 +93,13 @@ class Layout:
         return words + ([f"parallel.virtual_pipeline_model_parallel_size={self.vpp}"] if self.vpp else [])
 
     def ranks_of(self, stage: int) -> range:
-        """Global ranks of a stage, which are its nodes too."""
+        """Return the global ranks of a stage, whose numbers are also those of their nodes."""
         size = self.dp * self.tp
         return range(stage * size, (stage + 1) * size)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """First, middle and last stage."""
+        """Return the first, a middle and the last stage."""
         return (0, self.pp // 2, self.pp - 1)
 
 
@@ -117,36 +118,37 @@ LAYOUTS = (
     Layout(pp=1, dp=4, ep=2),
 )
 NODE_LAYOUTS = (LAYOUTS[2], LAYOUTS[5], LAYOUTS[3])
-"""Layouts of the jobs whose nodes die whole."""
+"""Layouts of the jobs that lose whole nodes."""
 _NODES_KILLED = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultJob:
-    """One living job and its faults, in order."""
+    """Job and its faults, in order."""
 
     number: int
     layout: Layout
     num_spares: int = 0
-    """Nodes that wait to take the place of a lost one; without any, its own ranks are started again."""
+    """Number of spare nodes that take the places of lost ones. Without any, the ranks of a lost node are started
+    again."""
     faults: Sequence[Row]
     kills_nodes: bool = False
-    """Whole nodes, from outside; else ranks kill themselves at failpoints."""
+    """Whether whole nodes are killed from outside. If not, ranks kill themselves at failpoints."""
 
     @property
     def overrides(self) -> list[str]:
-        """The job's, besides those of its layout."""
+        """Return the overrides of the job, without those of its layout."""
         armed = [] if self.kills_nodes else [failpoints(self.faults)]
         return [f"nodes.num_spare_nodes={self.num_spares}", *armed]
 
     def has_ended(self, events: Sequence[Event]) -> bool:
-        """Whether all faults have come, and some iterations after the last one; or none comes any more."""
+        """Return whether all faults have come and some iterations have followed, or no more faults will come."""
         generation, later = formed_by(events)
         return len(later) >= (4 if generation > int(str(self.faults[-1]["generation"])) else _STALLED)
 
 
 def formed_by(events: Sequence[Event]) -> tuple[int, set[int]]:
-    """Return the newest membership, and the iterations whose state it has reported."""
+    """Return the newest membership, and the iterations of which it has reported the state."""
     formed = [number for number, event in enumerate(events) if event["kind"] == "recovery_started"]
     first = formed[-1] if formed else 0
     generation = events[first]["generation"] if formed else 0
@@ -154,7 +156,8 @@ def formed_by(events: Sequence[Event]) -> tuple[int, set[int]]:
 
 
 def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
-    """Every layout twice, with half of the phases and of the sequences of two deaths; the second time with a spare."""
+    """Return jobs with every layout, two for each: each with half of the phases and of the pairs of faults, the second
+    one with a spare."""
     layouts = [LAYOUTS[4]] if quick else list(LAYOUTS)
     jobs = []
     for index, layout in enumerate(layouts):
@@ -176,7 +179,7 @@ def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
 
 
 def _killing_nodes(number: int, layout: Layout) -> FaultJob:
-    """Whole nodes die: what they remembered is gone, copies of peers serve."""
+    """Make a job that loses whole nodes. A node's memory is lost with it, so peers' copies of windows are used."""
     rng = random.Random(f"nodes {layout.name}")
     faults: list[Row] = [
         {
@@ -195,10 +198,11 @@ def _killing_nodes(number: int, layout: Layout) -> FaultJob:
 
 
 def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
-    """List the faults with their numbers, the memberships that they end, and the iterations at which groups begin.
+    """Return the faults with their numbers, the memberships that they end, and the iterations at which their groups
+    begin.
 
-    A membership continues after an iteration that no living rank has undone, so iterations are known beforehand; one
-    beyond all earlier faults is never a replayed one.
+    A membership continues after an iteration that no living rank has undone, so the iterations are known in advance. An
+    iteration after all earlier faults is never a replayed one.
     """
     faults: list[Row] = []
     iteration, generation = _FIRST_ITERATION, 0
@@ -214,7 +218,7 @@ def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
                 about["at_iteration"] = iteration
             faults.append({**fault, **about})
             generation += 1
-        # Where all have to start again from windows they end once more before they do.
+        # If all ranks must start again from windows, they end once more before that start.
         generation += group[0]["strategy"] == "window"
         iteration += len(group)
     return faults
@@ -236,7 +240,8 @@ def _fault(layout: Layout, stage: int, phase: str, rng: random.Random, **about: 
 
 
 def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
-    """Two deaths that meet: the second comes while the membership after the first forms, replays, or has just begun."""
+    """Return pairs of faults. The second fault comes while the membership after the first one forms, replays, or has
+    just begun."""
     stages = list(range(layout.pp))
     stage = rng.choice(stages)
     beside = (stage + 1) % layout.pp if layout.pp > 1 else stage
@@ -244,7 +249,7 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
     peers = list(layout.ranks_of(stage))
 
     def pair(kind: str, second: int, phase: str, *, first: int | None = None, passes: int = 1) -> list[Row]:
-        # Of two ranks one has to keep its state; where both lose it, all start again from windows.
+        # One of two ranks must keep its state. If both lose it, all ranks start again from windows.
         is_lost = layout.num_ranks == 2 and kind in ("side by side", "apart", "beside a replay")
         begins = _fault(layout, stage, "forward", rng, kind=kind, strategy="window" if is_lost else "localized")
         if first is not None:
@@ -274,20 +279,20 @@ class Followed:
     digests: Mapping[int, Sequence[str]]
     changes: Sequence[Event]
     shares: Sequence[Event]
-    """Part of each rank in each recovery."""
+    """Report of each rank about its part in each recovery."""
     recoveries: Sequence[Event]
     hits: Sequence[Event]
     committed: Sequence[Event]
-    """Windows."""
+    """Committed windows."""
     planned: Sequence[Event]
     problems: Sequence[str]
 
     @classmethod
     def of(cls, run: JobResult, *, expected_exit: int | None = None) -> "Followed":
-        """Read a run that has ended.
+        """Read the records of a run that has ended.
 
         Args:
-            expected_exit: its exit code; None: 0, or 130 where it was asked to stop.
+            expected_exit: Expected exit code. None stands for 0, or 130 if the job was requested to stop.
         """
         events = run.records()
         by_kind = {
@@ -335,24 +340,26 @@ class Followed:
 
     @property
     def last_iteration(self) -> int:
-        """Newest whose state it has recorded."""
+        """Return the newest iteration of which the run has recorded the state."""
         return max(self.digests, default=0)
 
     def num_compared(self, reference: "Followed", first: int = 1, last: int | None = None) -> int:
-        """Losses and digests of the iterations from ``first`` to ``last`` that both runs have recorded."""
+        """Return the number of losses and digests of the iterations ``first`` to ``last`` that both runs have
+        recorded."""
         iterations = range(first, (self.last_iteration if last is None else last) + 1)
         pairs = ((self.losses, reference.losses), (self.digests, reference.digests))
         return sum(i in mine and i in theirs for i in iterations for mine, theirs in pairs)
 
     def differences(self, reference: "Followed", first: int = 1, last: int | None = None) -> list[str]:
-        """List differences to an undisturbed run.
+        """Return the differences from an undisturbed run.
 
-        A reporter that dies after an iteration was committed may have reported neither its loss nor its digest, or the
-        loss alone. No rank reports them later, so a membership may begin with an iteration that lacks them, or several
-        where the agent that passes on reports was stopped.
+        If the reporting rank dies after an iteration was committed, the loss and the digest of that iteration, or only
+        its digest, may be missing. No other rank reports them later. So a membership may begin after one iteration
+        without reports, or after several if the agent that forwards reports was stopped.
 
         Args:
-            last: newest iteration that is compared; None: the newest whose state this run has recorded.
+            last: Newest iteration to compare. None stands for the newest iteration of which this run has recorded the
+                state.
         """
         unreported = set().union(*(before(change["iteration"], self.losses) for change in self.changes))
         pairs = (("state", self.digests, reference.digests), ("loss", self.losses, reference.losses))

@@ -1,9 +1,10 @@
-"""Claim ``log-overhead``: keeping what is sent over pipeline boundaries hardly delays training.
+"""Claim ``log-overhead``: logging the tensors that are sent over pipeline boundaries hardly delays training.
 
-A real pipeline of two stages. Iterations with the upstream log and without it take turns, in pairs whose order changes;
-the log has space for two windows and twice the lag of their commits, and is trimmed as they are committed. What
-training waits for a copy is the time within ``UpstreamLog.append``, wall and CPU apart; each iteration counts for its
-slowest rank. The log's memory is compared with what ``dry_run`` predicts from the configuration alone.
+A real pipeline of two stages trains pairs of iterations, one with the upstream log and one without; the order within a
+pair changes. The log has space for two windows and twice the lag of their commits, and is trimmed when windows are
+committed. The time that training waits for a copy is the time in ``UpstreamLog.append``, measured separately as wall
+time and CPU time. Each iteration counts for its slowest rank. The memory of the log is compared with the prediction of
+``dry_run``, which knows only the configuration.
 """
 
 import statistics
@@ -44,7 +45,7 @@ _JOB = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     config = compose(*_JOB)
     check_data(config)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _slowest(ranks: Sequence[dict[str, Any]], value: Any) -> float:
-    """Median over iterations of the largest over ranks."""
+    """Return the median over iterations of the largest value over ranks."""
     return statistics.median(max(map(value, rows)) for rows in zip(*(rank["with"] for rank in ranks), strict=True))
 
 

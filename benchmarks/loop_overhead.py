@@ -1,8 +1,8 @@
-"""Claim ``loop-overhead``: what the project adds to a hand-written Megatron loop, in CPU seconds.
+"""Claim ``loop-overhead``: CPU time that the project adds to a hand-written Megatron loop.
 
-Both loops train the same model in one process, an iteration in turn; the order within a pair changes from pair to
-pair. Ours includes everything a rank does: vote, undo record, progress, metrics, expert loads. What the console, its
-sinks and the node processes do with what ranks report is not in it.
+Both loops train the same model in one process, in alternating iterations; the order within a pair changes from pair to
+pair. The project's loop includes all work of a rank: vote, undo record, progress, metrics, expert loads. The work of
+the launcher, its sinks and the node processes is not included.
 """
 
 import gc
@@ -26,7 +26,7 @@ WORLD_SIZES = (1, 2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure on one and on two ranks and report the larger ratio."""
+    """Measure on one rank and on two ranks, and report the larger ratio."""
     arguments = parse_arguments(__doc__, argv)
     pairs, limit = (QUICK_PAIRS, QUICK_MAX_RATIO) if arguments.quick else (PAIRS, MAX_RATIO)
     config = compose(f"training.train_iterations={WARM_UP + pairs + 11}", "training.eval_interval_iterations=0")

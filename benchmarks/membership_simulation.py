@@ -1,11 +1,12 @@
-"""Claim ``membership-simulation``: the real decisions of a job that nodes are lost from and join, on a virtual clock.
+"""Claim ``membership-simulation``: the real decisions about a job's membership keep all rules of the protocol, on a
+virtual clock.
 
-A seed makes a job: its nodes and spares, how long everything takes, which ranks and nodes die, hang or are cut off,
-who is asked to leave or to join, which messages are late, lost and sent again, or come twice. One job of four keeps its
-layout: others take the places of lost nodes, and the pipeline stage of such a place replays. The controller's state
-machine, the choice of the target and the decision over replicas are those of the product; ranks are replaced by what
-the commit protocol lets them do. At every step the rules of the protocol are checked, and at the end that every living
-rank has the same history: each iteration once, with one vote.
+A seed determines a job: its nodes and spares, all durations, which ranks and nodes die, hang or are cut off, which
+nodes are requested to leave or to join, and which messages are late, repeated, or lost and sent again. Every fourth job
+keeps its layout: other nodes take the places of lost ones, and the pipeline stage of such a place replays. The
+controller's state machine, the choice of the target and the decision about replicas are the product's code. Ranks are
+simulated, and do only what the commit protocol allows. The rules of the protocol are checked after every step. At the
+end, every living rank must have the same history: each iteration once, with one vote.
 """
 
 import sys
@@ -23,11 +24,11 @@ MIN_SCHEDULES = 1000
 TRIED = ("reform", "finished", "undone", "restart", "declined", "joined nodes", "left nodes", "replaced nodes")
 TRIED += ("hung ranks found", "silent nodes", "sent again", "filled places", "places filled by their own node")
 TRIED += ("replayed ranks",)
-"""Events that must happen often, or the simulation proves nothing."""
+"""Events that must happen often, because the simulation would prove nothing without them."""
 
 
 def simulate(seeds: Sequence[int]) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Run every seed: what happened in all of them together, and the seeds in which a rule was broken."""
+    """Run every seed. Return the total number of each event, and the seeds in which a rule was broken."""
     counts: Counter[str] = Counter()
     failures = []
     for seed in seeds:
@@ -39,7 +40,7 @@ def simulate(seeds: Sequence[int]) -> tuple[Counter[str], list[dict[str, Any]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate and judge."""
+    """Run the simulation and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     number = QUICK_SCHEDULES if arguments.quick else NUM_SCHEDULES
     counts, failures = simulate(range(number))

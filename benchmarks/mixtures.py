@@ -1,4 +1,5 @@
-"""One mixture layer, implemented several times, on the same tokens, weights and routing: Megatron's, each backend's."""
+"""Builds several implementations of one MoE layer, Megatron's and one per dispatcher backend, with the same tokens,
+weights and routing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,15 +30,15 @@ from megatron_ft.runtime.dispatch.backend import open_backend
 from megatron_ft.topology import Cluster
 
 PREFERRED = 10.0
-"""Logit of a chosen expert; the weights' own logits are far smaller."""
+"""Logit of an expert that a token must choose. It is far larger than the logits of the router's weights."""
 
 
 class Mixtures:
-    """The makes ``names`` of one layer on this rank: ``megatron``, or the backend of a replica layer.
+    """Implementations ``names`` of one layer on this rank. A name is ``megatron``, or a backend of the replica layer.
 
     Args:
-        loads: relative load of each expert; every rank routes exactly in these proportions.
-        num_copies: slots in even shares of the experts, and the copies every expert has at least.
+        loads: Relative load of each expert. Every rank routes its tokens exactly in these proportions.
+        num_copies: Number of slots per expert, which is also the minimum number of copies of every expert.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Mixtures:
         self.copies = self._copies(names[1])
 
     def run(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward: (output, gradient of the tokens), both [tokens, 1, hidden]."""
+        """Run the forward and backward pass of an implementation. Return (output, gradient of the tokens), both
+        [tokens, 1, hidden]."""
         tokens = self.tokens.detach().requires_grad_()
         for parameter in self.layers[name].parameters():
             parameter.grad = None
@@ -73,11 +75,11 @@ class Mixtures:
         return output.detach(), tokens.grad
 
     def sum_copies(self) -> None:
-        """Sum the gradients of copies: once an iteration, not once a microbatch."""
+        """Sum the gradients of copies, as training does once per iteration."""
         self.copies.sum()
 
     def compare(self) -> dict[str, Any]:
-        """Compare the results of each make with the first, and the bytes it sends."""
+        """Compare the results of each implementation with the first one, and return the bytes that each sends."""
         results, sent = {}, {}
         for name in self.layers:
             with _counting(self.group) as counted:
@@ -98,7 +100,7 @@ class Mixtures:
         }
 
     def _needed_bytes(self) -> int:
-        """Rows that must leave this rank: there and back, values and gradients."""
+        """Return the bytes of the rows that must leave this rank: values and gradients, in both directions."""
         mine = torch.bincount(self.choices.flatten(), minlength=len(self.loads))
         counts = torch.stack([mine] * self.group.size(), dim=1)
         planned = rule.schedule(counts.numpy(), self.plan.replicas_per_rank(0)).sum(axis=0)
@@ -141,7 +143,8 @@ class Mixtures:
 
 
 def plan_for(loads: Sequence[float], num_ranks: int, num_copies: int) -> PlacementPlan:
-    """The planner's placement for ranks on nodes of their own, with ``num_copies`` slots for each expert."""
+    """Return the planner's placement for ranks that are each on their own node, with ``num_copies`` slots for each
+    expert."""
     request = StageRequest(
         cluster=Cluster.of(num_ranks, 1),
         ranks=tuple(range(num_ranks)),
@@ -155,18 +158,19 @@ def plan_for(loads: Sequence[float], num_ranks: int, num_copies: int) -> Placeme
 
 
 def choose(loads: Sequence[float], num_tokens: int, topk: int, *, seed: int) -> torch.Tensor:
-    """Distinct experts of each token, int64 [num_tokens, topk], in the proportions of ``loads``."""
+    """Return distinct experts for each token, int64 [num_tokens, topk], in the proportions of ``loads``."""
     total = num_tokens * topk
     ends = (torch.tensor(loads, dtype=torch.float64).cumsum(0) / sum(loads) * total).round().long()
     counts = ends.diff(prepend=ends.new_zeros(1))
-    assert int(counts.max()) <= num_tokens, "an expert cannot have a token twice"
-    # Sorted by expert and read in columns, a token's choices lie num_tokens apart: never the same expert.
+    assert int(counts.max()) <= num_tokens, "a token cannot choose an expert twice"
+    # The list is sorted by expert and read in columns. So a token's choices are num_tokens apart, and never the same
+    # expert.
     experts = torch.arange(len(loads)).repeat_interleave(counts).view(topk, num_tokens).t()
     return experts[torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))]
 
 
 class _Forced(TopKRouter):
-    """A router that does all its work and then prefers given experts."""
+    """Router that does all its work, but then chooses given experts."""
 
     def __init__(self, *args: Any, choices: torch.Tensor, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,11 +182,11 @@ class _Forced(TopKRouter):
 
 
 class _ForcedMegatronRouter(_Forced):
-    """Megatron's router."""
+    """Megatron's router with given choices."""
 
 
 class _ForcedRouter(_Forced, PaddingAwareRouter):
-    """The project's router."""
+    """The project's router with given choices."""
 
 
 def _submodules(config: TransformerConfig) -> MoESubmodules:
@@ -199,7 +203,7 @@ def _fill(module: torch.nn.Module, seed: int) -> None:
 
 @contextmanager
 def _counting(group: dist.ProcessGroup) -> Iterator[list[int]]:
-    """Count bytes that this rank sends to other ranks in all-to-alls, whatever calls them."""
+    """Count the bytes that this rank sends to other ranks in all-to-alls within the block."""
     counted, exchange = [0], dist.all_to_all_single
 
     def count(
@@ -209,7 +213,7 @@ def _counting(group: dist.ProcessGroup) -> Iterator[list[int]]:
         input_split_sizes: Any = None,
         **kwargs: Any,
     ) -> Any:
-        assert input_split_sizes is not None, "dispatchers say how many rows go where"
+        assert input_split_sizes is not None, "dispatchers must give the numbers of rows for each rank"
         rows = [int(size) for size in input_split_sizes]
         counted[0] += (sum(rows) - rows[group.rank()]) * input.shape[1:].numel() * input.element_size()
         return exchange(output, input, output_split_sizes, input_split_sizes, **kwargs)

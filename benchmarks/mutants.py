@@ -1,4 +1,4 @@
-"""Small faults in Python source, chosen at random: what ``seeded_faults`` puts into the code."""
+"""Chooses small random faults in Python source, which ``seeded_faults`` puts into the code."""
 
 import ast
 import copy
@@ -20,36 +20,37 @@ OPPOSITES: dict[type[ast.AST], type[ast.AST]] = {
     ast.Mult: ast.Add,
     ast.FloorDiv: ast.Mult,
 }
-"""Operators and what replaces them. ``<`` against ``<=`` is left out: between measured seconds it changes nothing."""
+"""Replacement of each operator. ``<`` and ``<=`` are not exchanged, because for measured times this changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One fault: a piece of a file's source and what replaces it."""
+    """Fault: a piece of a file's source, and its replacement."""
 
     line: int
-    """Line of the file, from 1."""
+    """Line in the file, counted from 1."""
     function: str
     before: str
     after: str
     source: str
-    """The whole file with the fault."""
+    """Text of the whole file with the fault."""
 
     def summary(self) -> str:
-        """One line for people."""
+        """Describe the fault in one line."""
         return f"line {self.line}, {self.function}: {_short(self.before)} -> {_short(self.after)}"
 
 
 def choose(source: str, generator: random.Random) -> Mutant | None:
-    """One of all faults that can be put into the functions of a file, each as likely; None where there is none."""
+    """Choose one of all faults that the functions of a file can have, with equal probability. Return None if there is
+    none."""
     found = list(mutants(source))
     return generator.choice(found) if found else None
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Every fault: a condition negated, an operator replaced, a call that stands alone removed, a truth value flipped.
+    """Yield every fault: a negated condition, a replaced operator, a removed call statement, a flipped truth value.
 
-    Defaults, decorators, annotations and whatever runs at import are left alone, and so are messages of errors.
+    Defaults, decorators, annotations, error messages and code that runs at import are not changed.
     """
     tree = ast.parse(source)
     for function in ast.walk(tree):
@@ -62,7 +63,7 @@ def _replacements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
     pending: list[ast.AST] = [*function.body]
     while pending:
         node = pending.pop()
-        # Functions within functions have their own turn. What an error says is no behaviour.
+        # Inner functions are handled separately. Texts of errors do not count as behaviour.
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Raise, ast.JoinedStr)):
             continue
         if isinstance(node, ast.Assert):

@@ -1,7 +1,7 @@
-"""Kills whole nodes of a living job from outside: agent, snapshot server and ranks at one instant.
+"""Kills whole nodes of a running job from outside: agent, snapshot server and ranks at one instant.
 
-``NodeKiller`` does it at no chosen moment of an iteration. ``StoppedNodeKiller`` does it in a chosen phase: the rank of
-the victim stops itself there (a failpoint), and its whole node is killed while it stands.
+``NodeKiller`` kills at an arbitrary moment of an iteration. ``StoppedNodeKiller`` kills in a chosen phase: a failpoint
+stops the rank of the victim in that phase, and the whole node is then killed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from megatron_ft.failures.injecting import Injector, NotInjected
 
 @dataclass(slots=True)
 class NodeKiller:
-    """Asked with a job's events so far, it kills the next node once its membership has trained for long enough."""
+    """Callable that receives a job's events so far, and kills the next node when the current membership has trained
+    long enough."""
 
     job: FaultJob
     run_dir: Path
@@ -25,7 +26,7 @@ class NodeKiller:
     """Faults that could not be injected."""
 
     def __call__(self, events: Sequence[Event]) -> bool:
-        """Whether the job may end."""
+        """Kill a node if it is time. Return whether the job may end."""
         if self.num_killed == len(self.job.faults) or self.problems:
             return bool(self.problems) or self.job.has_ended(events)
         fault = self.job.faults[self.num_killed]
@@ -44,19 +45,20 @@ class NodeKiller:
 
 @dataclass(slots=True)
 class StoppedNodeKiller:
-    """Asked with a job's events so far, it kills the nodes whose ranks have stopped themselves at their failpoints."""
+    """Callable that receives a job's events so far, and kills nodes whose ranks have stopped themselves at their
+    failpoints."""
 
     run_dir: Path
     at_once: Sequence[int]
-    """Number of nodes in each kill; it waits until as many ranks have stopped."""
+    """Number of nodes in each kill. The kill waits until that many ranks have stopped."""
     has_ended: Callable[[Sequence[Event]], bool]
     num_killed: int = 0
-    """Nodes."""
+    """Number of nodes killed so far."""
     problems: list[str] = field(default_factory=list)
     """Faults that could not be injected."""
 
     def __call__(self, events: Sequence[Event]) -> bool:
-        """Whether the job may end."""
+        """Kill nodes if enough ranks have stopped. Return whether the job may end."""
         sizes, left = [], self.num_killed
         for size in self.at_once:
             if left <= 0:
@@ -74,5 +76,5 @@ class StoppedNodeKiller:
 
 
 def injector_for(run_dir: Path) -> Injector:
-    """Create an injector for jobs of one rank a node."""
+    """Create an injector for jobs with one rank per node."""
     return Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: AdminClient(run_dir))

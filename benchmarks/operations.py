@@ -1,4 +1,4 @@
-"""Counts torch operations: what allocates a tensor is one."""
+"""Counts the torch operations of a thread. Everything that allocates a tensor is an operation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """A list of one number: operations of this thread within the block, views included."""
+    """Yield a list with one number, which counts the operations of this thread in the block, including views."""
     found = [0]
     with _Counter(found):
         yield found

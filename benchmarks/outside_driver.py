@@ -1,9 +1,9 @@
-"""Drives a job of ``faults-from-outside``: asks for the cost of a loss, injects the fault, waits until the job is
+"""Drives a job of ``faults-from-outside``: predicts the cost of a loss, injects the fault, and waits until the job is
 whole.
 
-Nothing inside the job cooperates: processes are found by the logs they write, signals go by process id, and ``/proc``
-shows that a fault happened. The prediction before a fault (``can_recover``'s answer) and the observations after it are
-on disk, in ``outside.jsonl`` of the run, before the job continues.
+Nothing inside the job cooperates. Processes are found by the logs to which they write, signals are sent to process ids,
+and ``/proc`` shows that a fault happened. The prediction before a fault (the result of ``can_recover``) and the
+observations after the fault are written to the run's ``outside.jsonl`` before the job continues.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from tools.can_recover import Answer, ask_run
 
 OUTSIDE_FILE = "outside.jsonl"
 WHOLE_SECONDS = 90.0
-"""Longest wait for a job to be whole again."""
+"""Longest time to wait until a job is whole again."""
 COMPARED_AFTER = 5
-"""Iterations after the last fault; of a launcher that is killed the last two are not counted on."""
+"""Number of iterations after the last fault. If the launcher is killed, its last two iterations are not compared."""
 _PAUSE_SECONDS = 0.01
 _PROOF_SECONDS = 5.0
 
@@ -37,19 +37,19 @@ Event = Mapping[str, Any]
 
 
 class NotWhole(Exception):
-    """The job has ended, or is not what was waited for in time; the message says which."""
+    """Raised if the job has ended, or is not in the expected state in time. The message names the reason."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """The whole lines of a file of JSON lines that grows."""
+    """Reads the complete lines of a growing file of JSON lines."""
 
     path: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
     _offset: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines so far."""
+        """Return all lines so far."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -61,7 +61,7 @@ class Tail:
 
 @dataclass(slots=True)
 class LivingJob:
-    """A job that runs, from outside."""
+    """Running job that is observed and disturbed from outside."""
 
     job: OutsideJob
     run_dir: Path
@@ -77,27 +77,27 @@ class LivingJob:
         )
 
     def suffer(self) -> list[dict[str, Any]]:
-        """Bring in all faults, one after another; a record of each, up to the first that the job does not survive."""
+        """Inject all faults one after another. Return a record of each, up to the first fault that the job does not
+        survive."""
         records: list[dict[str, Any]] = []
         for fault in self.job.faults:
             try:
                 records.append(self._fault(fault, records))
             except (NotWhole, MegatronFtError) as error:
-                return [*records, {"fault": fault["fault"], "problem": f"not brought in: {error}"}]
+                return [*records, {"fault": fault["fault"], "problem": f"the fault was not injected: {error}"}]
             append_to(self.run_dir / OUTSIDE_FILE)(records[-1])
             if "problem" in records[-1] or not records[-1]["answer"]["survives"]:
                 return records
         newest = self.metrics.read()[-1]["iteration"]
-        with contextlib.suppress(
-            NotWhole
-        ):  # then the comparison has nothing to compare for the last fault, and says so
+        with contextlib.suppress(NotWhole):  # the comparison then reports that the last fault has nothing to compare
             self._wait(lambda: self.metrics.read()[-1]["iteration"] >= newest + COMPARED_AFTER, "iterations at the end")
         return records
 
     # --- one fault -----------------------------------------------------------------------------------------------
 
     def _fault(self, fault: Row, earlier: Sequence[Event]) -> dict[str, Any]:
-        """Wait for its moment, ask, bring it in, wait until the job is whole again. Raises NotWhole."""
+        """Wait for the moment of a fault, predict its cost, inject the fault, and wait until the job is whole again.
+        Raises NotWhole."""
         is_joined = fault["moment"] == "joined"
         self._wait_until_whole(num_iterations=0 if is_joined else int(fault["after"]))
         fault, lost, is_gone, asked = self._ask(fault)
@@ -108,7 +108,7 @@ class LivingJob:
             if fault["moment"] == "save":
                 self._wait_for_a_save()
             elif not is_joined:
-                time.sleep(self.rng.uniform(0.0, self._pace()))  # the moment of a fault is drawn, nothing is waited for
+                time.sleep(self.rng.uniform(0.0, self._pace()))  # the fault comes at a random moment
             record |= self._send(fault, first, second)
         record["iteration"] = self.metrics.read()[-1]["iteration"]
         try:
@@ -122,9 +122,11 @@ class LivingJob:
         return record
 
     def _ask(self, fault: Row) -> tuple[Row, tuple[int, ...], bool, dict[str, Any]]:
-        """(the fault as it will be, lost nodes, whether they are gone, ``can_recover``'s answer).
+        """Return (the fault with its final nodes, lost nodes, whether their agents are lost too, result of
+        ``can_recover``).
 
-        Two nodes are the drawn ones if the job is predicted to survive their loss, else others. Raises MegatronFtError.
+        A fault of two nodes hits the drawn nodes if the job is predicted to survive their loss, otherwise other nodes.
+        Raises MegatronFtError.
         """
         if fault["first"] != "lost":
             for found in on_other_nodes(fault, self.job.num_nodes):
@@ -132,7 +134,7 @@ class LivingJob:
                 answer = self._answer(lost, is_gone)
                 if answer["survives"]:
                     return found, lost, is_gone, answer
-            raise NotWhole(f"the job survives this on no nodes: {answer['summary']}")
+            raise NotWhole(f"the job survives this fault on no choice of nodes: {answer['summary']}")
         for lost in losses_of(self.job.num_nodes):
             answer = self._answer(lost, is_gone=True)
             if not answer["survives"]:
@@ -140,7 +142,8 @@ class LivingJob:
         raise NotWhole("the job survives the loss of any three nodes")
 
     def _answer(self, lost: Sequence[int], is_gone: bool) -> dict[str, Any]:
-        """Ask ``can_recover`` for exactly this loss now; waits for a membership that is forming."""
+        """Return the result of ``can_recover`` for exactly this loss at this moment. Waits while a membership is
+        forming."""
         deadline = time.monotonic() + WHOLE_SECONDS
         while True:
             try:
@@ -161,7 +164,8 @@ class LivingJob:
 
     @contextlib.contextmanager
     def _held(self, fault: Event) -> Iterator[tuple[list[HeldProcess], list[HeldProcess]]]:
-        """The processes of the first and of the second fault. Raises NotWhole: one of them is not there."""
+        """Yield the processes that the first and the second fault hit. Raises NotWhole if one of them does not
+        exist."""
         wanted = [targets(str(fault[key])) if key in fault else [] for key in ("first", "second")]
         nodes = {node for part in wanted for _, node in part if node is not None}
         with processes_of(self.run_dir, nodes, 1) as by_node, controllers_of(self.run_dir) as controllers:
@@ -169,18 +173,18 @@ class LivingJob:
             for part in wanted:
                 chosen = [each for what, node in part for each in _chosen(what, node, by_node, controllers)]
                 if len(chosen) < len(part):
-                    raise NotWhole(f"processes of {part} are not there: {[each.log for each in chosen]}")
+                    raise NotWhole(f"processes of {part} do not exist: {[each.log for each in chosen]}")
                 found.append(chosen)
             yield found[0], found[1]
 
     def _send(self, fault: Event, first: Sequence[HeldProcess], second: Sequence[HeldProcess]) -> dict[str, Any]:
-        """Send the signals; when, to what, and what was seen of it in ``/proc``."""
+        """Send the signals. Return their times, their targets, and the effect that ``/proc`` showed."""
         seconds = fault.get("seconds")
         number = signal.SIGKILL if seconds is None else signal.SIGSTOP
         record: dict[str, Any] = {"injected_at": time.time(), "processes": {p.log: p.process_id for p in first}}
         hit = [process for process in first if process.send(number)]
         if second:
-            time.sleep(float(fault["delay"]))  # so long after the first one
+            time.sleep(float(fault["delay"]))  # delay after the first fault
             record["second_at"] = time.time()
             record["processes"] |= {process.log: process.process_id for process in second}
             hit += [process for process in second if process.send(number)]
@@ -188,7 +192,7 @@ class LivingJob:
             record["proven"] = len(hit) > 0 and all(process.has_ended(_PROOF_SECONDS) for process in hit)
         else:
             record["proven"] = all(_is_stopped(process) for process in hit)
-            time.sleep(float(str(seconds)))  # it stands for so long
+            time.sleep(float(str(seconds)))  # the process stays stopped for this time
             for process in hit:
                 process.send(signal.SIGCONT)
             record["continued_at"] = time.time()
@@ -204,13 +208,13 @@ class LivingJob:
             if self.console.poll() is not None:
                 raise NotWhole(f"{what}: the job has ended with exit code {self.console.returncode}")
             if time.monotonic() > deadline:
-                raise NotWhole(f"{what}: not within {seconds:g} s")
+                raise NotWhole(f"{what}: did not happen within {seconds:g} s")
             time.sleep(_PAUSE_SECONDS)
         return found
 
     def _wait_until_whole(self, num_iterations: int) -> None:
-        """Wait until the membership is of all nodes, has reported so many iterations, and a kept layout could
-        replay."""
+        """Wait until all nodes are members, the membership has reported ``num_iterations`` iterations, and a job with a
+        kept layout could replay."""
         self._wait(lambda: self._is_whole(num_iterations), "a whole job before the fault")
 
     def _is_whole(self, num_iterations: int) -> bool:
@@ -224,7 +228,8 @@ class LivingJob:
         return len(self._iterations_since(began)) >= num_iterations
 
     def _membership(self) -> tuple[float | None, set[int]]:
-        """(when the present membership began, its nodes); None before the first."""
+        """Return (time at which the current membership began, its nodes). The time is None before the first
+        membership."""
         for event in reversed(self.events.read()):
             if event["kind"] == "membership_changed":
                 return event["time_unix_seconds"], set(event["nodes"])
@@ -236,7 +241,7 @@ class LivingJob:
         return [m for m in self.metrics.read() if m["time_unix_seconds"] > began and "loss" in m]
 
     def _wait_until_recovered(self, lost: Sequence[int], record: Event) -> None:
-        """Wait until the loss was detected and all nodes are members again; where nothing was lost, until an
+        """Wait until the loss was detected and all nodes are members again. If nothing was lost, wait for the next
         iteration."""
         since = record.get("second_at", record["injected_at"])
         if not lost:
@@ -262,7 +267,7 @@ class LivingJob:
         return [event for event in self.events.read() if event["time_unix_seconds"] > since]
 
     def _wait_for_a_save(self) -> None:
-        """Wait until the folder of a checkpoint appears."""
+        """Wait until the folder of a new checkpoint exists."""
         folder = self.run_dir / "checkpoints"
 
         def saves() -> set[str]:
@@ -272,10 +277,8 @@ class LivingJob:
         self._wait(lambda: saves() - known, "a save")
 
     def _wait_for_predicted_end(self, strategy: str, since: float) -> dict[str, Any]:
-        """Wait for the predicted end. ``ended``: the exit code of a job that ends by itself; ``fell_to``: it continued
-        by the
-        predicted strategy. Raises NotWhole: neither.
-        """
+        """Wait for the predicted end of the job. Return ``ended`` with the job's exit code, or ``fell_to`` with the
+        predicted strategy by which the job continued. Raises NotWhole if neither happens."""
         deadline = time.monotonic() + WHOLE_SECONDS
         while time.monotonic() < deadline:
             if self.console.poll() is not None:
@@ -284,15 +287,18 @@ class LivingJob:
             if strategy in decided and self._is_whole(num_iterations=2):
                 return {"fell_to": strategy}
             time.sleep(_PAUSE_SECONDS)
-        raise NotWhole(f"the job was to end or to continue with {strategy}, and did neither within {WHOLE_SECONDS:g} s")
+        raise NotWhole(
+            f"the job was predicted to end or to continue with {strategy}, but did neither within {WHOLE_SECONDS:g} s"
+        )
 
     def _pace(self) -> float:
-        """Median seconds of recent iterations."""
+        """Return the median duration of recent iterations in seconds."""
         return statistics.median(record["iteration_seconds"] for record in self.metrics.read()[-8:])
 
 
 def losses_since(events: Sequence[Event], orders: Sequence[Event], since: float) -> list[tuple[float, int]]:
-    """(when, node) of every loss that the run has recorded since a time: of whole nodes, of ranks, by orders."""
+    """Return (time, node) of every loss that the run has recorded since a time. Losses come from events of nodes and
+    ranks and from orders."""
     found = [
         (event["time_unix_seconds"], event["node"])
         for event in events
@@ -306,7 +312,7 @@ def losses_since(events: Sequence[Event], orders: Sequence[Event], since: float)
 def _chosen(
     what: str, node: int | None, by_node: Mapping[int, Sequence[HeldProcess]], controllers: Sequence[HeldProcess]
 ) -> list[HeldProcess]:
-    """The processes that one target names."""
+    """Return the processes that a target names."""
     if node is None:
         return list(controllers)
     logs = {"rank": f"rank-{node:05d}.log", "agent": f"node-{node:03d}.log", "keeper": f"node-{node:03d}-keeper.log"}
@@ -314,7 +320,7 @@ def _chosen(
 
 
 def _is_stopped(process: HeldProcess) -> bool:
-    """Whether the kernel says soon that it is stopped."""
+    """Return whether the kernel soon reports that the process is stopped."""
     deadline = time.monotonic() + 1.0
     while process.state != "T" and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""The jobs of ``faults-from-outside`` and the faults that each is given: drawn from a seed before anything runs."""
+"""Draws the jobs of ``faults-from-outside`` and the faults of each from a seed, before any job runs."""
 
 import random
 import re
@@ -14,11 +14,11 @@ from benchmarks.localized_jobs import Layout
 
 NUM_NODES = 4
 HEARTBEAT_SECONDS = 4.0
-"""Silence after which a rank or a node is lost."""
+"""Time without a heartbeat after which a rank or a node is lost."""
 LONG_SECONDS, SHORT_SECONDS = 9.0, 1.0
-"""Lengths of a stop: until long after the process was lost, or so short that nothing is lost."""
+"""Durations of a stop: long enough that the process is lost, and so short that nothing is lost."""
 MOST_APART = 5
-"""Iterations between a whole membership and the next fault, at most."""
+"""Largest number of iterations from the moment at which all nodes are members until the next fault."""
 NUM_REPLICAS, NUM_KEPT = 16, 8
 _COMMON = (
     "model=moe_micro",
@@ -55,10 +55,8 @@ VARIANTS: tuple[Sequence[str], ...] = (
     ("placement.num_slots_per_rank=6", "training.global_batch_size=8", *_REBALANCING),
     ("training.global_batch_size=32",),
 )
-"""Variants with expert replicas: two nodes hold everything; long iterations; placements that change; the default
-slots,
-with which three nodes have one copy of some experts.
-"""
+"""Variants with expert replicas: two nodes that have every expert; long iterations; placements that change; the default
+number of slots, with which three nodes have only one copy of some experts."""
 LARGE = (
     "model.hidden_size=512",
     "model.moe_ffn_hidden_size=512",
@@ -67,7 +65,7 @@ LARGE = (
     "snapshot.bandwidth_bytes_per_second=3e8",
     "checkpoint.save_interval_iterations=0",
 )
-"""One rank has 64 MB and more of gradients to sum in an iteration."""
+"""Overrides with which a rank reduces at least 64 MB of gradients in an iteration."""
 LAYOUTS = (
     Layout(pp=2),
     Layout(pp=2, dp=2, ep=2, sharded=True),
@@ -87,36 +85,36 @@ _ROTATING = (
     {"kind": "controller stopped", "first": "controller", "seconds": 4.0},
     {"kind": "rank stopped briefly", "first": "rank:A", "seconds": SHORT_SECONDS},
 )
-"""One or two of them in each job. A and B stand for two nodes that are drawn."""
+"""Faults of which each job gets one or two. A and B stand for two random nodes."""
 
 JobKind = Literal["replicas", "kept"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideJob:
-    """One living job and its faults, in order."""
+    """Job and its faults, in order."""
 
     number: int
     kind: JobKind
     name: str
-    """Name of its layout or variant, for people."""
+    """Name of the job's layout or variant, for reports."""
     words: Sequence[str]
-    """Overrides that decide which bits it computes, and those about memberships."""
+    """Overrides that determine the job's bits, and overrides about memberships."""
     num_nodes: int
     faults: Sequence[Row]
     kills_launcher: bool = False
-    """Its launcher ends by SIGKILL; otherwise it is requested to stop."""
+    """Whether the launcher is killed by SIGKILL at the end. If not, it is requested to stop."""
 
     @property
     def reference_words(self) -> list[str]:
-        """Overrides of the run that it is compared with, before a history is given to it."""
+        """Return the overrides of the reference run, to which the history of memberships is added."""
         left_out = (*ABOUT_NODES, "detector.", "checkpoint.")
         mine = [f"launch.num_nodes={self.num_nodes}", "launch.ranks_per_node=1"]
         return [*(word for word in self.words if not word.startswith(left_out)), *mine]
 
 
 def jobs_of(seed: int, *, quick: bool) -> list[OutsideJob]:
-    """All jobs; the quick one has most kinds of faults in one."""
+    """Return all jobs. The only job of the quick variant has most kinds of faults."""
     if quick:
         return [_quick_job(seed)]
     jobs = [_replicas(seed, number) for number in range(NUM_REPLICAS)]
@@ -135,7 +133,7 @@ def _replicas(seed: int, number: int) -> OutsideJob:
         [{"kind": "whole node while saving", "first": "node:A", "moment": "save"}],
         [{"kind": "a second node soon after", "first": "node:A", "second": "node:B"}],
     ]
-    if variant != 3:  # with the default slots two nodes at once may be too many
+    if variant != 3:  # with the default slots, the job may not survive the loss of two nodes
         groups.append([{"kind": "two nodes at once", "first": "node:A+node:B"}])
     groups += [[_ROTATING[(2 * number + extra) % len(_ROTATING)]] for extra in range(2)]
     if is_large:
@@ -169,7 +167,7 @@ def _kept(seed: int, number: int) -> OutsideJob:
         groups.append([{"kind": "a second rank soon after", "first": "rank:A", "second": "rank:B"}])
         groups.append([{"kind": "two ranks at once", "first": "rank:A+rank:B"}])
     groups += [[_ROTATING[(2 * number + extra) % len(_ROTATING)]] for extra in range(2)]
-    # No loss is too much for these jobs: where windows are gone, all ranks start again from a checkpoint.
+    # These jobs survive every loss: if windows are lost, all ranks start again from a checkpoint.
     faults = _in_order(groups, layout.num_ranks, rng)
     return OutsideJob(
         number=number,
@@ -212,7 +210,7 @@ def _quick_job(seed: int) -> OutsideJob:
 
 
 def _in_order(groups: Sequence[Sequence[Row]], num_nodes: int, rng: random.Random) -> list[Row]:
-    """The groups in a drawn order, each fault with its number, its nodes and its moment."""
+    """Put the groups in a random order, and give each fault its number, its nodes and its moment."""
     shuffled = rng.sample(list(groups), len(groups))
     faults: list[Row] = []
     for group in shuffled:
@@ -232,7 +230,7 @@ def _in_order(groups: Sequence[Sequence[Row]], num_nodes: int, rng: random.Rando
 
 
 def targets(text: str) -> list[tuple[str, int | None]]:
-    """``"controller+node:2"`` as ``[("controller", None), ("node", 2)]``."""
+    """Parse the targets of a fault: ``"controller+node:2"`` is ``[("controller", None), ("node", 2)]``."""
     found: list[tuple[str, int | None]] = []
     for part in text.split("+"):
         what, _, number = part.partition(":")
@@ -241,9 +239,10 @@ def targets(text: str) -> list[tuple[str, int | None]]:
 
 
 def loss_of(fault: Mapping[str, object]) -> tuple[tuple[int, ...], bool]:
-    """(nodes that a fault takes from the job, rising; whether with their memory or only their ranks).
+    """Return (nodes that the job loses by a fault in rising order, whether their memory is lost too or only their
+    ranks).
 
-    A process that is stopped for less than the heartbeat's timeout, and a controller, take nothing.
+    A controller, and a process that is stopped for less than the heartbeat timeout, cause no loss.
     """
     seconds = fault.get("seconds")
     if seconds is not None and float(str(seconds)) < HEARTBEAT_SECONDS:
@@ -254,7 +253,7 @@ def loss_of(fault: Mapping[str, object]) -> tuple[tuple[int, ...], bool]:
 
 
 def on_other_nodes(fault: Row, num_nodes: int) -> Iterator[Row]:
-    """The fault, and where it hits two nodes, the same on every other two of them."""
+    """Yield the fault. If it hits two nodes, yield also the same fault on every other pair of nodes."""
     texts = {key: str(fault[key]) for key in ("first", "second") if key in fault}
     drawn = list(dict.fromkeys(node for text in texts.values() for _, node in targets(text) if node is not None))
     yield fault
@@ -268,5 +267,5 @@ def _renumbered(text: str, numbers: Mapping[int, int]) -> str:
 
 
 def losses_of(num_nodes: int) -> list[tuple[int, ...]]:
-    """Two nodes, then three, every way there is."""
+    """Return every choice of two nodes, then every choice of three nodes."""
     return [nodes for size in (2, 3) for nodes in combinations(range(num_nodes), size)]

@@ -1,4 +1,5 @@
-"""Reads each fault from the files of a ``faults-from-outside`` job: lost processes, duration of forming."""
+"""Evaluates each fault of a ``faults-from-outside`` job from the job's files: its losses, and the time to form the next
+membership."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,26 +9,24 @@ from benchmarks.outside_driver import losses_since
 
 MAX_FORMING_SECONDS = 3.0
 _STRATEGIES = {"replicas": "replicas", "localized": "localized", "memory": "window", "persisted": "window"}
-"""Names of ``can_recover`` to those of ``recovery_started``."""
+"""Name of a strategy in ``recovery_started``, by its name in ``can_recover``."""
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord:
-    """Record of one fault, from outside and from the run's own files."""
+    """Observations of one fault, from outside and from the run's own files."""
 
     fault: Event
     """Fault as it was drawn."""
     seen: Event
-    """Driver's record; empty where the fault was never reached."""
+    """Record of the driver; empty if the job did not reach the fault."""
     healthy_lost: tuple[int, ...]
-    """Nodes that were lost and that no fault had hit."""
+    """Nodes that were lost although no fault had hit them."""
     forming_seconds: float | None
-    """Time from the detection of the burst's last fault to the membership that follows, without replayed iterations;
-    None
-    where no membership followed.
-    """
+    """Time from the detection of the last fault of a group to the next membership, without the time of replayed
+    iterations; None if no membership followed."""
     strategies: tuple[str, ...]
     """Strategies of the memberships that followed."""
     num_restarts: int
@@ -35,12 +34,12 @@ class FaultRecord:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the kernel showed that it happened."""
+        """Return whether the kernel showed that the fault happened."""
         return bool(self.seen.get("proven"))
 
     @property
     def is_foretold(self) -> bool:
-        """Whether ``can_recover`` had predicted that the job survives it."""
+        """Return whether ``can_recover`` predicted that the job would survive the fault."""
         return bool(self.seen.get("answer", {}).get("survives"))
 
 
@@ -52,10 +51,10 @@ def read_faults(
     *,
     max_forming_seconds: float = MAX_FORMING_SECONDS,
 ) -> list[FaultRecord]:
-    """A record for each fault of a job.
+    """Return a record for each fault of a job.
 
     Args:
-        max_forming_seconds: forming that takes longer is a problem.
+        max_forming_seconds: A membership that takes longer to form is a problem.
     """
     by_number = {each["fault"]: each for each in seen}
     starts = [each["injected_at"] for each in seen if "injected_at" in each]
@@ -87,13 +86,15 @@ def _read(
     if answer["survives"] and seen["lost"] and "problem" not in seen:
         wanted = _STRATEGIES.get(answer["rung"], answer["rung"])
         others = sorted(set(strategies) - {wanted})
-        # After the loss nodes join; in jobs with replicas these memberships continue with replicas, too.
-        problems += [f"continued with {', '.join(others)}, where {answer['rung']} was predicted"] if others else []
+        # After the loss, nodes join. In jobs with replicas, these memberships also continue with replicas.
+        problems += (
+            [f"the job continued with {', '.join(others)}, but {answer['rung']} was predicted"] if others else []
+        )
         problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "window" else []
         if forming is None:
             problems.append("no membership followed")
         elif forming > max_forming_seconds:
-            problems.append(f"forming took {forming:.2f} s")
+            problems.append(f"forming the membership took {forming:.2f} s")
     if not answer["survives"]:
         problems += _judge_end(seen, strategies)
     return FaultRecord(
@@ -108,19 +109,18 @@ def _read(
 
 
 def _judge_end(seen: Event, strategies: Sequence[str]) -> list[str]:
-    """Check that an unrecoverable loss ends the job with an exit code of its own, or all start again from the
+    """Check that an unrecoverable loss ended the job with the expected exit code, or that all ranks restarted from the
     predicted state.
 
-    In some cases ``can_recover`` predicts that the job must be started again from outside, and the job then does it
-    itself.
+    If ``can_recover`` predicts that a user must start the job again, the job may also restart by itself.
     """
     if "problem" in seen:
         return []
     if "fell_to" in seen:
         others = sorted(set(strategies) - {seen["fell_to"]})
-        return [f"continued with {', '.join(others)}"] if others else []
+        return [f"the job continued with {', '.join(others)}"] if others else []
     found = [] if seen.get("ended") not in (None, 0, 130) else [f"the job ended with exit code {seen.get('ended')}"]
-    return [*found, *(f"continued with {strategy}" for strategy in strategies)]
+    return [*found, *(f"the job continued with {strategy}" for strategy in strategies)]
 
 
 def _unreached(fault: Event, seen: Event) -> FaultRecord:
@@ -137,12 +137,12 @@ def _unreached(fault: Event, seen: Event) -> FaultRecord:
 
 
 def _forming_seconds(seen: Event, events: Sequence[Event], orders: Sequence[Event]) -> float | None:
-    """Measure as ``FaultRecord.forming_seconds``; where the controller was hit, too, from the first order of the next
-    one."""
+    """Compute ``FaultRecord.forming_seconds``. If the controller was hit too, the time begins with the first order of
+    its successor."""
     victims = set(seen["lost"])
     noticed = {
         event["node"]: event["time_unix_seconds"]
-        for event in reversed(events)  # the first of each node stays
+        for event in reversed(events)  # the first event of each node remains
         if event["kind"] in ("node_lost", "rank_failed") and event.get("node") in victims
     }
     if not noticed:
@@ -162,7 +162,8 @@ def _forming_seconds(seen: Event, events: Sequence[Event], orders: Sequence[Even
 
 
 def _named(seen: Event) -> set[int]:
-    """Nodes of the processes that a fault went to: what was stopped briefly is no healthy node either."""
+    """Return the nodes of all processes that a fault hit. A node whose process was stopped only briefly does not count
+    as healthy either."""
     numbers = (log.partition("-")[2].partition("-")[0].partition(".")[0] for log in seen.get("processes", {}))
     return {int(number) for number in numbers if number.isdigit()}
 

@@ -1,6 +1,6 @@
-"""Compares a run's page in a real browser with the run's records.
+"""Compares the report page of a run in a real browser with the run's records.
 
-The figures that a page must show are taken from the lines of the run's files here, not through the page's own model.
+The expected figures are computed from the lines of the run's files, without the code that makes the page.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from megatron_ft.testing.browser import Tab
 
 WIDTHS = (390, 600, 900, 1100, 1440, 1900)
 _PAPERS = {False: "rgb(255, 255, 255)", True: "rgb(17, 22, 29)"}
-"""Background in light and in dark."""
+"""Background colour in light mode (False) and in dark mode (True)."""
 _CLOSE = 1e-5
-"""Pages round losses to six digits."""
+"""Relative tolerance of a loss, because pages round losses to six digits."""
 _STICKS_OUT = """
 (() => {
   const wide = one => {
@@ -31,17 +31,17 @@ _STICKS_OUT = """
     .map(one => `${one.tagName.toLowerCase()}.${one.getAttribute('class')}`).slice(0, 5);
 })()
 """
-"""Elements beyond the window that are in nothing that scrolls, with their classes."""
+"""Script that returns the classes of elements that extend beyond the window and are not inside a scrolling element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """A run's files, line by line."""
+    """Parsed lines of a run's files."""
 
     metrics: Sequence[dict[str, Any]]
     events: Sequence[dict[str, Any]]
     hits: Sequence[dict[str, Any]]
-    """Faults, as the ranks wrote them down before they happened."""
+    """Faults, as ranks recorded them before they happened."""
     summary: dict[str, Any]
 
     @classmethod
@@ -54,17 +54,17 @@ class Files:
         )
 
     def every(self, kind: str) -> list[dict[str, Any]]:
-        """All events of a kind."""
+        """Return all events of a kind."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def losses(self) -> dict[int, float]:
-        """Iteration to its newest loss."""
+        """Return the newest loss of each iteration."""
         return {line["iteration"]: line["loss"] for line in self.metrics}
 
     @property
     def sections(self) -> list[str]:
-        """List the sections that the page must have."""
+        """Return the headings of the sections that the page must have."""
         present = {
             "Alerts": bool(self.every("alert_raised")),
             "Loss": True,
@@ -79,18 +79,19 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A page that was looked at."""
+    """Result of checking a page in the browser."""
 
     problems: Sequence[str]
     num_bytes: int
     seconds: float
-    """Time from its opening until all of it was drawn, the slowest of all times."""
+    """Longest time from opening the page until it was drawn completely."""
     num_figures: int
     """Number of compared figures."""
 
 
 def look(run_dir: Path, page: Path, tab: Tab) -> Drawn:
-    """Open a page in light and dark and at all widths; ``problems`` is empty where all is as it should be."""
+    """Open a page in light and dark mode and at all widths. If the page is correct, ``problems`` of the result is
+    empty."""
     files, problems, seconds = Files.of(run_dir), [], []
     num_figures = 0
     for dark in (False, True):
@@ -111,15 +112,15 @@ def look(run_dir: Path, page: Path, tab: Tab) -> Drawn:
 
 
 def _drawing_seconds(tab: Tab) -> float:
-    tab.evaluate("document.body.getBoundingClientRect().height")  # lays all of it out, if that has not been done
+    tab.evaluate("document.body.getBoundingClientRect().height")  # makes the browser lay out the whole page
     return float(tab.evaluate("performance.now()")) / 1000.0
 
 
 def _quiet(page: Path, tab: Tab) -> Iterator[str]:
-    """It asks for itself and nothing else, and the browser has nothing to say."""
+    """Yield problems if the page loads another file, or if the browser reports a message."""
     asked = [request["request"]["url"] for request in tab.events_named("Network.requestWillBeSent")]
     if asked != [page.as_uri()]:
-        yield f"asked for {len(asked)} files: {[url[:80] for url in asked if url != page.as_uri()]}"
+        yield f"the page loaded {len(asked)} files: {[url[:80] for url in asked if url != page.as_uri()]}"
     said = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
     said += [json.dumps(told)[:200] for told in tab.events_named("Runtime.exceptionThrown")]
     said += [json.dumps(told)[:200] for told in tab.events_named("Runtime.consoleAPICalled")]
@@ -127,10 +128,10 @@ def _quiet(page: Path, tab: Tab) -> Iterator[str]:
 
 
 def _whole(files: Files, tab: Tab, paper: str) -> Iterator[str]:
-    """Every section, each with something drawn or written in it, on paper of the right colour."""
+    """Yield problems of sections: each must exist and have content, on the right background colour."""
     sections = tab.evaluate("[...document.querySelectorAll('h2')].map(part => part.textContent)")
     if sections != files.sections:
-        yield f"sections {sections}, not {files.sections}"
+        yield f"the sections are {sections}, not {files.sections}"
     empty = tab.evaluate(
         "[...document.querySelectorAll('h2')].filter(part => !part.nextElementSibling ||"
         " part.nextElementSibling.tagName === 'H2').map(part => part.textContent)"
@@ -144,7 +145,8 @@ def _whole(files: Files, tab: Tab, paper: str) -> Iterator[str]:
 
 
 def _loss(files: Files, tab: Tab) -> Iterator[str]:
-    """Each injected fault has a cross, in words and at its iteration of the curve; recoveries have numbers."""
+    """Yield problems of the loss curve. Each injected fault must have a labelled cross at its iteration, and recoveries
+    must have numbers."""
     crosses: list[tuple[str, float]] = tab.evaluate(
         "[...document.querySelectorAll('svg path.failure')].filter(mark => mark.querySelector('title')?.textContent)"
         ".map(mark => { const box = mark.getBBox();"
@@ -167,7 +169,7 @@ def _loss(files: Files, tab: Tab) -> Iterator[str]:
 
 
 def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
-    """(what, as shown, as it must be) of each figure that is compared."""
+    """Yield (name, shown value, expected value) of each figure to compare."""
     tiles: dict[str, str] = dict(
         tab.evaluate(
             "[...document.querySelectorAll('dl.tiles > div')].map(tile =>"
@@ -181,10 +183,10 @@ def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
     yield "iterations again", tiles.get("iterations again"), f"{len(files.metrics) - len(files.losses)}"
     yield "recoveries", tiles.get("recoveries"), str(len({hit["iteration"] for hit in files.hits}))
     yield "interruptions", tiles.get("interruptions"), str(goodput["interruptions"])
-    for name, key in (("ETTR, measured", "ettr"), ("ETTR, by the formula", "ettr_predicted")):
+    for name, key in (("ETTR, measured", "ettr"), ("ETTR, predicted by the formula", "ettr_predicted")):
         yield name, tiles.get(name), f"{100 * goodput[key]:.1f} %"
     yield "goodput", _number(tiles.get("goodput")), float(f"{goodput['tokens_per_second']:.4g}")
-    rows = _table(tab, "Some of its iterations")
+    rows = _table(tab, "Loss of some iterations")
     yield "rows of the loss table", len(rows) > 0, True
     for iteration, loss in rows:
         yield f"loss of iteration {iteration}", _number(loss), files.losses[int(iteration.replace(",", ""))]
@@ -195,9 +197,10 @@ def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _loads(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
-    """The newest load of each layer; a run as short as these has a column for each iteration."""
+    """Yield the newest load of each layer, as shown and as expected. In runs as short as these, each iteration has its
+    own column."""
     newest = files.every("expert_load")[-1]
-    rows = _table(tab, f"Tokens over the even share, iteration {newest['iteration']}")
+    rows = _table(tab, f"Tokens of an expert divided by the mean, iteration {newest['iteration']}")
     yield "layers with loads", len(rows), len(newest["layers"])
     for row, tokens in zip(rows, newest["layers"], strict=False):
         total = sum(tokens)
@@ -207,7 +210,7 @@ def _loads(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _inside(tab: Tab) -> Iterator[str]:
-    """Nothing is wider than the window; what is wide scrolls in a place of its own."""
+    """Yield elements that are wider than the window and cannot be scrolled."""
     if not tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"):
         yield "the page is wider than the window"
     out = tab.evaluate(_STICKS_OUT)
@@ -215,7 +218,7 @@ def _inside(tab: Tab) -> Iterator[str]:
 
 
 def _table(tab: Tab, caption: str) -> list[list[str]]:
-    """Cells of the rows of a table."""
+    """Return the cells of a table, row by row."""
     found: list[list[str]] = tab.evaluate(
         "[...document.querySelectorAll('table')].filter(one => one.caption.textContent === "
         f"{json.dumps(caption)}).flatMap(one => [...one.tBodies[0].rows].map(row =>"

@@ -1,7 +1,9 @@
-"""Claim ``parity``: every layout computes what one rank computes, and one rank what bare Megatron computes, to the bit.
+"""Claim ``parity``: every layout computes what one rank computes, and one rank computes what bare Megatron computes,
+bit for bit.
 
-Layouts are compared an iteration at a time from a common state: the reference (one rank) saves every iteration, and
-each layout loads iteration t-1 and runs iteration t. Longer comparisons drift when a top-k choice flips.
+Layouts are compared one iteration at a time from a common state: the reference (one rank) saves every iteration, and
+each layout loads iteration t-1 and runs iteration t. Over more iterations the runs would drift apart, because rounding
+can change a top-k choice.
 """
 
 import math
@@ -25,7 +27,7 @@ ITERATIONS, QUICK_ITERATIONS = 20, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A way to lay the same job out."""
+    """Parallel layout of the same job."""
 
     name: str
     world_size: int
@@ -52,7 +54,7 @@ LAYOUTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
+    """Measure and report the claim."""
     arguments = parse_arguments(__doc__, argv)
     iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
     config = config_of(iterations)
@@ -91,7 +93,8 @@ def _judge(out: Path | None, iterations: int, equal_bits: dict[str, Any], worst:
 
 
 def config_of(iterations: int) -> JobConfig:
-    """The small fp32 job that layouts are compared on, saved after every iteration."""
+    """Return the configuration of the small fp32 job with which layouts are compared. It saves a checkpoint after every
+    iteration."""
     config = compose(
         "model=moe_micro",
         "model.num_layers=4",
@@ -105,12 +108,12 @@ def config_of(iterations: int) -> JobConfig:
         "checkpoint.keep_last=0",
         "checkpoint.save_interval_iterations=1",
     )
-    assert config.precision.params_dtype == "fp32", "tolerances are those of fp32"
+    assert config.precision.params_dtype == "fp32", "tolerances are only valid for fp32"
     return config
 
 
 def run_reference(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
-    """One rank, from iteration 0 to the end; saves weights of every iteration beside its checkpoints."""
+    """Train on one rank from iteration 0 to the end, and save the weights of every iteration beside its checkpoint."""
     import torch
 
     from megatron_ft.mcore.model.names import named_parameters
@@ -127,13 +130,13 @@ def run_reference(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
 
 
 def _save_start(trainer: Any, rank: Rank) -> None:
-    """A checkpoint of iteration 0, for layouts to start from like from any other."""
+    """Save a checkpoint of iteration 0, from which layouts run iteration 1."""
     trainer.checkpoints.save(trainer.state({}), 0)
     trainer.checkpoints.finish()
 
 
 def run_layout(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
-    """One layout: each iteration from the reference's state before it."""
+    """Run every iteration in one layout, each from the reference's state before it."""
     reference, config = Path(str(config.checkpoint.load)), _without_checkpoints(config)
     trainer, _ = join(config, rank)
     rows = []
@@ -154,7 +157,7 @@ def _without_checkpoints(config: JobConfig) -> JobConfig:
 
 
 def _weight_distance(trainer: Any, path: Path, config: JobConfig) -> dict[str, float]:
-    """Sums of squares over this rank's tensors: of the difference, and of the reference."""
+    """Return sums of squares over this rank's tensors: of the difference from the reference, and of the reference."""
     import torch
 
     from megatron_ft.mcore.model.names import named_parameters
@@ -179,7 +182,7 @@ def _last_metrics(rank: Rank) -> dict[str, float]:
 
 
 def differences(ranks: list[list[dict[str, Any]]], reference: list[dict[str, Any]]) -> dict[str, float]:
-    """Worst relative difference over the iterations."""
+    """Return the largest relative differences over the iterations."""
     worst = {"loss": 0.0, "grad_norm": 0.0, "weights": 0.0}
     for number, expected in enumerate(reference):
         row = ranks[0][number]
@@ -192,7 +195,7 @@ def differences(ranks: list[list[dict[str, Any]]], reference: list[dict[str, Any
 
 
 def _worse(worst: float, difference: float) -> float:
-    """The larger; what is not a number is worse than any."""
+    """Return the larger of two differences. NaN counts as larger than any number."""
     return math.inf if math.isnan(difference) else max(worst, difference)
 
 
@@ -201,7 +204,8 @@ def _in_words(worst: dict[str, float]) -> str:
 
 
 def _against_bare_megatron(config: JobConfig, rank: Rank) -> dict[str, Any]:
-    """Our loop and a hand-written Megatron loop side by side; whether losses, norms and weights share all bits."""
+    """Train the project's loop and a hand-written Megatron loop. Return whether losses, norms and weights are equal in
+    every bit."""
     trainer, groups = join(_without_checkpoints(config), rank)
     from benchmarks.bare_megatron import BareLoop
 

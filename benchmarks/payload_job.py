@@ -1,6 +1,7 @@
-"""A job of the ranks of ``payload_ranks`` that loses nodes: kills them, and plays their agents and the controller.
+"""Runs a job of the ranks of ``payload_ranks``, kills some of them, and plays the agents and the controller.
 
-It orders the others to break and begins the next membership when all have reported.
+After a kill, it orders the other ranks to abandon their operations. When all have reported, it begins the next
+membership.
 """
 
 import multiprocessing
@@ -22,7 +23,7 @@ from megatron_ft.planning.recovery.target import Target
 
 
 class PayloadJob:
-    """A job of nodes of one rank each, forked from this process."""
+    """Job of nodes with one rank each. The ranks are forked from this process."""
 
     def __init__(self, num_nodes: int, folder: Path) -> None:
         self._path = str(folder / "agent")
@@ -32,7 +33,7 @@ class PayloadJob:
         self._selector = selectors.DefaultSelector()
         self._generation = 0
         self.nodes = tuple(range(num_nodes))
-        """Nodes with living ranks, rising."""
+        """Nodes whose ranks are alive, in rising order."""
         self._readers: dict[int, FrameReader] = {}
         fork = multiprocessing.get_context("fork")
         first = self._membership(tuple(range(num_nodes)))
@@ -51,14 +52,14 @@ class PayloadJob:
 
     @property
     def process_ids(self) -> list[int]:
-        """List process ids of the living ranks."""
+        """Return the process ids of the living ranks."""
         return [process.pid or 0 for process in self._processes.values()]
 
     def await_records(self, kind: str, limit_seconds: float) -> dict[int, Message]:
-        """The record of this kind and generation from every node that lives.
+        """Return from every living node its record of this kind and generation.
 
         Raises:
-            TimeoutError: a node sends none.
+            TimeoutError: a node sent no such record.
         """
 
         def found(message: Message) -> bool:
@@ -68,17 +69,17 @@ class PayloadJob:
         return {node: message["record"] for node, (_, message) in self._await(found, limit_seconds).items()}
 
     def await_operation(self, number: int, limit_seconds: float) -> None:
-        """Return when the first node begins its operation ``number`` in this membership.
+        """Wait until the first node begins operation ``number`` of this membership.
 
         Raises:
-            TimeoutError: no node begins it.
+            TimeoutError: no node began it in time.
         """
         self._await(
             lambda message: message["op"] == "progress" and message["iteration"] >= number, limit_seconds, num_nodes=1
         )
 
     def kill(self, node: int) -> float:
-        """Kill a node; the moment by the machine's monotonic clock."""
+        """Kill a node. Return the time by the monotonic clock."""
         process = self._processes.pop(node)
         at_seconds = time.monotonic()
         os.kill(process.pid or 0, signal.SIGKILL)
@@ -89,28 +90,29 @@ class PayloadJob:
         return at_seconds
 
     def break_off(self, reason: str) -> None:
-        """Order all to abandon what they do."""
+        """Order all ranks to abandon their operations."""
         self._order({"op": "break", "generation": self._generation, "reason": reason})
 
     def await_reports(self, limit_seconds: float) -> dict[int, float]:
         """Return the time at which each living node has reported its progress.
 
         Raises:
-            TimeoutError: a node does not report.
+            TimeoutError: a node did not report in time.
         """
         reports = self._await(lambda message: message["op"] == "broken", limit_seconds)
         return {node: at_seconds for node, (at_seconds, _) in reports.items()}
 
     def reform(self, before: tuple[int, ...]) -> None:
-        """Begin the next membership, of the nodes that live; ``before`` are those of the one that ends."""
+        """Begin the next membership, of the living nodes. ``before`` are the nodes of the previous membership."""
         self._generation += 1
         self._order({"op": "reform", "next": self._membership(before).to_json()})
 
     def end(self, limit_seconds: float) -> float:
-        """Break the membership, have all ranks report and exit; seconds until the last of them is gone.
+        """End the job: break the membership, and wait until all ranks have reported and exited. Return the seconds
+        until the last exit.
 
         Raises:
-            TimeoutError: a rank stays.
+            TimeoutError: a rank did not exit in time.
         """
         self.break_off("the job ends")
         self.await_reports(limit_seconds)
@@ -123,7 +125,7 @@ class PayloadJob:
         return time.monotonic() - began
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Kill all processes and close all connections that remain."""
         for process in (*self._processes.values(), *self._killed):
             process.kill()
             process.join()
@@ -150,10 +152,10 @@ class PayloadJob:
     def _await(
         self, wanted: Callable[[Message], bool], limit_seconds: float, num_nodes: int | None = None
     ) -> dict[int, tuple[float, Message]]:
-        """Receive the first matching message of each living node, and its time; others are dropped.
+        """Receive the first matching message of each living node, and its time. Other messages are dropped.
 
         Args:
-            num_nodes: nodes to wait for; None for all living ones.
+            num_nodes: Number of nodes to wait for; None for all living nodes.
         """
         found: dict[int, tuple[float, Message]] = {}
         deadline = time.monotonic() + limit_seconds
@@ -161,11 +163,11 @@ class PayloadJob:
             missing = set(self.nodes) - set(found)
             ready = self._selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"nodes {sorted(missing)} say nothing for {limit_seconds:g} s")
+                raise TimeoutError(f"nodes {sorted(missing)} sent no such message for {limit_seconds:g} s")
             for key, _ in ready:
                 messages, closed = self._readers[key.data].pump()
                 at_seconds = time.monotonic()
                 found.update((key.data, (at_seconds, message)) for message in messages if wanted(message))
                 if closed:
-                    raise TimeoutError(f"the rank of node {key.data} is gone")
+                    raise TimeoutError(f"the rank of node {key.data} has ended")
         return found

@@ -1,7 +1,7 @@
-"""Ranks that keep large payloads in flight through the project's groups.
+"""Ranks that keep large payloads in flight through the project's process groups.
 
-What a rank does is the product's: groups, waits that can be abandoned, the shut-down of connections, the report over
-``AgentClient``, the release of groups and the next membership. ``payload_job`` plays the agents and the controller.
+A rank runs the product's code for groups, waits that can be abandoned, closing connections, reporting through
+``AgentClient``, releasing groups, and the next membership. ``payload_job`` plays the agents and the controller.
 """
 
 import os
@@ -29,18 +29,19 @@ from megatron_ft.runtime.transport import held_groups, waits
 from megatron_ft.runtime.transport.hang_up import Opening, open_sockets
 
 NUM_ELEMENTS = 60 * 279_621
-"""Number of float32 in a payload: a little over 64 MiB, and divisible by 2 to 6 ranks."""
+"""Number of float32 values in a payload: slightly more than 64 MiB, and divisible by 2 to 6 ranks."""
 GROUP_TIMEOUT_SECONDS = 120.0
-"""Time until gloo itself ends an operation that it has forgotten."""
+"""Time after which gloo itself ends an operation that it would otherwise wait for without end."""
 FORM_SECONDS = 60.0
 STRIDE = 3
-"""Operations by which each membership begins later in their order than the one before."""
+"""Number of operations by which each membership begins later in the list of operations than the previous membership."""
 _BYTES_RECEIVED = slice(128, 136)
-"""Field of ``tcp_info``. Source: ``linux/tcp.h``."""
+"""Position of the number of received bytes in ``tcp_info`` (``linux/tcp.h``)."""
 
 
 class Payloads:
-    """The operations of one membership, one after the other, each of one payload or more, with tensors of its own."""
+    """Operations of one membership. They run one after the other, each with one or more payloads and with its own
+    tensors."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size, self._me = group, group.size(), group.rank()
@@ -91,7 +92,7 @@ class Payloads:
             work.wait()
 
     def overlapped(self) -> None:
-        """Reduce-scatters in the background of an all-to-all, as in a backward pass."""
+        """Run reduce-scatters in the background of an all-to-all, as in a backward pass."""
         works = self._begin_reduce_scatters()
         dist.all_to_all_single(self._other, torch.ones(NUM_ELEMENTS), group=self._group)
         works.wait()
@@ -104,7 +105,8 @@ class Payloads:
 
 
 class _Traffic:
-    """Bytes that the connections of one membership have received. It keeps them open beyond gloo's own use."""
+    """Counts the bytes that the connections of one membership have received. It keeps the connections open after gloo
+    has closed them."""
 
     def __init__(self, before: frozenset[tuple[int, int]]) -> None:
         opened = [socket.socket(fileno=os.dup(number)) for number, _ in open_sockets() - before]
@@ -131,7 +133,7 @@ def _is_connected(one: socket.socket) -> bool:
 
 
 class _Rank:
-    """One rank, in its own process."""
+    """Rank in its own process."""
 
     def __init__(self, number: int, path: str) -> None:
         identity = Identity(number=number, rank=number, node=number, local_rank=0, generation=0, start=0)
@@ -140,10 +142,10 @@ class _Rank:
         self._iteration = 0
 
     def live(self, first: NextMembership) -> None:
-        """Train in one membership after the other until the job ends.
+        """Run operations in one membership after the other until the job ends.
 
         Raises:
-            ControlError: it has ended.
+            ControlError: the job has ended.
         """
         waits.install()
         following = first
@@ -165,7 +167,8 @@ class _Rank:
             self._worker.report({**about, "release_seconds": seconds, "num_held": held_groups.num_held()})
 
     def _attempt(self, following: NextMembership) -> tuple[str, dict[str, Any]]:
-        """Run operations until one fails: its traceback, and what it was. No group is referred to afterwards."""
+        """Run operations until one fails. Return its traceback and what the operation was. No reference to a group
+        remains."""
         before = open_sockets()
         groups = self._form(following)
         traffic, payloads = _Traffic(before), Payloads(groups.pg_collection.dp)
@@ -237,14 +240,14 @@ class _Rank:
 
 
 def be(number: int, path: str, first: NextMembership) -> None:
-    """Be rank ``number`` of a job from ``first`` on; ends the process."""
+    """Act as rank ``number`` of a job, beginning with membership ``first``. Ends the process."""
     code = 1
     try:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         _Rank(number, path).live(first)
     except ControlError:
-        code = 0  # the job has ended: as a rank of the product, this one leaves without waiting for what is held
+        code = 0  # the job has ended; like a real rank, this rank exits without waiting for blocked operations
     except BaseException:  # noqa: BLE001 - a rank's last words
         traceback.print_exc()
     finally:

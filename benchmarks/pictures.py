@@ -1,4 +1,4 @@
-"""The pictures of a run's page in docs/tools.md, from a real run.
+"""Makes the pictures of a report page in docs/tools.md from a real run.
 
     python -m benchmarks.pictures                   # writes docs/images/{report,report-experts}.png
 
@@ -20,10 +20,10 @@ from tools import report
 
 IMAGES = REPOSITORY / "docs" / "images"
 WIDTH = 1000
-"""Pixels of the page."""
+"""Width of the page in pixels."""
 NUM_ITERATIONS = 60
 FAULTS = ((2, 21, 0), (1, 44, 2))
-"""Node, iteration, and generation."""
+"""Node, iteration and generation of each fault."""
 RUN = "survivor"
 WORDS = (
     "model=moe_micro",
@@ -50,9 +50,9 @@ WORDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job and draw its page. Returns the exit code."""
+    """Run the job and draw its page. Return the exit code."""
     parser = argparse.ArgumentParser(prog="pictures", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=IMAGES, help="folder that the pictures are written to")
+    parser.add_argument("--out", type=Path, default=IMAGES, help="folder for the pictures")
     options = parser.parse_args(argv)
     if chromium() is None:
         raise ConfigError("pictures: needs Chromium (Debian: apt-get install chromium)")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _top_of(tab: Tab, selector: str) -> float:
-    """Top of an element, with a margin."""
+    """Return the vertical position of an element, with a margin."""
     return float(tab.evaluate(f"document.querySelector('{selector}').getBoundingClientRect().top + scrollY")) - 8.0
 
 
@@ -80,7 +80,7 @@ def train(folder: Path) -> None:
     """Run the job in ``folder``.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: the job failed.
     """
     kills = ",".join(
         f"'kill(phase=\"backward\",node={node},at_iteration={iteration},generation={generation})'"

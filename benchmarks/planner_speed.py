@@ -1,4 +1,4 @@
-"""Claim ``planner-speed``: replicas of 256 experts on 1,024 GPUs are planned in under 50 ms a layer on one core."""
+"""Claim ``planner-speed``: replicas of 256 experts on 1,024 GPUs are planned in under 50 ms per layer on one core."""
 
 import os
 import statistics
@@ -26,29 +26,29 @@ QUICK_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Groups of the GPUs, and their slots."""
+    """Failure domains of the GPUs, and slots of each GPU."""
 
     gpus_per_domain: int
     num_slots: int
-    """Per GPU."""
+    """Number of slots per GPU."""
 
     @property
     def cluster(self) -> Cluster:
-        """1,024 GPUs in failure domains of equal size."""
+        """Return the cluster of 1,024 GPUs, in failure domains of equal size."""
         return Cluster.of(NUM_GPUS // self.gpus_per_domain, self.gpus_per_domain)
 
     @property
     def name(self) -> str:
-        """Name for people."""
+        """Return the name that tables show."""
         return f"{NUM_GPUS // self.gpus_per_domain} domains x {self.gpus_per_domain} GPUs x {self.num_slots} slots"
 
 
 SHAPES = tuple(Shape(gpus_per_domain=size, num_slots=slots) for size in (8, 1) for slots in (2, 3))
-"""Slots of a domain divide the experts with two per GPU and do not with three."""
+"""Shapes of the cluster. The slots of a domain divide the number of experts only with two slots per GPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan every recorded layer alone, several times, and judge the slowest shape's median."""
+    """Plan every recorded layer separately, several times, and judge the median of the slowest shape."""
     arguments = parse_arguments(__doc__, argv)
     layers = recorded_layers()
     chosen = layers[:QUICK_LAYERS] if arguments.quick else layers
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recorded_layers() -> list[list[float]]:
-    """Loads of every mixture layer of the recorded DeepSeek-V3 runs."""
+    """Return the loads of every MoE layer of the recorded DeepSeek-V3 runs."""
     layers = [layer for name in recorded.DEEPSEEK for layer in recorded.read(name).per_layer().tolist()]
     return [layer for layer in layers if any(layer)]
 
@@ -76,7 +76,8 @@ def recorded_layers() -> list[list[float]]:
 def measure(
     name: str, algorithm: PlacementAlgorithm, shape: Shape, layers: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """CPU milliseconds of allocation and placement: the median over layers of each layer's fastest repeat."""
+    """Return the CPU milliseconds of allocation and placement: the median over layers of the fastest repeat of each
+    layer."""
     cluster = shape.cluster
     times = []
     for loads in layers:
@@ -96,7 +97,7 @@ def measure(
 
 
 def on_one_core() -> None:
-    """Start this program again with one thread for matrix products, which numpy decides when it is imported."""
+    """Start this program again with one thread for matrix products. numpy reads this number when it is imported."""
     single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if any(os.environ.get(name) != value for name, value in single.items()):
         command = [sys.executable, "-m", "benchmarks.planner_speed", *sys.argv[1:]]

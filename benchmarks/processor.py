@@ -1,15 +1,17 @@
-"""CPU use of threads and processes, read from ``/proc``: load from others does not change it."""
+"""Measures CPU use of threads and processes through ``/proc``. Other processes on the machine do not change these
+figures."""
 
 import os
 import threading
 from pathlib import Path
 
 _MINOR_FAULTS = 7
-"""Place of ``minflt`` after the command's closing bracket, in proc_pid_stat(5)."""
+"""Position of ``minflt`` after the closing bracket of the command, in proc_pid_stat(5)."""
 
 
 def process_cpu_seconds(process_id: int) -> float:
-    """Measure the CPU time of the living threads of a process so far, in nanoseconds' resolution (``schedstat``)."""
+    """Return the CPU time that the living threads of a process have used, with a resolution of nanoseconds
+    (``schedstat``)."""
     total = 0
     for task in os.listdir(f"/proc/{process_id}/task"):
         try:
@@ -20,21 +22,22 @@ def process_cpu_seconds(process_id: int) -> float:
 
 
 def thread_cpu_seconds(thread: threading.Thread) -> float:
-    """CPU time of a living thread of this process so far."""
+    """Return the CPU time that a living thread of this process has used."""
     return _run_nanoseconds(Path(f"/proc/self/task/{thread.native_id}/schedstat")) / 1e9
 
 
 def thread_minor_faults(thread: threading.Thread) -> int:
-    """Pages that a living thread of this process was the first to touch, so far: memory that was not there before."""
+    """Return the number of pages that a living thread of this process was the first to touch: newly allocated
+    memory."""
     text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="ascii", errors="replace")
     return int(text.rpartition(")")[2].split()[_MINOR_FAULTS])
 
 
 def thread_named(name: str) -> threading.Thread:
-    """The living thread of this process with that name.
+    """Return the living thread of this process that has this name.
 
     Raises:
-        LookupError: there is none, or more than one.
+        LookupError: no thread or several threads have this name.
     """
     found = [thread for thread in threading.enumerate() if thread.name == name]
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""``make prove ID=<id>``: measure a claim, keep the dated result, end with one line and its exit code.
+"""``make prove ID=<id>``: measures a claim, stores the dated result, and ends with one line and an exit code.
 
 The last line is ``<id> PASS|FAIL <figure> (<threshold>)``. A quick run stores nothing.
 """
@@ -25,15 +25,15 @@ from megatron_ft.testing import leftovers
 TIMED_OUT = 124
 GRACE_SECONDS = 5.0
 STOP_SECONDS = 60.0
-"""A script that is interrupted has taken down by then what it had set up, a cluster for example."""
+"""Time in which an interrupted script can remove what it has set up, e.g. a cluster."""
 _LOOK_SECONDS = 0.2
 _asked: list[int] = []
-"""Signals that have asked this process to end."""
+"""Signals that have requested this process to end."""
 FIELDS = ("id", "passed", "figure", "threshold", "counts", "details")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prove one claim, or all that this hardware can measure. 0 when every one passed."""
+    """Prove one claim, or all claims that this hardware can measure. Return 0 if every claim passed."""
     arguments = _parse(argv)
     try:
         claims = load_claims()
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR, root: Path = ROOT) -> tuple[str, bool]:
-    """Run a claim's command with its output shown, keep a full result, print and return its last line."""
+    """Run a claim's command and show its output. Store a full result, print its last line, and return that line."""
     if claim.missing is not None:
         raise ConfigError.of("ID", claim.id, f"cannot be measured here: {claim.missing}")
-    # Before the script runs: the result is of the source as it was then.
+    # The digest is computed before the script runs, because the result belongs to that source.
     digest = None if quick else source_digest(root / claim.script, root=root)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
@@ -62,7 +62,7 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR, root: P
         result = read_result(claim, out, code, quick=quick)
     if left:
         print("processes left behind (ended now):", *left, sep="\n")
-        result |= {"passed": False, "figure": f"{len(left)} processes left behind; {result['figure']}"}
+        result |= {"passed": False, "figure": f"processes left behind: {len(left)}; {result['figure']}"}
     if not quick:
         result |= {"source": digest, "wall_seconds": round(time.monotonic() - started, 1)}
         store(result, results_dir)
@@ -72,10 +72,12 @@ def prove(claim: Claim, *, quick: bool, results_dir: Path = RESULTS_DIR, root: P
 
 
 def run_bounded(argv: Sequence[str], timeout_seconds: float) -> tuple[int, list[str]]:
-    """Exit status of a command run in the repository root, 124 when it ran too long, and what it left running.
+    """Run a command in the repository. Return its exit status, 124 if it took too long, and the processes that it left
+    behind.
 
     Raises:
-        SystemExit: a signal asks this process to end (``clean_up_when_ended``); what it had started has ended.
+        SystemExit: a signal requests this process to end (``clean_up_when_ended``). All processes that it had started
+            have ended.
     """
     _end_if_asked()
     value, environment = leftovers.mark()
@@ -90,7 +92,7 @@ def run_bounded(argv: Sequence[str], timeout_seconds: float) -> tuple[int, list[
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> int:
-    """Its exit status; 124 when it runs too long, or this process is to end."""
+    """Return the exit status of a process; 124 if it takes too long or if this process must end."""
     deadline = time.monotonic() + timeout_seconds
     while not _asked and time.monotonic() < deadline:
         try:
@@ -101,7 +103,7 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> int:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Let a script clean up, as after Ctrl-C; what does not end then is killed with its session."""
+    """Interrupt a script like Ctrl-C, so that it can clean up. If it does not end, kill its whole session."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
@@ -113,7 +115,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def clean_up_when_ended() -> None:
-    """Have signals that end this process end what it has started, too; a hang-up that is ignored stays so (nohup)."""
+    """Make signals that end this process also end the processes that it has started. A SIGHUP that is ignored stays
+    ignored (nohup)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda asked, _frame: _asked.append(asked))
@@ -125,12 +128,13 @@ def _end_if_asked() -> None:
 
 
 def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str, Any]:
-    """Read and check the script's result; a failed result when it wrote nothing or contradicts itself."""
+    """Read and check the script's result. If the script wrote none, or one that contradicts itself, return a failed
+    result."""
     reason = _why_invalid(claim, out, code, quick=quick)
     if reason is None:
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return result
-    why = f"no result within {claim.timeout_seconds:g} s" if code == TIMED_OUT else reason
+    why = f"the script wrote no result within {claim.timeout_seconds:g} s" if code == TIMED_OUT else reason
     return {
         "id": claim.id,
         "passed": False,
@@ -143,22 +147,22 @@ def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str,
 
 def _why_invalid(claim: Claim, out: Path, code: int, *, quick: bool) -> str | None:
     if not out.exists():
-        return f"no result, exit code {code}"
+        return f"the script wrote no result and ended with exit code {code}"
     result = json.loads(out.read_text(encoding="utf-8"))
     missing = [field for field in FIELDS if field not in result]
     if missing:
-        return f"result without {', '.join(missing)}"
+        return f"the result lacks {', '.join(missing)}"
     if result["id"] != claim.id:
-        return f"result of {result['id']}"
+        return f"the result is that of the claim {result['id']}"
     if bool(result["passed"]) != (code == 0):
-        return f"result says passed={result['passed']}, exit code {code}"
+        return f"the result has passed={result['passed']}, but the exit code is {code}"
     if not quick and result["threshold"] != claim.threshold:
-        return f"measured against '{result['threshold']}', claimed '{claim.threshold}'"
+        return f"the result has the threshold '{result['threshold']}', but the claim has '{claim.threshold}'"
     return None
 
 
 def store(result: dict[str, Any], results_dir: Path) -> Path:
-    """Write ``<id>_<hardware>_<date>.json``; a second result of the same day replaces the first."""
+    """Write ``<id>_<hardware>_<date>.json``. A second result of the same day replaces the first one."""
     machine = hardware.describe()
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     record = {**result, "date": date, "hardware": machine}
@@ -169,7 +173,7 @@ def store(result: dict[str, Any], results_dir: Path) -> Path:
 
 
 def closing_line(result: dict[str, Any]) -> str:
-    """``<id> PASS|FAIL <figure> (<threshold>)``."""
+    """Return the line ``<id> PASS|FAIL <figure> (<threshold>)``."""
     verdict = "PASS" if result["passed"] else "FAIL"
     return f"{result['id']} {verdict} {result['figure']} ({result['threshold']})".replace("\n", " ")
 
@@ -197,9 +201,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="prove", description=__doc__)
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("id", nargs="?", help="id of a claim in claims.yaml")
-    choice.add_argument("--all", action="store_true", help="every claim this hardware can measure")
+    choice.add_argument("--all", action="store_true", help="prove every claim that this hardware can measure")
     choice.add_argument("--list", action="store_true", help="list the claims")
-    parser.add_argument("--quick", action="store_true", help="the variant of seconds; stores nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="run the quick variant, which takes seconds and stores nothing"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Claim ``quickstart``: the defaults train a real model on real text within minutes on two cores."""
+"""Claim ``quickstart``: with default settings, a real model trains on real text within minutes on two cores."""
 
 import json
 import math
@@ -33,41 +33,41 @@ GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Observations of one run of the defaults."""
+    """Observations of one run with default settings."""
 
     exit_code: int
     seconds: float
-    """Time from the start of the process to its end."""
+    """Time from the start of the process until its end."""
     summary: dict[str, Any]
     valid_losses: list[float]
     leftover_processes: list[str]
 
     def problems(self, max_loss_ratio: float) -> list[str]:
-        """Everything that breaks the claim; empty when it holds."""
+        """Return everything that violates the claim; empty if the claim holds."""
         missing = [name for name in SUMMARY_FIELDS if name not in self.summary]
         checks = [
             (self.exit_code == 0, f"exit code {self.exit_code}"),
-            (not missing, f"summary.json without {', '.join(missing)}"),
-            (self.seconds <= MAX_SECONDS, f"took {self.seconds:.0f} s"),
-            (self.loss_ratio <= max_loss_ratio, f"final loss is {self.loss_ratio:.2f} of the first"),
-            (self.valid_falls, f"validation losses {self.valid_losses}"),
-            (not self.leftover_processes, f"left behind {self.leftover_processes}"),
+            (not missing, f"summary.json lacks {', '.join(missing)}"),
+            (self.seconds <= MAX_SECONDS, f"the run took {self.seconds:.0f} s"),
+            (self.loss_ratio <= max_loss_ratio, f"the final loss is {self.loss_ratio:.2f} of the first"),
+            (self.valid_falls, f"validation losses do not fall: {self.valid_losses}"),
+            (not self.leftover_processes, f"processes left behind: {self.leftover_processes}"),
         ]
         return [text for holds, text in checks if not holds]
 
     @property
     def loss_ratio(self) -> float:
-        """Last training loss over the first one; NaN when either is missing."""
+        """Return the last training loss divided by the first one; NaN if one is missing."""
         return float(self.summary.get("final_loss", math.nan)) / float(self.summary.get("first_loss", math.nan))
 
     @property
     def valid_falls(self) -> bool:
-        """Whether the last validation loss is below the first of at least two."""
+        """Return whether there are at least two validation losses and the last one is below the first one."""
         return len(self.valid_losses) >= 2 and self.valid_losses[-1] < self.valid_losses[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the defaults in a fresh folder with a fresh cache and judge what they left."""
+    """Run the defaults in an empty folder with an empty cache, and judge the run."""
     arguments = parse_arguments(__doc__, argv)
     max_loss_ratio = QUICK_MAX_LOSS_RATIO if arguments.quick else MAX_LOSS_RATIO
     with tempfile.TemporaryDirectory(prefix="quickstart-") as folder:
@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_defaults(folder: Path, overrides: Sequence[str]) -> Observed:
-    """``python pretrain_moe.py`` with its defaults; only the places it writes to are moved to ``folder``."""
+    """Run ``python pretrain_moe.py`` with default settings. Only the folders to which it writes are moved to
+    ``folder``."""
     places = [f"run.dir={folder / 'runs'}", f"data.cache_dir={folder / 'cache'}"]
     value, environment = leftovers.mark()
     command = [sys.executable, "pretrain_moe.py", *places, *overrides]
@@ -103,19 +104,19 @@ def run_defaults(folder: Path, overrides: Sequence[str]) -> Observed:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """``summary.json`` of a run; empty when there is none."""
+    """Return ``summary.json`` of a run; empty if there is none."""
     path = run_dir / "summary.json"
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return summary
 
 
 def read_valid_losses(run_dir: Path) -> list[float]:
-    """Losses of all evaluations of a run, in order."""
+    """Return the losses of all evaluations of a run, in order."""
     return [record.loss for record in read_events(run_dir) if isinstance(record, Evaluation)]
 
 
 def figure(observed: Observed) -> str:
-    """The measured figures in one phrase."""
+    """Return the measured figures as one phrase."""
     summary, losses = observed.summary, observed.valid_losses
     return (
         f"{observed.seconds:.0f} s, loss {summary['first_loss']:.2f} to {summary['final_loss']:.2f}"

@@ -1,4 +1,4 @@
-"""A controller's process as a launcher starts it, with the launcher's own end of it, for jobs without ranks."""
+"""Runs a controller's process as a launcher starts it, and plays the launcher, for jobs without ranks."""
 
 import contextlib
 import resource
@@ -26,7 +26,7 @@ READY_SECONDS = 60.0
 
 @dataclass(slots=True)
 class RealController:
-    """One job's controller, and its messages to its launcher."""
+    """Controller of one job, and its messages to its launcher."""
 
     link: ControllerLink
     run_dir: Path
@@ -42,12 +42,12 @@ class RealController:
 
     @property
     def num_replaced(self) -> int:
-        """Number of times another controller had to take over."""
+        """Return the number of times that a new controller had to replace the previous one."""
         return sum(event["event"] == "replaced" for event in self.events)
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time that the process has used."""
+        """Return the CPU time that the controller's process has used."""
         assert self.process is not None, "it has begun"
         times = self.process.cpu_times()
         return float(times.user + times.system)
@@ -57,10 +57,10 @@ class RealController:
 def real_controller(
     run_dir: Path, num_nodes: int, ranks_per_node: int, *, num_descriptors: int | None = None
 ) -> Iterator[RealController]:
-    """Start a controller whose job can continue with one node; it ends with the block.
+    """Start a controller whose job can continue with one node. It ends after the block.
 
     Args:
-        num_descriptors: soft and hard limit of open files of its process; None: as here.
+        num_descriptors: Soft and hard limit of the open files of its process; None for the limits of this process.
     """
     config = JobConfig()
     launch = replace(config.launch, num_nodes=num_nodes, ranks_per_node=ranks_per_node)

@@ -1,8 +1,8 @@
-"""Claim ``recomputed-iterations``: a localized recovery runs again two windows and the lag of a commit, at most.
+"""Claim ``recomputed-iterations``: a localized recovery runs at most two windows and the lag of a commit again.
 
-Counted in the jobs of ``localized-bitwise``, whose journal this shares: of every recovery the iterations that its
-stages ran again, beside the window W and the longest lag of a commit that the same job measured, and the forward passes
-that healthy stages computed meanwhile.
+The figures come from the jobs of ``localized-bitwise``, and share its journal. For every recovery, the iterations that
+its stages ran again are compared with the window W and with the longest commit lag of the same job. Forward passes that
+healthy stages computed meanwhile are counted too.
 """
 
 import statistics
@@ -17,7 +17,7 @@ MIN_RECOVERIES = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the journal lacks, and judge."""
+    """Run the trials that the journal lacks, and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     _, counts, outcomes = campaign(quick=arguments.quick)
     recoveries = recovered(outcomes)

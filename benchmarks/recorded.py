@@ -1,4 +1,4 @@
-"""Recorded expert loads that claims measure with; they lie beside the repository and are not part of it."""
+"""Reads recorded expert loads for claims. The recordings are stored beside the repository and are not part of it."""
 
 from benchmarks.source import ROOT
 from megatron_ft.errors import DataError
@@ -14,10 +14,10 @@ DEEPSEEK = (
 
 
 def read(name: str) -> ExpertLoads:
-    """A recorded load by file name.
+    """Read a recording by its file name.
 
     Raises:
-        DataError: the file is not there.
+        DataError: the file does not exist.
     """
     if not (FOLDER / name).exists():
         raise DataError(f"{name}: is not among the recorded loads, shared/data/expert_load beside the repository")

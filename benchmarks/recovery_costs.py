@@ -1,8 +1,8 @@
-"""Computes costs of recoveries from the times of stages: which operators are frozen when, and the virtual clock.
+"""Computes costs of recoveries from the measured times of stages, on the virtual clock.
 
 A pipeline has one layer in each chunk. Windows of W slices follow each other without a gap, and a window is committed
-with the iteration after its last slice. So between W and 2W - 1 iterations are replayed, each as often; the first W - 1
-of them with operators frozen. Costs are means over these.
+in the iteration after its last slice. So a failure replays between W and 2W - 1 iterations, each number equally often;
+the first W - 1 of them run with frozen operators. Costs are means over these cases.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -25,35 +25,35 @@ from megatron_ft.topology import Topology
 WINDOW_ITERATIONS = 4
 MICROBATCHES_PER_STAGE = 2
 ANY_BANDWIDTH = 1e15
-"""Bandwidth in bytes per second, large enough for windows of the requested number of slices."""
+"""Bandwidth in bytes per second that is large enough for windows of the requested number of slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A pipeline, and what its recovery makes use of."""
+    """Pipeline, and the techniques that its recovery uses."""
 
     num_stages: int
     num_chunks: int = 1
     num_microbatches: int = 0
-    """0 for twice the stages."""
+    """Number of microbatches; 0 for twice the number of stages."""
     by_popularity: bool = True
-    """Whether windows are ordered by popularity; else by layer and number of the expert."""
+    """Whether windows are ordered by the popularity of experts. If not, they are ordered by layer and expert number."""
     skips_frozen: bool = True
-    """Whether weight gradients of frozen operators are left out."""
+    """Whether weight gradients of frozen operators are not computed."""
 
     @property
     def shape(self) -> PipelineShape:
-        """The pipeline of one data-parallel rank."""
+        """Return the shape of the pipeline of one data-parallel rank."""
         num = self.num_microbatches or MICROBATCHES_PER_STAGE * self.num_stages
         return PipelineShape(num_stages=self.num_stages, num_chunks=self.num_chunks, num_microbatches=num)
 
     @property
     def name(self) -> str:
-        """The schedule."""
+        """Return the name of the schedule."""
         return "1F1B" if self.num_chunks == 1 else f"interleaved, {self.num_chunks} chunks"
 
     def requests(self) -> set[Request]:
-        """List the required measurements."""
+        """Return the measurements that the case needs."""
         frozen = frozen_operators(self.num_stages, self.num_chunks, self.by_popularity)
         passes = {self._request(place, NOTHING) for place in range(self.num_stages * self.num_chunks)}
         return passes | {self._request(place, pattern) for row in frozen for place, pattern in enumerate(row)}
@@ -61,7 +61,7 @@ class Case:
     def recover(
         self, times: Times, replayed: Collection[int] | None = None, send_seconds: float = 0.0
     ) -> "RecoveryCost":
-        """A recovery in which the stages ``replayed`` replay; all of them without it."""
+        """Return the cost of a recovery in which the stages ``replayed`` replay; None stands for all stages."""
         total, sums = None, []
         for iteration in range(1, 2 * WINDOW_ITERATIONS):
             stages = [self._stage(times, stage, iteration) for stage in range(self.num_stages)]
@@ -87,16 +87,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryCost:
-    """Means over the iterations that a failure can hit."""
+    """Mean costs over the iterations in which a failure can happen."""
 
     wall_seconds: float
     cpu_seconds: float
     num_executions: float
-    """Microbatches through a stage, forward and backward."""
+    """Number of executions of a microbatch in a stage, forward and backward."""
 
     @classmethod
     def mean(cls, runs: Collection[IterationSeconds]) -> "RecoveryCost":
-        """Mean of equally likely recoveries."""
+        """Return the mean of equally likely recoveries."""
         return cls(
             wall_seconds=sum(run.makespan_seconds for run in runs) / len(runs),
             cpu_seconds=sum(run.busy_seconds for run in runs) / len(runs),
@@ -105,7 +105,7 @@ class RecoveryCost:
 
 
 def kind_of(place: int, num_places: int) -> Kind:
-    """Describe the contents of the chunk at ``place`` from the bottom of the model besides its layer."""
+    """Return what the chunk at position ``place``, counted from the bottom of the model, contains besides its layer."""
     if place == 0:
         return "first"
     return "last" if place == num_places - 1 else "middle"
@@ -113,13 +113,14 @@ def kind_of(place: int, num_places: int) -> Kind:
 
 @cache
 def frozen_operators(num_stages: int, num_chunks: int, by_popularity: bool) -> tuple[tuple[Pattern, ...], ...]:
-    """Frozen operators of each chunk, from the bottom of the model, in the replayed iterations 1 to W - 1."""
+    """Return the frozen operators of each chunk, from the bottom of the model, in the replayed iterations 1 to W -
+    1."""
     plan = window_of(num_stages, num_chunks, by_popularity)
     return tuple(tuple(_frozen(plan, index, num_stages * num_chunks)) for index in range(WINDOW_ITERATIONS - 1))
 
 
 def window_of(num_stages: int, num_chunks: int, by_popularity: bool) -> WindowPlan:
-    """The window that the job's policy makes of a pipeline with a rank for each stage."""
+    """Return the window that the job's policy plans for a pipeline with one rank per stage."""
     num_layers = num_stages * num_chunks
     job = _micro_job()
     parallel = replace(
@@ -144,14 +145,15 @@ def _micro_job() -> JobConfig:
 
 
 def activations_of(num_layers: int) -> Activations:
-    """Return the inputs of experts: each layer as the layer of the stage that was measured for it."""
+    """Return the inputs of experts. Each layer has those of the layer in the stage that was measured in its place."""
     rows: Mapping[Kind, tuple[int, ...]] = dict(zip(("first", "middle", "last"), LOADS, strict=True))
     layers = tuple(range(1, num_layers + 1))
     return Activations(layers=layers, tokens=(tuple(rows[kind_of(layer - 1, num_layers)] for layer in layers),))
 
 
 def _frozen(plan: WindowPlan, index: int, num_layers: int) -> Iterator[Pattern]:
-    """Select frozen operators by layer; the embedding belongs to the first and the head to the last."""
+    """Yield the frozen operators of each layer. The embedding belongs to the first layer, and the head to the last
+    one."""
     active = {unit.operator for unit in plan.active(index)}
     frozen = {unit.operator for unit in plan.frozen(index)} - active
     for layer in range(1, num_layers + 1):
@@ -160,7 +162,8 @@ def _frozen(plan: WindowPlan, index: int, num_layers: int) -> Iterator[Pattern]:
 
 
 def ablation(case: Case) -> dict[str, Case]:
-    """The case as it is, and with one technique after the other left out, last first (MoEvement, figure 13)."""
+    """Return the case, and the same case with techniques removed one after the other, in the order of MoEvement's
+    figure 13."""
     plain = replace(case, by_popularity=False, skips_frozen=False)
     return {
         "sparse windows": plain,

@@ -1,9 +1,9 @@
-"""Claim ``recovery-speed``: replaying the failed stages alone is faster than rolling the whole pipeline back.
+"""Claim ``recovery-speed``: replaying only the failed stages is faster than rolling back the whole pipeline.
 
-Times of forward and backward passes and of updates are measured on the real engine, one stage at a time, for each set
-of frozen operators that a window brings about. The virtual clock of ``planning/cost/pipeline_clock.py`` then runs
-recoveries of pipelines of many stages with one core for each. Sends cost nothing there, which favours a rollback of all
-stages; that the measured time of a send does not change the verdict is checked too.
+Times of forward passes, backward passes and updates are measured on the real engine, one stage at a time, for each set
+of frozen operators that occurs in a window. The virtual clock of ``planning/cost/pipeline_clock.py`` then simulates
+recoveries of pipelines with many stages and one core per stage. In the simulation, sends take no time, which favours a
+rollback of all stages. The script also checks that the measured time of a send does not change the verdict.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,13 @@ CHUNKS = (1, 2)
 REPEATS, QUICK_REPEATS = 9, 2
 MEASURE_SECONDS = 600.0
 SENT_BYTES = {"moe_micro": 16 * 32 * 4, "wide": 128 * 256 * 4}
-"""A boundary tensor: sequence, hidden size, bytes of a value."""
+"""Bytes of a tensor at a pipeline boundary, by model: sequence length, hidden size, bytes of a value."""
 SEND_REPEATS, QUICK_SEND_REPEATS = 200, 20
 PAPER_STAGES, PAPER_PERCENT = 3, 23
-"""MoEvement, section 3.4, figure 9: three stages."""
+"""Number of stages in MoEvement, section 3.4, figure 9, and the saving reported there in per cent."""
 PAPER_MICROBATCHES = (4, 12, 24)
-"""The first as in the paper's job of three stages: 512 samples, 32 to a microbatch, four pipelines."""
+"""Numbers of microbatches. The first is that of the paper's job of three stages: 512 samples, 32 per microbatch, four
+pipelines."""
 SPEED_SIZE, ABLATION_SIZE = "moe_micro", "wide"
 ABLATION_STAGES, QUICK_ABLATION_STAGES = (3, 12), (3,)
 Table = dict[str, Any]
@@ -36,7 +37,7 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One failure: rolled back globally, and replayed by the stages that failed."""
+    """Comparison of one failure: a global rollback, and a replay of the failed stages only."""
 
     case: Case
     size: str
@@ -47,17 +48,17 @@ class Comparison:
 
     @property
     def less_percent(self) -> float:
-        """Wall time that the localized replay saves."""
+        """Return the wall time in per cent that the localized replay saves."""
         return 100 * (1 - self.localized.wall_seconds / self.whole.wall_seconds)
 
     @property
     def holds(self) -> bool:
-        """Fewer executions exactly in proportion, and less wall time."""
+        """Return whether the executions decrease exactly in proportion to the stages, and the wall time decreases."""
         share = self.localized.num_executions * self.case.num_stages == self.whole.num_executions * len(self.failed)
         return share and self.localized.wall_seconds < self.whole.wall_seconds
 
     def row(self) -> list[str]:
-        """Format a row of the table."""
+        """Return the row of the table."""
         return [
             str(self.case.num_stages),
             self.case.name,
@@ -73,7 +74,7 @@ class Comparison:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables and judge."""
+    """Measure, print the tables and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     quick = arguments.quick
     stages = QUICK_STAGES if quick else STAGES
@@ -120,12 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def paper_cases() -> list[Case]:
-    """Three stages with more and more microbatches: what a rollback loses is the filling and draining."""
+    """Return cases of three stages with increasing numbers of microbatches. A rollback loses the time of filling and
+    draining the pipeline."""
     return [Case(num_stages=PAPER_STAGES, num_microbatches=number) for number in PAPER_MICROBATCHES]
 
 
 def compare(case: Case, size: str, times: Times, send_seconds: float) -> Iterator[Comparison]:
-    """Every kind of failure: the first, a middle and the last stage, and two neighbours."""
+    """Compare every kind of failure: the first stage, a middle one, the last one, and two neighbouring stages."""
     middle, last = case.num_stages // 2, case.num_stages - 1
     whole = case.recover(times, send_seconds=send_seconds)
     for failed in ((0,), (middle,), (last,), (middle - 1, middle)):
@@ -136,7 +138,7 @@ def compare(case: Case, size: str, times: Times, send_seconds: float) -> Iterato
 
 
 def judge(found: Sequence[Comparison], steps: Table) -> tuple[bool, str]:
-    """(passed, figure)."""
+    """Return (whether the claim holds, figure)."""
     main_ones = [one for one in found if one.size == SPEED_SIZE and not one.send_seconds and len(one.failed) == 1]
     less = [one.less_percent for one in main_ones]
     like_paper = [one.less_percent for one in main_ones if is_like_paper(one.case)]
@@ -151,18 +153,18 @@ def judge(found: Sequence[Comparison], steps: Table) -> tuple[bool, str]:
 
 
 def is_like_paper(case: Case) -> bool:
-    """Whether a case has the paper's stages and microbatches."""
+    """Return whether a case has the paper's numbers of stages and microbatches."""
     return (case.num_stages, case.num_chunks, case.num_microbatches) == (PAPER_STAGES, 1, PAPER_MICROBATCHES[0])
 
 
 def speed_table(found: Sequence[Comparison]) -> Table:
-    """One row for every pipeline and failure of the micro model, sends for free."""
+    """Return a table with one row for every pipeline and failure of the micro model, in which sends take no time."""
     rows = [one.row() for one in found if one.size == SPEED_SIZE and not one.send_seconds]
     return _table("Localized replay against global rollback, micro model, by failed stages", rows)
 
 
 def paper_table(found: Sequence[Comparison]) -> Table:
-    """Three stages, the model whose time goes into products of matrices."""
+    """Return a table of pipelines with three stages, for the model whose time is mostly spent on matrix products."""
     rows = [
         one.row()
         for one in found
@@ -177,7 +179,8 @@ def _table(title: str, rows: list[list[str]]) -> Table:
 
 
 def ablation_table(steps: Sequence[dict[str, Case]], times: Times) -> Table:
-    """One technique after the other: wall and CPU time of a recovery, and its share of the first row's."""
+    """Return a table that adds one technique after the other: wall and CPU time of a recovery, and their share of the
+    first row."""
     columns = [list(ablation_column(of_stages, times)) for of_stages in steps]
     names = [*steps[0], "+ the failed stage alone"]
     header = ["technique"]
@@ -193,7 +196,7 @@ def ablation_table(steps: Sequence[dict[str, Case]], times: Times) -> Table:
 
 
 def ablation_column(steps: dict[str, Case], times: Times) -> Iterator[list[str]]:
-    """Milliseconds, share of the first row's wall time, CPU seconds: of each step."""
+    """Yield for each step its milliseconds, its share of the first row's wall time, and its CPU seconds."""
     costs = [case.recover(times) for case in steps.values()]
     newest = list(steps.values())[-1]
     costs.append(newest.recover(times, (newest.num_stages // 2,)))
@@ -203,13 +206,13 @@ def ablation_column(steps: dict[str, Case], times: Times) -> Iterator[list[str]]
 
 
 def listed(times: Times) -> list[dict[str, Any]]:
-    """Measured times, as plain values."""
+    """Return the measured times as JSON values."""
     ordered = sorted(times.items(), key=lambda item: (item[0][0], sorted(item[0][1])))
     return [{"stage": kind, "frozen": sorted(pattern), **asdict(one)} for (kind, pattern), one in ordered]
 
 
 def as_text(table: Table) -> str:
-    """A table for a terminal."""
+    """Format a table for a terminal."""
     rows = [table["header"], *table["rows"]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

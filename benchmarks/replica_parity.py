@@ -1,9 +1,9 @@
 """Claim ``replica-parity``: expert replicas change where experts are computed, not what is computed.
 
-Five parts: (1) 1, 2, 3 and 4 ranks with uneven replicas against the run without replicas, an iteration at a time from
-its states; (2) moving experts changes no bit of any state; (3) a run that rebalances itself equals, bit for bit, a run
-that is given the same history of placements; (4) at its end all copies of an expert hold the same bits; (5) so do the
-copies of optimizer state that other failure domains keep.
+The claim has five parts. (1) Runs on 1, 2, 3 and 4 ranks with uneven replicas are compared with the run without
+replicas, one iteration at a time from its states. (2) Moving experts changes no bit of any state. (3) A run that
+rebalances itself equals, bit for bit, a run that is given the same history of placements. (4) At its end, all copies of
+an expert have the same bits. (5) So do the copies of optimizer state in other failure domains.
 """
 
 import json
@@ -26,11 +26,12 @@ ITERATIONS, QUICK_ITERATIONS = 20, 3
 MAX_DIFFERENCE = 1e-5
 SLOTS = {1: 8, 2: 6, 3: 5, 4: 5}
 LOADS = (1, 2, 3, 4, 6, 9, 14, 25)
-"""Skewed loads, so that experts have unequal numbers of copies; turned by one expert from layer to layer."""
+"""Skewed loads, so that experts have different numbers of copies. From layer to layer the list is rotated by one
+expert."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all four parts and report."""
+    """Measure all parts and report the result."""
     arguments = parse_arguments(__doc__, argv)
     sizes = QUICK_WORLD_SIZES if arguments.quick else WORLD_SIZES
     iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_replicas(config: JobConfig, world_size: int, runs: Path, *overrides: tuple[str, Any]) -> JobConfig:
-    """``config`` with uneven replicas on ``world_size`` nodes of one rank."""
+    """Return ``config`` with uneven replicas on ``world_size`` nodes of one rank."""
     path = runs / "loads.json"
     shifted = [[LOADS[(expert + layer) % len(LOADS)] for expert in range(len(LOADS))] for layer in range(4)]
     path.write_text(json.dumps(shifted))
@@ -96,7 +97,7 @@ def _parity(plain: JobConfig, sizes: Sequence[int], runs: Path) -> dict[str, dic
 
 
 def _moves(runs: Path, world_size: int) -> dict[str, Any]:
-    """Train, move every expert that another placement puts elsewhere, and compare all state by name."""
+    """Train, move every expert that another placement has on another rank, and compare all state by name."""
     config = _with_replicas(_quiet(3), world_size, runs)
     ranks = run_ranks(_move, config, world_size=world_size, run_dir=runs / "moves")
     known: dict[str, set[str]] = {}
@@ -117,7 +118,8 @@ def _moves(runs: Path, world_size: int) -> dict[str, Any]:
 
 
 def _shared_name(name: str, rank: int) -> str:
-    """Experts are known by name alone; everything else (shards of optimizer state) by rank and name."""
+    """Return the name under which a tensor is compared. Experts have only their name; other state (shards of optimizer
+    state) has rank and name."""
     return name if ".experts." in name else f"{rank}/{name}"
 
 
@@ -142,7 +144,7 @@ def _digests(trainer: Any) -> dict[str, str]:
 
 
 def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
-    """A run that rebalances itself, and one that is given the placements it wrote down."""
+    """Compare a run that rebalances itself with a run that is given the recorded placements of the first."""
     base = _quiet(iterations)
     copies_knob = ("state_copies", 2)
     knobs = [

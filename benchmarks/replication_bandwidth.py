@@ -1,9 +1,10 @@
-"""Claim ``replication-bandwidth``: captured slices reach peers' snapshot servers as fast as gloo sends the same bytes.
+"""Claim ``replication-bandwidth``: captured slices reach the snapshot servers of peers as fast as gloo sends the same
+bytes.
 
-A window of slices is reported to a real snapshot server, and the clock runs until its status page shows the window as
-replicated: the server has hashed every piece, sent it over the loopback interface, and each peer has compared it with
-its hash. Plain gloo sends tensors of the same sizes to as many processes, which check nothing and answer once. Both in
-turn, the order changing from pair to pair, with one and with two copies.
+A window of slices is reported to a real snapshot server. The measured time ends when the server's status page shows the
+window as replicated: the server has hashed every piece and sent it over the loopback interface, and each peer has
+compared it with its hash. Plain gloo sends tensors of the same sizes to as many processes, which check nothing and
+answer once. Both take turns, in an order that changes from pair to pair, with one and with two copies.
 """
 
 import datetime
@@ -32,14 +33,15 @@ MIB = 1 << 20
 SLICE_BYTES = tuple(size * MIB for size in (1, 4, 16, 64))
 NUM_SLICES = 4
 PAIRS_BYTES, MAX_PAIRS, QUICK_PAIRS, WARM_UP = 8 << 30, 201, 7, 6
-"""Bytes that decide the number of pairs, within limits: small trials scatter more, and cost less."""
+"""Total bytes that determine the number of pairs, and limits of that number. Small trials vary more and take less time,
+so there are more of them."""
 PIECE_BYTES = MIB
 WAIT_SECONDS, POLL_SECONDS = 60.0, 5e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Slices of one size to some peers."""
+    """Slices of one size that are sent to a number of peers."""
 
     slice_bytes: int
     num_copies: int
@@ -47,22 +49,22 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Number of measured pairs."""
+        """Return the number of measured pairs."""
         return QUICK_PAIRS if self.is_quick else min(MAX_PAIRS, PAIRS_BYTES // self.num_bytes - 1)
 
     @property
     def name(self) -> str:
-        """Name in tables."""
+        """Return the name that tables show."""
         return f"r={self.num_copies}, {self.slice_bytes // MIB} MiB"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one trial, each copy counted once."""
+        """Return the bytes of one trial, each copy counted once."""
         return self.slice_bytes * NUM_SLICES
 
 
 class KeeperSide:
-    """One rank of node 0, whose memory a snapshot server replicates to the nodes after it."""
+    """Rank of node 0. A snapshot server replicates its memory to the next nodes."""
 
     def __init__(self, keepers: Cluster, num_copies: int) -> None:
         peers = list(range(1, num_copies + 1))
@@ -72,14 +74,15 @@ class KeeperSide:
         self._last_seconds = 0.0
 
     def prepare(self, case: Case) -> None:
-        """Take and fill memory for windows of ``case``."""
+        """Allocate and fill memory for windows of ``case``."""
         self.case = case
         self.arena = self.client.allocate(case.num_bytes)
         for number in range(NUM_BUFFERS):
             self.arena.buffer(number)[:] = bytes(range(256)) * (self.arena.window_bytes // 256)
 
     def replicate(self) -> float:
-        """Seconds from the first slice's announcement until the whole window lies with all peers."""
+        """Replicate a window. Return the seconds from the report of the first slice until all peers have the whole
+        window."""
         self._start += 1
         buffer = self._start % NUM_BUFFERS
         self.client.begin(buffer, start_iteration=self._start, num_slices=NUM_SLICES, plan={})
@@ -96,7 +99,7 @@ class KeeperSide:
         return self._last_seconds
 
     def cpu_seconds(self) -> float:
-        """CPU time of all participating snapshot servers so far."""
+        """Return the CPU time that all participating snapshot servers have used."""
         return sum(process_cpu_seconds(pid) for pid in self.nodes)
 
     def _captured(self, buffer: int, index: int) -> None:
@@ -107,7 +110,7 @@ class KeeperSide:
 
 
 class GlooSide:
-    """A process that sends, or one of those that receive; as many tensors as the snapshot server has slices."""
+    """Process that sends over gloo, or one that receives. It uses as many tensors as the snapshot server has slices."""
 
     def __init__(self, case: Case, rank: int) -> None:
         import torch
@@ -119,7 +122,7 @@ class GlooSide:
         self._number = 0
 
     def exchange(self) -> float:
-        """Seconds until all receivers have confirmed that everything has arrived."""
+        """Send the tensors. Return the seconds until all receivers have confirmed that everything has arrived."""
         import torch.distributed as dist
 
         tensors = self._tensors[self._number % NUM_BUFFERS]
@@ -140,7 +143,7 @@ class GlooSide:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every case and judge."""
+    """Measure and judge every case."""
     arguments = parse_arguments(__doc__, argv)
     limit = QUICK_MIN_RATIO if arguments.quick else MIN_RATIO
     measured = {}
@@ -157,9 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of the pairs' ratios, bytes per second and CPU seconds per GiB of both sides.
+    """Return the median ratio of the pairs, and for both sides bytes per second and CPU seconds per GiB.
 
-    Bytes are counted once, however many copies there are.
+    Bytes are counted once, even if there are several copies.
     """
     ours, theirs = ranks[0]["keeper_seconds"], ranks[0]["gloo_seconds"]
     sent_gib = case.num_bytes * len(ours) / (1 << 30)
@@ -177,7 +180,7 @@ def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _be(keepers: Cluster, cases: list[Case], _: JobConfig, rank: Rank) -> list[dict[str, Any]]:
-    """Run one process of the gloo side; the first also drives the snapshot server."""
+    """Run one process of the gloo side. The first process also drives the snapshot server."""
     import torch
     import torch.distributed as dist
 
@@ -220,7 +223,8 @@ def _drive(keeper: KeeperSide, case: Case) -> dict[str, Any]:
 
 
 def _trials(run: Callable[[], float], cpu_seconds: Callable[[], float], number: int) -> Iterator[tuple[float, float]]:
-    """(wall seconds, CPU seconds) of one call after the other, each made when it is asked for."""
+    """Yield (wall seconds, CPU seconds) of ``number`` calls of ``run``. Each call is made when its result is
+    requested."""
     for _ in range(number):
         before = cpu_seconds()
         seconds = run()

@@ -1,4 +1,4 @@
-"""The result file every claim's script writes, and its two options."""
+"""Writes the result file of a claim's script, and parses the script's options."""
 
 import argparse
 import json
@@ -10,17 +10,22 @@ from typing import Any
 def parse_arguments(
     description: str | None, argv: Sequence[str] | None = None, *, takes_jobs: bool = False
 ) -> argparse.Namespace:
-    """``--quick`` and ``--out FILE.json``.
+    """Parse the options ``--quick`` and ``--out FILE.json``.
 
     Args:
-        takes_jobs: ``--jobs`` too, for campaigns that may be run in parts; what is left out has not passed.
+        takes_jobs: Whether the script also has ``--jobs``, for campaigns that can be run in parts. Jobs that were left
+            out count as not passed.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="the variant of seconds")
-    parser.add_argument("--out", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--quick", action="store_true", help="run the quick variant, which takes seconds")
+    parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     if takes_jobs:
         parser.add_argument(
-            "--jobs", type=int, nargs="+", metavar="N", help="only these; outcomes are kept for later calls"
+            "--jobs",
+            type=int,
+            nargs="+",
+            metavar="N",
+            help="run only these jobs; their outcomes are stored for later calls",
         )
     return parser.parse_args(argv)
 
@@ -35,7 +40,7 @@ def finish(
     counts: Mapping[str, int],
     details: Mapping[str, Any],
 ) -> int:
-    """Write the result if a file is given; 0 when it passed, else 1."""
+    """Write the result if a file is given. Return 0 if the claim passed, otherwise 1."""
     result = {"id": claim_id, "passed": passed, "figure": figure, "threshold": threshold}
     result |= {"counts": dict(counts), "details": dict(details)}
     if out is not None:

@@ -1,9 +1,10 @@
-"""Claim ``report-page``: the page of a run that failed shows its failures in a real browser, without network access.
+"""Claim ``report-page``: the report page of a run with failures shows these failures in a real browser, without network
+access.
 
-Each run is a real one: nodes with expert replicas that continue without a lost one, a pipeline of which one stage
-replays, ranks that are all started again from windows. ``tools/report.py`` writes its page; headless Chromium opens it
-in light and dark and at widths from 390 to 1900 pixels. The required contents are taken from the lines of the run's
-files (``page_checks.py``).
+The runs are real. In one, nodes with expert replicas continue without a lost node; in another, one stage of a pipeline
+replays; in the third, all ranks restart from windows. ``tools/report.py`` writes the page of each run. Headless
+Chromium opens it in light and dark mode and at widths from 390 to 1900 pixels. The expected content is computed from
+the lines of the run's files (``page_checks.py``).
 """
 
 import subprocess
@@ -67,12 +68,12 @@ RUNS = {
         _KILL.format(rank=0, iteration=14),
     ),
 }
-"""Overrides by the recovery strategy."""
+"""Overrides of the run for each recovery strategy."""
 QUICK = ("replicas",)
 
 
 def run_and_look(folder: Path, socket: str, strategy: str) -> Drawn:
-    """A run, its page, and what is on it."""
+    """Make a run and its page, and return the checked page."""
     words = [*BASE, *RUNS[strategy], f"run.name={strategy}", f"data.cache_dir={folder / 'cache'}"]
     run = run_job(words, forkserver=socket, runs=folder, timeout_seconds=TIMEOUT_SECONDS)
     problems = unproven(run, strategy)
@@ -87,7 +88,8 @@ def run_and_look(folder: Path, socket: str, strategy: str) -> Drawn:
 
 
 def unproven(run: JobResult, strategy: str) -> list[str]:
-    """Explain why a page cannot be judged by a run; empty where its fault happened and the strategy was used."""
+    """Return reasons why a run does not prove anything about its page; empty if the fault happened and the expected
+    strategy was used."""
     if run.exit_code != 0:
         return [f"exit code {run.exit_code}: {run.output[-1000:]}"]
     files = Files.of(run.run_dir)
@@ -95,7 +97,7 @@ def unproven(run: JobResult, strategy: str) -> list[str]:
     return (
         []
         if files.hits and strategies == [strategy]
-        else [f"{len(files.hits)} faults, served by {strategies}, not by {strategy}"]
+        else [f"{len(files.hits)} faults, recovered by {strategies}, not by {strategy}"]
     )
 
 
@@ -107,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pages = {strategy: run_and_look(Path(name), socket, strategy) for strategy in strategies}
     problems = [f"{strategy}: {problem}" for strategy, page in pages.items() for problem in page.problems]
     size, slowest = max(page.num_bytes for page in pages.values()), max(page.seconds for page in pages.values())
-    in_time = slowest <= MOST_SECONDS or arguments.quick  # beside other tests a time says nothing
+    in_time = slowest <= MOST_SECONDS or arguments.quick  # beside other tests, times are not meaningful
     figure = (
         f"{sum(not page.problems for page in pages.values())} of {len(pages)} pages whole, "
         f"{sum(page.num_figures for page in pages.values())} figures equal, at most {size / 1000:.0f} kB, "

@@ -1,8 +1,8 @@
 """Claim ``resume-bitwise``: identical runs are equal in every bit, and so is a run that was stopped and resumed.
 
-A run records, after every iteration, its loss and a digest of every rank's whole state (weights, master
-weights, moments, step counts, buffers, each by its global name). A trial stops a run in one of several
-ways, resumes it, and compares all it ever recorded with a run that was left alone: ``atol=0``.
+After every iteration a run records its loss and a digest of every rank's whole state (weights, master weights, moments,
+step counts, buffers, each by its global name). A trial stops a run in one of several ways, resumes it, and compares
+everything that it recorded with an undisturbed run, with ``atol=0``.
 """
 
 import json
@@ -76,14 +76,14 @@ BASE = (
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Records of a run, attempts together: values by iteration, later attempts after earlier ones."""
+    """Records of all attempts of a run: the values of each iteration, earlier attempts first."""
 
     digests: list[tuple[int, tuple[str, ...]]]
     losses: list[tuple[int, float]]
 
     @classmethod
     def of(cls, run: JobResult) -> "Recorded":
-        """Read the run directory."""
+        """Read the records from the run's folder."""
         events, metrics = run.records(), run.records("metrics.jsonl")
         return cls(
             digests=[(e["iteration"], tuple(e["digests"])) for e in events if e["kind"] == "state_digest"],
@@ -91,7 +91,8 @@ class Recorded:
         )
 
     def differences(self, reference: "Recorded") -> list[str]:
-        """List differences to the reference, and missing values at the end; empty when all bits agree."""
+        """Return the differences from the reference, and iterations that are missing at the end; empty if all bits
+        agree."""
         found = []
         for name, mine, theirs in (
             ("state", self.digests, dict(reference.digests)),
@@ -105,7 +106,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs jobs from one warm fork server and remembers undisturbed runs."""
+    """Runs jobs with ranks from one fork server, and stores undisturbed runs for later trials."""
 
     folder: Path
     socket: str
@@ -113,7 +114,7 @@ class Bench:
     num_trials: int = 0
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """The campaign's executor: one stopped and resumed run per trial."""
+        """Execute trials and yield their outcomes. Each trial is one stopped and resumed run."""
         for trial in trials:
             self.num_trials += 1
             reference, problems = self.reference(trial.parameters)
@@ -126,7 +127,8 @@ class Bench:
                 yield trial, self.stop_and_resume(f"trial-{self.num_trials:03d}", trial.parameters, reference)
 
     def reference(self, row: Row) -> tuple[Recorded, list[str]]:
-        """The undisturbed run of a row's configuration, run twice when it is first asked for, and what differs."""
+        """Return the undisturbed run of a row's configuration, and differences between two such runs. Both run at the
+        first call."""
         overrides = configuration(row)
         key = json.dumps(overrides)
         if key not in self.references:
@@ -137,7 +139,7 @@ class Bench:
         return self.references[key]
 
     def stop_and_resume(self, name: str, row: Row, reference: Recorded) -> Outcome:
-        """Stop a run as the row says, resume it, compare."""
+        """Stop a run as the row specifies, resume it, and compare it with the reference."""
         stopped, event = self.stopped(name, row)
         if not event:
             return Outcome(proven=False, passed=False, num_compared=0, details={"output": stopped.output[-2000:]})
@@ -160,7 +162,8 @@ class Bench:
         return Outcome(proven=True, passed=not differences, num_compared=num_compared, details=details)
 
     def stopped(self, name: str, row: Row) -> tuple[JobResult, str]:
-        """Run until the stop of the row; the proof that it happened, empty without one."""
+        """Run until the stop that the row specifies. Return the run, and the proof that the stop happened; empty if
+        there is none."""
         overrides = [*configuration(row), *saving(row)]
         at, kind = int(str(row["stop_at"])), str(row["stop"])
         if kind == "exit":
@@ -176,7 +179,8 @@ class Bench:
         return run, f"rank {rank} killed in {phase}" if hits and run.exit_code else ""
 
     def interrupted(self, name: str, overrides: list[str], at: int) -> tuple[JobResult, str]:
-        """Ctrl-C once iteration ``at`` is reported; the next one is held open until then."""
+        """Interrupt a run like Ctrl-C after iteration ``at`` is reported. A failpoint delays the next iteration until
+        then."""
         words = [*overrides, failpoint(f'delay(seconds=3.0,rank=0,at_iteration={at + 1},phase="data")')]
         process = start(self.command(name, words))
         run_dir = self.folder / name
@@ -187,25 +191,25 @@ class Bench:
         return run, "interrupted" if seen and process.returncode == 130 else ""
 
     def run(self, name: str, overrides: Sequence[str]) -> JobResult:
-        """One job, to its end."""
+        """Run one job until it ends."""
         words = [*overrides, f"run.name={name}", f"data.cache_dir={self.folder / 'cache'}"]
         return run_job(words, forkserver=self.socket, runs=self.folder, timeout_seconds=TIMEOUT_SECONDS)
 
     def command(self, name: str, overrides: Sequence[str]) -> list[str]:
-        """The same job as a command."""
+        """Return the command line of the job."""
         places = [f"run.name={name}", f"run.dir={self.folder}", f"data.cache_dir={self.folder / 'cache'}"]
         socket = f"launch.forkserver_socket={self.socket}"
         return [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *overrides, *places, socket]
 
 
 def allowed(row: Row) -> bool:
-    """Exclude impossible cases: one rank has no rank 1, and a victim means nothing without a kill."""
+    """Return whether a row makes sense: with one rank there is no rank 1, and a victim needs a kill."""
     second = row["killed_rank"] == 1
     return not second or (row["layout"] != "dp1" and row["stop"] in KILLED_IN)
 
 
 def configuration(row: Row) -> list[str]:
-    """Overrides that decide which bits a run computes."""
+    """Return the overrides that determine the bits of a run."""
     return [
         *BASE,
         *LAYOUTS[str(row["layout"])],
@@ -216,22 +220,22 @@ def configuration(row: Row) -> list[str]:
 
 
 def saving(row: Row) -> list[str]:
-    """Overrides that decide how checkpoints are written."""
+    """Return the overrides about how checkpoints are written."""
     return [f"checkpoint.async_save={str(row['async_save']).lower()}"]
 
 
 def failpoint(text: str) -> str:
-    """A fault as an override."""
+    """Return a fault as an override."""
     return f"testing.failpoints=['{text}']"
 
 
 def ended(run: JobResult) -> str:
-    """Empty when the job ended as planned."""
+    """Return the problem of how the job ended; empty if it ended as planned."""
     return "" if run.exit_code == 0 else f"exit code {run.exit_code}: {run.output[-1500:]}"
 
 
 def wait_for_iteration(process: "subprocess.Popen[str]", run_dir: Path, iteration: int) -> bool:
-    """Wait until the run reports ``iteration``; False when it ends or takes too long before that."""
+    """Wait until the run reports ``iteration``. Return False if it ends or takes too long before that."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         path = run_dir / "metrics.jsonl"
@@ -243,7 +247,7 @@ def wait_for_iteration(process: "subprocess.Popen[str]", run_dir: Path, iteratio
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and judge it."""
+    """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv)
     rows = list(QUICK_ROWS) if arguments.quick else covering_array(FACTORS, allowed=allowed)
     with tempfile.TemporaryDirectory(prefix="resume-bitwise-") as folder, forkserver(WARM) as socket:

@@ -1,6 +1,5 @@
-"""Ways of keeping a running job's state, each called where its training loop would: this project's windows, torch's
-``async_save`` and Megatron's format written in the background.
-"""
+"""Ways to save the state of a running job, each called where its training loop would call it: this project's windows,
+torch's ``async_save``, and Megatron's format written in the background."""
 
 import json
 import shutil
@@ -28,23 +27,24 @@ WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
 
 
 class Saver(Protocol):
-    """One way of saving. Time in ``save`` and ``settle`` blocks training."""
+    """Way to save state. The time spent in ``save`` and ``settle`` blocks training."""
 
     def save(self, result: IterationResult, seconds: float) -> None:
-        """The state after an iteration of ``seconds`` is complete."""
+        """Save the state. Called when an iteration, which took ``seconds``, is complete."""
 
     def settle(self) -> None:
-        """An update is about to change the state that was saved last."""
+        """Prepare for an update, which changes the state that was saved last."""
 
     def drain(self) -> None:
-        """Wait for background work; not part of training."""
+        """Wait for background work. This time does not count as training."""
 
     def close(self) -> None:
-        """End permanently."""
+        """End the saver. It cannot be used again."""
 
 
 class Windows:
-    """This project's snapshots, as ``Trainer`` drives them, of a rank whose snapshot server ``client`` reaches."""
+    """This project's snapshots, called as ``Trainer`` calls them, of a rank that is connected to its snapshot server by
+    ``client``."""
 
     def __init__(self, trainer: Trainer, snapshot: SnapshotConfig, client: KeeperClient, *, node: int) -> None:
         config = replace(trainer.config, snapshot=snapshot)
@@ -68,7 +68,7 @@ class Windows:
 
     @property
     def num_bytes(self) -> int:
-        """Captured so far."""
+        """Return the number of bytes captured so far."""
         return self._snapshots.figures.num_bytes
 
     def save(self, result: IterationResult, seconds: float) -> None:
@@ -80,11 +80,11 @@ class Windows:
         self._snapshots.settle()
 
     def expect(self, start_iteration: int) -> None:
-        """The window that ``drain`` waits for."""
+        """Set the window that ``drain`` waits for."""
         self._newest = start_iteration
 
     def drain(self) -> None:
-        """See ``Saver``: until all copies of the newest window are there."""
+        """See ``Saver``: wait until all copies of the newest window exist."""
 
         def newest() -> int:
             return max(self._client.buffer_states().replicated.values(), default=-1)
@@ -96,7 +96,7 @@ class Windows:
         self._snapshots.close()
 
     def _header(self, index: int) -> dict[str, str]:
-        """Build the trainer's header of a slice."""
+        """Return the header that the trainer adds to a slice."""
         if index > 0:
             return {}
         engine, extras = self._engine, self._engine.train_state().to_json()
@@ -114,7 +114,7 @@ class Windows:
 
 
 class TorchAsync:
-    """``torch.distributed.checkpoint.async_save`` of ``state`` in a thread; one save at a time, as it demands."""
+    """``torch.distributed.checkpoint.async_save`` of ``state`` in a thread. It allows only one save at a time."""
 
     def __init__(self, state: dict[str, torch.Tensor], folder: Path, stager: AsyncStager | None) -> None:
         self._state, self._folder, self._stager = state, folder, stager
@@ -131,10 +131,10 @@ class TorchAsync:
         )
 
     def settle(self) -> None:
-        """See ``Saver``: staging ended before ``save`` returned."""
+        """See ``Saver``. There is nothing to do, because staging ended before ``save`` returned."""
 
     def drain(self) -> None:
-        """See ``Saver``. What was written is deleted."""
+        """See ``Saver``. Written files are deleted afterwards."""
         if self._under_way is None or self._path is None:
             return
         self._under_way.result()
@@ -150,7 +150,7 @@ class TorchAsync:
 
 
 class MegatronFormat:
-    """Megatron's ``torch_dist`` files through this project's ``CheckpointManager``, written in the background."""
+    """Megatron's ``torch_dist`` files, written in the background by this project's ``CheckpointManager``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -161,7 +161,7 @@ class MegatronFormat:
         self._trainer.checkpoints.save(self._trainer.state({}), engine.iteration)
 
     def settle(self) -> None:
-        """See ``Saver``: tensors were copied before ``save`` returned."""
+        """See ``Saver``. There is nothing to do, because tensors were copied before ``save`` returned."""
 
     def drain(self) -> None:
         """See ``Saver``."""
@@ -173,7 +173,7 @@ class MegatronFormat:
 
 
 def shared_memory_stager() -> DefaultStager:
-    """torch's stager that keeps its buffers, in shared memory."""
+    """Return torch's stager that reuses its buffers in shared memory."""
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
     )

@@ -1,9 +1,9 @@
-"""Claim ``seeded-faults``: faults put into the code at random, one a subsystem, are each caught by the tests.
+"""Claim ``seeded-faults``: random faults in the code, one per subsystem, are each caught by the tests.
 
-A subsystem is a few files of the package. A file of it, weighted by its length, and a fault in it are chosen by a
-seed. The fault is put into a copy of the tree, and the tests that ``make test`` runs are run there, those of the same
-part of the package first, until one fails. A fault counts as caught when a test fails with the fault, fails with it
-again when it runs alone, and passes without it.
+A subsystem is a few files of the package. A seed chooses one of them, weighted by its length, and a fault in it. The
+fault is put into a copy of the repository. The tests of ``make test`` run on this copy until one fails; tests of the
+same part of the package run first. A fault counts as caught if a test fails with the fault, fails again when it runs
+alone, and passes without the fault.
 """
 
 import os
@@ -66,12 +66,12 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "page of a run": ("telemetry/report/*.py",),
 }
 UNREACHED = ("cuda.py", "extension.py", "__init__.py", "__main__.py")
-"""Files whose code needs a GPU, a compiler's failure, or holds no function."""
+"""Names of files without a function, or whose code only runs on a GPU or when a compiler fails."""
 QUICK = ("commit vote", "survival")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Put one fault into each subsystem and run the tests against it."""
+    """Put one fault into each subsystem, and run the tests against it."""
     arguments = parse_arguments(__doc__, argv)
     names = QUICK if arguments.quick else tuple(SUBSYSTEMS)
     rows = [{"subsystem": name, "seed": SEED} for name in names]
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-    """Run the tests against one fault after the other, each in the same copy of the tree."""
+    """Run the tests against one fault after the other, in the same copy of the repository."""
     with tempfile.TemporaryDirectory(prefix="seeded-") as folder:
         tree = Path(folder) / "tree"
         copy_tree(tree)
@@ -100,7 +100,7 @@ def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
 
 
 def copy_tree(tree: Path) -> None:
-    """Copy what git has of the working tree; the environment stays where it is."""
+    """Copy the files of the working tree that git knows. The Python environment is not copied."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file():
@@ -109,13 +109,13 @@ def copy_tree(tree: Path) -> None:
 
 
 def files_of(subsystem: str) -> list[Path]:
-    """Files of a subsystem that can get a fault, in order."""
+    """Return the files of a subsystem that can have a fault, in order."""
     found = {path for pattern in SUBSYSTEMS[subsystem] for path in (ROOT / "megatron_ft").glob(pattern)}
     return sorted(path for path in found if path.name not in UNREACHED)
 
 
 def fault_of(subsystem: str, seed: int) -> tuple[Path, Mutant]:
-    """The file, relative to the tree, and the fault that a seed chooses for a subsystem."""
+    """Return the file, relative to the repository, and the fault that a seed chooses for a subsystem."""
     generator = random.Random(f"{subsystem} {seed}")
     files = files_of(subsystem)
     while files:
@@ -124,11 +124,11 @@ def fault_of(subsystem: str, seed: int) -> tuple[Path, Mutant]:
         if mutant is not None:
             return path.relative_to(ROOT), mutant
         files.remove(path)
-    raise AssertionError(f"{subsystem}: no file with a function")
+    raise AssertionError(f"{subsystem}: no file of this subsystem contains a function")
 
 
 def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
-    """Run tests against a fault until one fails that also fails alone, and passes without the fault."""
+    """Run tests against a fault until one fails that also fails alone and passes without the fault."""
     details = {"file": str(path), "fault": mutant.summary()}
     original = (tree / path).read_text(encoding="utf-8")
 
@@ -143,7 +143,7 @@ def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
     for selection in selections(tree, path):
         for test in run(mutant.source, selection):
             num_failed += 1
-            # What a test fails by only beside others says nothing of the fault.
+            # A test that fails only beside other tests proves nothing about the fault.
             if run(mutant.source, [test]) and not run(original, [test]):
                 return Outcome(proven=True, passed=True, num_compared=1, details={**details, "caught_by": test})
     details |= {"caught_by": "nothing", "failed_for_another_reason": num_failed}
@@ -151,7 +151,8 @@ def try_fault(tree: Path, path: Path, mutant: Mutant) -> Outcome:
 
 
 def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
-    """Tests to try, the likeliest first: of the file, of its folder, of its part of the package, all."""
+    """Yield the tests to run, the most likely to fail first: those of the file, of its folder, of its part of the
+    package, and all."""
     below = path.relative_to("megatron_ft")
     mirror = Path("tests/unit") / below.parent
     own = sorted((tree / mirror).glob(f"test_{below.stem}*.py"))
@@ -161,14 +162,15 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
         if (tree / mirror).is_dir():
             yield (str(mirror),)
         mirror = mirror.parent
-    # What needs processes is tested by jobs first, the rest by functions.
+    # Code that needs processes is tested first by jobs, other code by functions.
     functions, jobs = ("tests/contract", "tests/unit"), ("tests/distributed", "tests/slurm")
     yield from (jobs, functions) if below.parts[0] in ("control", "mcore") else (functions, jobs)
     yield ("tests/functional", "benchmarks/tests")
 
 
 def failures(tree: Path, tests: Sequence[str]) -> list[str]:
-    """Tests that fail or cannot be collected, as pytest names them, at most three; several files run side by side."""
+    """Return at most three tests that fail or cannot be collected, as pytest names them. Several test files run in
+    parallel."""
     command = [sys.executable, "-m", "pytest", "--maxfail=3", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider"]
     workers = [] if tests[0].endswith(".py") or "::" in tests[0] else ["-n", str((os.cpu_count() or 1) + 1)]
     command += [*workers, "-m", "not extended", *tests]
@@ -177,7 +179,7 @@ def failures(tree: Path, tests: Sequence[str]) -> list[str]:
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TESTS_SECONDS, check=False
     )
     lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if not lines and ended.returncode not in (0, 5):  # 5: every test of the selection is left out by a marker
+    if not lines and ended.returncode not in (0, 5):  # 5: a marker excludes every test of the selection
         return [*tests][:1]
     return list(dict.fromkeys(line.split(" ", 1)[1].split(" - ")[0] for line in lines))
 

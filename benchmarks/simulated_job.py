@@ -1,4 +1,5 @@
-"""One job that nodes are lost from, leave and join under a virtual clock: the product's decisions, simulated ranks."""
+"""Simulates one job under a virtual clock. Nodes are lost, leave and join; the decisions are the product's code, the
+ranks are simulated."""
 
 import heapq
 import random
@@ -18,12 +19,13 @@ LONGEST_SECONDS = 10_000.0
 NUM_EXPERTS, NUM_SLOTS, MIN_REPLICAS = 6, 6, 2
 MIN_NODES = 2
 KEEPS_LAYOUT = 4
-"""One of so many jobs keeps its layout: others take the places of lost nodes, and their pipeline stage replays."""
+"""Every ``KEEPS_LAYOUT``-th job keeps its layout: other nodes take the places of lost ones, and their pipeline stages
+replay."""
 FAULTS = ("rank", "rank", "node", "two", "cut", "hang")
 
 
 def draw_policy(chance: random.Random, *, keeps_layout: bool = False) -> MembershipPolicy:
-    """A job's nodes and knobs."""
+    """Draw the numbers of nodes and the settings of a job's membership policy."""
     if keeps_layout:
         num_spares = chance.choice((0, 1, 2))
         return MembershipPolicy(
@@ -53,7 +55,7 @@ def draw_policy(chance: random.Random, *, keeps_layout: bool = False) -> Members
 
 
 class Job(Ranks):
-    """One seed's job, from its start to its end."""
+    """Job of one seed, from its start to its end."""
 
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)
@@ -71,10 +73,10 @@ class Job(Ranks):
         self.tick_at: float | None = None
 
     def run(self) -> Counter[str]:
-        """Run to the end; returns the events.
+        """Run the job until it ends. Return the number of each event.
 
         Raises:
-            AssertionError: a rule was broken, or the job never ends.
+            AssertionError: a rule was broken, or the job does not end.
         """
         for node in range(self.policy.num_nodes + self.policy.num_spare_nodes):
             self._begin(node)
@@ -93,7 +95,7 @@ class Job(Ranks):
     # -- the controller -----------------------------------------------------------------------------------
 
     def controller_takes(self, event: MachineEvent) -> None:
-        """Process one event in one step, checked and executed."""
+        """Give the controller's state machine one event, check the resulting step, and execute its actions."""
         before = self.state
         if self.ended is not None:
             return
@@ -135,7 +137,7 @@ class Job(Ranks):
                 self.ended = step.reason
 
     def set_tick(self) -> None:
-        """Wake the controller at its deadline, as its queue's time limit does."""
+        """Wake the controller at its deadline, as the time limit of its queue does."""
         wake_at = self.state.wake_seconds
         if wake_at is not None and wake_at != self.tick_at:
             self.tick_at = wake_at
@@ -147,21 +149,21 @@ class Job(Ranks):
         self.controller_takes(Tick())
 
     def order(self, ranks: Iterable[Rank], carry_out: Callable[[Rank], None]) -> None:
-        """An order reaches every rank in its node's own time."""
+        """Send an order to ranks. It arrives at each rank after the delay of the rank's node."""
         for rank in list(ranks):
             self.reach(rank.node, lambda rank=rank: carry_out(rank) if rank.is_alive else None)  # type: ignore[misc]
 
     def start(self, nodes: Sequence[int], generation: int) -> None:
-        """Start the ranks of nodes, or start them again without state."""
+        """Start the ranks of nodes without state."""
         self.begin(nodes, self.num_starts, generation)
         self.num_starts += 1
 
     def members(self, state: State) -> list[Rank]:
-        """Ranks of a membership, in order."""
+        """Return the ranks of a membership, in order."""
         return [self.ranks[number] for node in state.members for number in self.policy.ranks_of(node)]
 
     def ask_to_change(self, rank: Rank, generation: int) -> None:
-        """Request a stop at the next boundary."""
+        """Request a rank to stop after the next iteration."""
         if rank.generation == generation:
             rank.asked_to_change = generation
 
@@ -198,7 +200,7 @@ class Job(Ranks):
         self.order(members, lambda rank: self.go_on(rank, step))
 
     def refill(self, step: Step, members: Sequence[Rank]) -> None:
-        """Fill all places with ranks again: stages that lack a rank's state replay, where any rank has state at all."""
+        """Assign ranks to all places again. Stages that lack a rank's state replay, if any rank still has state."""
         if not any(rank.has_state for rank in members):
             self.counts["declined"] += 1
             self.order(members, self.end_rank)
@@ -211,22 +213,22 @@ class Job(Ranks):
             self.order([rank], lambda rank, is_back=is_back: self.go_on(rank, step, replays=is_back))  # type: ignore[misc]
 
     def stage_of(self, rank: Rank, generation: int) -> int:
-        """Nodes of a stage stand together."""
+        """Return the pipeline stage of a rank. The nodes of a stage have consecutive places."""
         return self.nodes_of[generation].index(rank.node) * self.num_stages // self.policy.num_nodes
 
     def kill_rest_of(self, nodes: Iterable[int]) -> None:
-        """Agents end what is left of the ranks of these nodes."""
+        """Kill the remaining ranks of these nodes, as their agents do."""
         self.order([rank for rank in self.ranks.values() if rank.node in nodes], lambda rank: self.die(rank, -9))
 
     # -- what happens to it -------------------------------------------------------------------------------
 
     def ask_something(self) -> None:
-        """Somebody asks for a node to leave or to join."""
+        """Request a node to leave or to join, as an operator does."""
         node = self.random.randrange(self.policy.most_nodes)
         self.controller_takes(self.random.choice((DrainRequested, AddRequested))(node))
 
     def break_something(self) -> None:
-        """A fault: one rank or two at once, a node with its agent, a node that is cut off, a rank that hangs."""
+        """Inject a fault: one or two ranks die, a node with its agent dies, a node is cut off, or a rank hangs."""
         alive = [rank for rank in self.ranks.values() if rank.is_alive]
         if not alive:
             return
@@ -247,8 +249,8 @@ class Job(Ranks):
     # -- what must hold -----------------------------------------------------------------------------------
 
     def check_step(self, before: State, step: Step) -> None:
-        """Check that one decision ends a generation, that too few nodes never continue, and that only waiting nodes
-        join."""
+        """Check that one decision ends a generation, that a job with too few nodes never continues, and that only
+        waiting nodes join."""
         after = step.state
         ends = step.decision in (Decision.REFORM, Decision.RESTART, Decision.END)
         self.decided[before.generation] += ends
@@ -275,7 +277,7 @@ class Job(Ranks):
             )
 
     def check_members(self, before: State, step: Step) -> None:
-        """Check that joining nodes have waited, and that leaving nodes were lost or drained."""
+        """Check that joining nodes have waited, and that missing nodes were lost or drained."""
         reform, members = step.reform, set(step.state.members)
         assert reform is not None
         if self.policy.keeps_layout:
@@ -294,8 +296,8 @@ class Job(Ranks):
         self.counts["replaced nodes"] += min(len(came), len(reform.lost))
 
     def check_places(self, before: State, step: Step) -> None:
-        """Check that continuing nodes keep places and numbers, and that lost places are taken by ranks that have
-        waited for it."""
+        """Check that continuing nodes keep their places and numbers, and that ranks which have waited take the places
+        of lost ones."""
         reform, size = step.reform, self.policy.ranks_per_node
         assert reform is not None
         for place, (former, node) in enumerate(zip(before.members, step.state.members, strict=True)):
@@ -328,7 +330,8 @@ class Job(Ranks):
             assert settled <= target, "a settled iteration would be undone"
 
     def check_end(self) -> None:
-        """All that did their work did the same: every iteration once, in order, with one vote each."""
+        """Check that all ranks that finished have the same history: every iteration once, in order, with one vote
+        each."""
         done = [rank for rank in self.ranks_of.get(self.state.generation, []) if rank.is_done]
         for rank in done:
             assert [vote.iteration for vote in rank.history] == list(range(1, LAST_ITERATION + 1))
@@ -339,7 +342,7 @@ class Job(Ranks):
 
     @staticmethod
     def place(num_ranks: int) -> PlacementPlan:
-        """Every expert on at least two ranks."""
+        """Return a placement with every expert on at least two ranks."""
         cluster = Cluster.of(num_ranks, 1)
         slots = num_ranks * NUM_SLOTS
         counts = [min(num_ranks, slots // NUM_EXPERTS)] * NUM_EXPERTS

@@ -1,4 +1,5 @@
-"""Nodes of a simulated job under a virtual clock: their agents, and messages that are late, lost or come twice."""
+"""Simulates the nodes of a job under a virtual clock: their agents, and messages that are late, repeated, or lost and
+sent again."""
 
 import heapq
 import itertools
@@ -14,7 +15,7 @@ LOST_CONTROLLER_SECONDS = 5.0
 
 
 class Nodes:
-    """The clock, and between it and the controller what every node has one of: a process, and a wire."""
+    """Virtual clock, and the agent process and network connection of each node."""
 
     def __init__(self, policy: MembershipPolicy, chance: random.Random) -> None:
         self.policy = policy
@@ -25,20 +26,20 @@ class Nodes:
         self.counts: Counter[str] = Counter()
         most = policy.most_nodes
         self.sessions = [-1] * most
-        """Number of earlier processes of each node."""
+        """Number of earlier agent processes of each node."""
         self.is_over = [True] * most
-        """Whether the controller has given the newest of them up."""
+        """Whether the controller has given up the newest process of each node."""
         self.has_agent = [False] * most
-        """Whether it lives."""
+        """Whether the agent of each node is alive."""
         self.starts: dict[int, int] = {}
-        """Start that each node's present ranks belong to."""
+        """Number of the start to which each node's current ranks belong."""
         self.words, self.orders = [0.0] * most, [0.0] * most
-        """Arrival time of the last message from and to each node: messages keep their order."""
+        """Arrival times of the last message from and to each node, because messages arrive in order."""
         self.cut_until = [0.0] * most
-        """End of each node's partition: nothing reaches it, nothing leaves it."""
+        """End of each node's network partition, in which it neither receives nor sends messages."""
 
     def controller_takes(self, event: MachineEvent) -> None:
-        """One event reaches the state machine."""
+        """Give the controller's state machine one event."""
         raise NotImplementedError
 
     def end_ranks(self, node: int) -> None:
@@ -48,17 +49,18 @@ class Nodes:
     # -- time and messages --------------------------------------------------------------------------------
 
     def later(self, seconds: float, happens: Callable[[], None]) -> None:
-        """Have something happen."""
+        """Schedule a call after ``seconds`` of virtual time."""
         heapq.heappush(self.events, (self.now + max(0.0, seconds), next(self.numbers), happens))
 
     def delay(self) -> float:
-        """Delay of one message or one piece of work; occasionally a long one."""
+        """Return the random delay of a message or of a piece of work, which is occasionally long."""
         return self.random.choice((0.001, 0.01, 0.05, 0.2)) * self.random.random() + (
             1.5 * self.random.random() if self.random.random() < 0.05 else 0.0
         )
 
     def tell(self, node: int, event: MachineEvent, start: int | None = None) -> None:
-        """A message of a node to the controller: in order, late, perhaps twice; one that is lost is sent again."""
+        """Send a message from a node to the controller. Messages arrive late and in order, perhaps twice; lost ones are
+        sent again."""
         arrives = max(self.words[node], self.cut_until[node], self.now + self.delay())
         while self.random.random() < 0.05:
             arrives += self.random.uniform(0.1, 1.0)
@@ -69,7 +71,8 @@ class Nodes:
             self.later(arrives - self.now, lambda: self.hear(node, session, event, start))
 
     def hear(self, node: int, session: int, event: MachineEvent, start: int | None) -> None:
-        """The controller's entry check: an earlier process is refused, words of earlier ranks are ignored."""
+        """Check a message as the controller does: refuse one from an earlier process, and ignore one from earlier
+        ranks."""
         if session != self.sessions[node] or self.is_over[node]:
             self.counts["refused"] += 1
         elif start is not None and start != self.starts[node]:
@@ -78,7 +81,8 @@ class Nodes:
             self.controller_takes(event)
 
     def reach(self, node: int, carry_out: Callable[[], None]) -> None:
-        """An order reaches a node, in order, once it is not cut off and if its process lives then."""
+        """Send an order to a node. Orders arrive in order, after the end of a partition, and only if the process is
+        alive then."""
         arrives = self.orders[node] = max(self.orders[node], self.cut_until[node], self.now + self.delay())
         session = self.sessions[node]
 
@@ -91,7 +95,7 @@ class Nodes:
     # -- agents -------------------------------------------------------------------------------------------
 
     def begin_agent(self, node: int) -> None:
-        """Start a node's process; one that it still has ends first, which is reported before."""
+        """Start a node's agent process. If the node still has one, that process ends first, which is reported first."""
         self.end_agent(node)
         self.later(0.0, lambda: self.lose_agent(node))
         self.later(0.0, lambda: self._begin(node))
@@ -103,23 +107,24 @@ class Nodes:
         self.tell(node, NodeJoined(node))
 
     def end_agent(self, node: int) -> None:
-        """A node's process dies, and its ranks with it."""
+        """End a node's agent process together with its ranks."""
         self.has_agent[node] = False
         self.end_ranks(node)
 
     def lose_agent(self, node: int) -> None:
-        """The controller learns that a node's process is gone, once."""
+        """Report to the controller, only once, that a node's process has ended."""
         is_news, self.is_over[node] = not self.is_over[node], True
         if self.sessions[node] >= 0 and is_news:
             self.controller_takes(NodeLost(node, self.now))
 
     def crash_agent(self, node: int) -> None:
-        """A node's process dies; the launcher detects it soon."""
+        """Kill a node's agent process. The launcher detects this soon."""
         self.end_agent(node)
         self._unless_begun_again(self.delay(), node, lambda: self.lose_agent(node))
 
     def cut_off(self, node: int, seconds: float) -> None:
-        """Nothing reaches a node for a while. Its process gives up by itself, unless it hangs; then it is given up."""
+        """Cut off a node for a time. Its agent process ends by itself, unless it hangs; then the controller gives it
+        up."""
         self.cut_until[node] = self.now + seconds
         if seconds >= LOST_CONTROLLER_SECONDS and self.random.random() < 0.5:
             self._unless_begun_again(LOST_CONTROLLER_SECONDS, node, lambda: self.end_agent(node))
@@ -132,7 +137,7 @@ class Nodes:
             self.lose_agent(node)
 
     def _wake(self, node: int) -> None:
-        """A process that is refused ends."""
+        """End the node's process if the controller refuses it."""
         if self.is_over[node]:
             self.end_agent(node)
 

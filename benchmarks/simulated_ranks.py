@@ -1,4 +1,4 @@
-"""Ranks of a simulated job: they do what the commit protocol lets them do, and die."""
+"""Simulates the ranks of a job. They do what the commit protocol allows, and they die."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,61 +11,63 @@ from megatron_ft.planning.recovery.target import Position
 
 LAST_ITERATION = 12
 WAITING = -1
-"""Generation of a joining node that no membership has named yet."""
+"""Generation of a joining rank before a membership contains it."""
 
 
 @dataclass
 class Rank:
-    """A rank as the protocol sees it. ``node``, ``start_rank`` and ``start`` never change."""
+    """State of a rank in the protocol. ``node``, ``start_rank`` and ``start`` never change."""
 
     start_rank: int
     node: int
     start: int
     generation: int = 0
     history: list[Vote] = field(default_factory=list)
-    """Votes of the iterations it has completed, in order."""
+    """Votes of the completed iterations, in order."""
     contributed: int = 0
     settled: Vote | None = None
     has_state: bool = True
     is_alive: bool = True
     is_hung: bool = False
     is_broken: bool = False
-    """Its iteration has failed, and it waits."""
+    """Whether the rank's iteration has failed and the rank waits for an order."""
     is_standing: bool = False
-    """It waits at the boundary of a change."""
+    """Whether the rank waits after the last iteration before a change."""
     asked_to_change: int | None = None
-    """Generation in which it was."""
+    """Generation in which the rank was requested to change; None if it was not."""
     is_done: bool = False
     is_replaying: bool = False
-    """It computes again what its pipeline stage has lost, while others wait; broken, it says how far it will be."""
+    """Whether the rank computes again what its pipeline stage has lost, while other ranks wait. If a replay is
+    interrupted, the rank reports the iteration that it was to reach."""
 
     @property
     def completed(self) -> int:
-        """Newest iteration it has completed."""
+        """Return the newest completed iteration."""
         return len(self.history)
 
     @property
     def is_missed(self) -> bool:
-        """Whether collectives with it fail; one that has done its work has said all that others need of it."""
+        """Return whether collectives with this rank fail. They do not fail with a rank that has finished its work,
+        because it has already sent everything."""
         return self.is_broken or not (self.is_alive or self.is_done)
 
     @property
     def waits(self) -> bool:
-        """Whether it does nothing until it gets an order."""
+        """Return whether the rank does nothing until it receives an order."""
         return self.is_broken or self.is_standing or self.is_done or self.generation == WAITING
 
 
 class Ranks(Nodes):
-    """All ranks there are, by their number, and those of each generation, dead or alive."""
+    """All ranks by number, and the ranks of each generation, dead or alive."""
 
     ranks: dict[int, Rank]
     ranks_of: dict[int, list[Rank]]
     nodes_of: dict[int, tuple[int, ...]]
     changes: dict[tuple[int, int], bool]
-    """Generation and iteration to whether its vote has everybody stand after it."""
+    """Whether a vote makes all ranks stop for a change, by generation and iteration."""
 
     def begin(self, nodes: Sequence[int], start: int, generation: int) -> None:
-        """The ranks of nodes are started by an order."""
+        """Start the ranks of nodes, as ordered by the controller."""
         for node in nodes:
             self.starts[node] = start
             has_agent = self.has_agent[node] and not self.is_over[node]
@@ -75,11 +77,11 @@ class Ranks(Nodes):
                 is_joining = generation == WAITING
                 rank = Rank(number, node, start, generation, has_state=not is_joining, is_alive=has_agent)
                 self.ranks[number] = rank
-                seconds = self.random.uniform(0.0, 1.5) if is_joining else 0.0  # it imports what it needs
+                seconds = self.random.uniform(0.0, 1.5) if is_joining else 0.0  # a joining rank imports first
                 self.reach(node, lambda rank=rank, s=seconds: self.later(s, lambda: self.report(rank)))  # type: ignore[misc]
 
     def report(self, rank: Rank) -> None:
-        """Report a sign of life."""
+        """Report that a rank is alive."""
         if rank.is_alive:
             self.tell(rank.node, RankReported(rank.start_rank), rank.start)
             self.work(rank)
@@ -90,13 +92,14 @@ class Ranks(Nodes):
             rank.is_alive = rank.is_alive and rank.node != node
 
     def work(self, rank: Rank) -> None:
-        """The next thing in an iteration, unless the rank waits or is dead."""
+        """Do the next part of an iteration, unless the rank waits or is dead."""
         if rank.is_alive and not rank.waits:
             generation = rank.generation
             self.later(self.delay(), lambda: self.do(rank, generation))
 
     def do(self, rank: Rank, generation: int) -> None:
-        """Contribute, settle, complete; a dead peer breaks the collective, sooner or later."""
+        """Contribute to a vote, settle it, and complete the iteration. If a peer is dead, the collective fails after a
+        delay."""
         if not rank.is_alive or rank.is_hung or rank.waits or rank.generation != generation:
             return
         if rank.is_replaying:
@@ -104,14 +107,14 @@ class Ranks(Nodes):
             return
         peers = self.ranks_of[generation]
         cut = max(self.cut_until[other.node] for other in peers if other.is_alive)
-        if cut > self.now:  # a collective is blocked; it is not broken
+        if cut > self.now:  # the collective blocks, but does not fail
             self.later(cut - self.now, lambda: self.do(rank, generation))
             return
         behind = [other for other in peers if other.generation < generation]
         if behind and all(other.is_alive for other in behind):
-            self.later(0.05, lambda: self.do(rank, generation))  # the membership is still being sent to them
+            self.later(0.05, lambda: self.do(rank, generation))  # some peers have not received the membership yet
             return
-        left = [other for other in peers if other.generation > generation]  # they have gone on without this node
+        left = [other for other in peers if other.generation > generation]  # peers that continued without this node
         dead = bool(left) or any(other.is_missed for other in peers if other is not rank)
         settled = 0 if rank.settled is None else rank.settled.iteration
         if rank.completed < settled:
@@ -141,7 +144,7 @@ class Ranks(Nodes):
         self.work(rank)
 
     def vote(self, iteration: int, generation: int, peers: Sequence[Rank]) -> Vote:
-        """The vote of an iteration as this generation settles it: another one would settle it to other values."""
+        """Return the vote of an iteration. Another generation would settle the same iteration with other values."""
         asked = any(other.asked_to_change == generation for other in peers)
         self.changes.setdefault((generation, iteration), asked)
         return Vote(
@@ -158,7 +161,7 @@ class Ranks(Nodes):
         )
 
     def stand(self, rank: Rank) -> None:
-        """It stands at the boundary, once it has the order itself, and says so."""
+        """Stop the rank for a change after it has received the order itself, and report this."""
         if rank.asked_to_change != rank.generation:
             generation = rank.generation
             self.later(0.05, lambda: self.do(rank, generation))
@@ -168,14 +171,14 @@ class Ranks(Nodes):
         self.speak(rank, planned=True)
 
     def break_rank(self, rank: Rank, generation: int) -> None:
-        """Its collective fails: it says how far it is, and waits."""
+        """Make the rank's collective fail. The rank reports its progress and waits."""
         if rank.waits or rank.is_hung or rank.generation != generation or not rank.is_alive:
             return
         rank.is_broken = True
         self.speak(rank, planned=False)
 
     def speak(self, rank: Rank, *, planned: bool) -> None:
-        """Say how far it is, by its number in the membership."""
+        """Report the progress of a rank, under its number in the membership."""
         position = Position(
             rank=self.policy.number_among(self.nodes_of[rank.generation], rank.start_rank),
             generation=rank.generation,
@@ -187,11 +190,12 @@ class Ranks(Nodes):
         self.tell(rank.node, event, rank.start)
 
     def go_on(self, rank: Rank, step: Step, *, replays: bool = False) -> None:
-        """Deliver the next membership to a rank: it finishes or undoes, or takes another's state, and continues.
+        """Give a rank the next membership. The rank finishes or undoes an iteration, or receives another rank's state,
+        and continues.
 
         Args:
-            replays: its pipeline stage has lost a rank, and replays first. A joining rank has no state before that
-                ends.
+            replays: Whether its pipeline stage has lost a rank and replays first. A joining rank has no state before
+                the replay has ended.
         """
         assert step.reform is not None
         if not rank.is_alive or rank.is_hung:
@@ -220,7 +224,7 @@ class Ranks(Nodes):
             self.work(rank)
 
     def replay(self, rank: Rank) -> None:
-        """Its stage computes what it has lost, as others have it."""
+        """Replay in a rank: its stage computes what it has lost, with the history that other ranks have."""
         generation, rank.is_replaying = rank.generation, True
         self.counts["replaying ranks"] += 1
 
@@ -237,7 +241,8 @@ class Ranks(Nodes):
         self.later(self.delay(), lambda: self.do(rank, generation))
 
     def await_replay(self, rank: Rank, generation: int) -> None:
-        """Wait for a replay: a death in its stage breaks it, sooner or later; one elsewhere is learnt by order."""
+        """Wait for a replay. A death in the rank's own stage breaks the rank after a delay; a death elsewhere breaks it
+        by order."""
         peers, own = self.ranks_of[generation], self.stage_of(rank, generation)
         stage = [other for other in peers if self.stage_of(other, generation) == own]
         behind = [
@@ -249,11 +254,12 @@ class Ranks(Nodes):
             self.later(0.05, lambda: self.do(rank, generation))
 
     def stage_of(self, rank: Rank, generation: int) -> int:
-        """Pipeline stage of a rank in a membership."""
+        """Return the pipeline stage of a rank in a membership."""
         raise NotImplementedError
 
     def take_state(self, rank: Rank, generation: int, iteration: int, vote: Vote | None) -> bool:
-        """Give a joining rank the state after ``iteration`` from a member that has it; returns whether there is any."""
+        """Give a joining rank the state after ``iteration`` from a member that has that state. Return whether a member
+        has it."""
         holders = [other for other in self.ranks_of[generation] if other.has_state and other.is_alive]
         if not holders:
             return False
@@ -266,7 +272,7 @@ class Ranks(Nodes):
         return True
 
     def leave(self, rank: Rank) -> None:
-        """Its node leaves: it ends well."""
+        """End a rank whose node leaves on request."""
         assert rank.is_standing or not rank.is_alive, "a rank leaves in the middle of an iteration"
         if rank.is_alive:
             rank.is_alive = False
@@ -274,35 +280,35 @@ class Ranks(Nodes):
             self.exited(rank, 0, done=True)
 
     def finish(self, rank: Rank) -> None:
-        """Its work is done."""
+        """End a rank that has finished its work."""
         rank.is_done = True
         rank.is_alive = False
         self.counts["ranks done"] += 1
         self.exited(rank, 0, done=True)
 
     def die(self, rank: Rank, returncode: int) -> None:
-        """A process ends before its work is done."""
+        """End a rank's process before its work is finished."""
         if rank.is_alive:
             rank.is_alive = False
             self.exited(rank, returncode, done=False)
 
     def exited(self, rank: Rank, returncode: int, *, done: bool) -> None:
-        """Its agent says so."""
+        """Report the exit of a rank, as its agent does."""
         event = RankExited(rank.start_rank, returncode, self.now, done=done, iteration=rank.completed)
         self.tell(rank.node, event, rank.start)
 
     def end_rank(self, rank: Rank) -> None:
-        """It is asked to end, or ends by an error; one that hangs does neither."""
+        """Request a rank to end, or end it by an error. A rank that hangs does not react."""
         if not rank.is_hung:
             self.die(rank, 1)
 
     def hang(self, rank: Rank) -> None:
-        """It does nothing any more; its agent finds out."""
+        """Make a rank hang. Its agent detects this later."""
         rank.is_hung = True
         self.later(HEARTBEAT_SECONDS, lambda: self.find_hung(rank))
 
     def find_hung(self, rank: Rank) -> None:
-        """Its agent says so and kills it."""
+        """Report a hung rank and kill it, as its agent does."""
         if rank.is_alive:
             self.counts["hung ranks found"] += 1
             self.tell(rank.node, RankHung(rank.start_rank, self.now, "gave no sign", rank.completed), rank.start)

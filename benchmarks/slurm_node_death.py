@@ -1,11 +1,11 @@
 """Claim ``slurm-node-death``: node failures in a real Slurm job do not change a bit of the training.
 
-slurmctld and, in namespaces of its own, a slurmd per node run on this machine. ``sbatch`` starts jobs with overrides on
-five nodes, a spare beside them where the trial has one. kill -9 of a node's first process, its cable pulled before, at
-a random moment; the same while slurmctld is dead, and to jobs that are arrays; a partition, from which the node
-returns; an administrator's drain. The others continue by replicas, or, with two pipeline stages, a spare takes the
-place and replays. Every loss and every rank's state after every iteration are compared with the right reference,
-``atol=0``.
+slurmctld runs on this machine, and one slurmd per node in its own namespaces. ``sbatch`` starts jobs with overrides on
+five nodes, in some trials with a spare. In the trials, the first process of a node is killed by kill -9 at a random
+moment, after the node was cut off the network; the same happens while slurmctld is dead, and to jobs that are arrays; a
+node is partitioned and returns; an administrator drains a node. The other nodes continue by replicas. With two pipeline
+stages, a spare takes the place of the lost node and replays. Every loss and every rank's state after every iteration
+are compared with a reference, with ``atol=0``.
 """
 
 import random
@@ -52,7 +52,7 @@ TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
     "an array: a drained node": lambda lab, name: replicas(lab, name, drained(4), is_array=True),
 }
 QUICK_NODES = 2
-"""Nodes of the quick variant's only job, two stages and a spare."""
+"""Number of nodes of the quick variant's only job, which has two stages and a spare."""
 
 
 def _quick(lab: Lab, name: str) -> Trial:

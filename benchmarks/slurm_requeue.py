@@ -1,11 +1,11 @@
-"""Claim ``slurm-requeue``: a requeued Slurm job continues with the same bits, and not endlessly.
+"""Claim ``slurm-requeue``: a requeued Slurm job continues with the same bits, but is not requeued without end.
 
-On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued three times: after a warning (``scancel
---signal=USR1 --batch``) it writes a checkpoint and requeues itself; an administrator requeues it in the middle of an
-iteration; the batch host dies, with it launcher and controller, and the remaining nodes requeue it. Each time it gets
-nodes again, finds its run, and every iteration it reports, first or again, has the bits of an undisturbed run; wandb,
-read back, has one run of it without gap or duplicate. The same holds for an array whose task 0 loses its node, with
-launcher and controller. A last job fails at every start: after three attempts without progress it ends.
+On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued three times. After a warning (``scancel
+--signal=USR1 --batch``) it writes a checkpoint and requeues itself. An administrator requeues it in the middle of an
+iteration. The batch host dies with launcher and controller, and the remaining nodes requeue the job. Each time the job
+gets nodes again and finds its run. Every iteration that it reports, for the first time or again, has the bits of an
+undisturbed run; wandb's files contain one run without gap or duplicate. The same holds for an array whose task 0 loses
+its node with launcher and controller. A last job fails at every start, and ends after three attempts without progress.
 """
 
 import random
@@ -23,12 +23,12 @@ from megatron_ft.testing.jobs import forkserver
 ID = "slurm-requeue"
 SEED = 20261123
 NUM_TRIES, QUICK_TRIES = 3, 1
-"""Attempts without progress."""
+"""Number of attempts without progress after which a job must end."""
 WARM = "megatron_ft.mcore.rank_main:warm"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both jobs and judge them."""
+    """Run all jobs and judge them."""
     arguments = parse_arguments(__doc__, argv)
     num_tries = QUICK_TRIES if arguments.quick else NUM_TRIES
     with tempfile.TemporaryDirectory(prefix="slurm-requeue-") as folder, forkserver(WARM) as socket:

@@ -1,4 +1,4 @@
-"""Jobs that Slurm puts back into the queue, and what becomes of them."""
+"""Runs jobs that Slurm puts back into the queue, and compares them with undisturbed runs."""
 
 from typing import Any
 
@@ -11,20 +11,22 @@ from megatron_ft.testing.slurm_cluster import wait_until
 from megatron_ft.testing.slurm_jobs import SlurmJob
 
 REQUEUE_SECONDS = 240.0
-"""Time until a requeued job trains again: it waits for its nodes, which import everything again."""
+"""Time until a requeued job trains again. It waits for its nodes, which must import all modules again."""
 STEP = 8
-"""Iterations between two events."""
+"""Number of iterations between two events."""
 KEPT = (
     "snapshot.persist_interval_windows=1",
     "checkpoint.save_at_end=true",
     "detector.lost_controller_seconds=6",
 )
-"""Settings: a warned job saves; windows are on storage soon; nodes wait only briefly for an unresponsive controller."""
+"""Overrides of the jobs: a warned job saves a checkpoint, windows are soon written to storage, and nodes wait only
+briefly for an unresponsive controller."""
 FINAL_EXIT_CODE = 93
 
 
 def requeued(lab: Lab) -> Trial:
-    """Three requeues: of its own, by an administrator, by the nodes that a dead batch host leaves."""
+    """Requeue a job three times: by itself, by an administrator, and by the nodes that remain after the batch host has
+    died."""
     trial = Trial("requeued by itself, from outside, and by its nodes")
     with lab.job([*PIPELINE, *KEPT, "telemetry.wandb=offline"], num_nodes=4, spares=0) as job:
         _warned(job, lab)
@@ -32,14 +34,14 @@ def requeued(lab: Lab) -> Trial:
         _batch_host_dies(job, lab, trial)
         run = job.result()
         num_restarts = _view(job).num_restarts
-        trial.require(num_restarts == 3, f"requeued {num_restarts} times: a start was in the allocation before")
+        trial.require(num_restarts == 3, f"requeued {num_restarts} times: a start was in an earlier allocation")
         logs = "".join(path.read_text() for path in job.run_dir.glob("logs/node-*.log"))
         trial.require(f"job {job.number} is requeued" in logs, "no node has asked for the job's return")
         starts = [event for event in run.records() if event["kind"] == "run_started"]
         trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
         trial.require(len(starts) == 4, f"{len(starts)} starts")
         resumed = [start.get("resumed_from_iteration") for start in starts]
-        trial.require(resumed[0] is None and all(resumed[1:]), f"started from {resumed}")
+        trial.require(resumed[0] is None and all(resumed[1:]), f"the starts resumed from iterations {resumed}")
         history = history_of(job.run_dir)
         trial.problems += [f"wandb: {problem}" for problem in history.problems()]
         trial.figures |= {"resumed_from": resumed, "iterations_in_wandb": len(history.steps)}
@@ -48,7 +50,7 @@ def requeued(lab: Lab) -> Trial:
 
 
 def array_goes_on(lab: Lab) -> Trial:
-    """An array whose task 0, with the launcher, loses its node: the next launcher joins the nodes that are left."""
+    """Run an array whose task 0, with the launcher, loses its node. The next launcher must join the remaining nodes."""
     trial = Trial("an array whose first node dies")
     with lab.job([*PIPELINE, *KEPT], num_nodes=4, spares=0, is_array=True) as job:
         lab.some_moment(job, 2 * STEP)
@@ -58,22 +60,22 @@ def array_goes_on(lab: Lab) -> Trial:
         after = [job.host_of(node) for node in range(4)]
         moved = [node for node in range(4) if before[node] != after[node]]
         trial.require(moved == [0], f"tasks {moved} are on other machines: {before}, then {after}")
-        trial.require(job.num_controllers == 2, f"{job.num_controllers} controllers")
+        trial.require(job.num_controllers == 2, f"the job had {job.num_controllers} controllers")
         run = job.result()
         starts = [event for event in run.records() if event["kind"] == "run_started"]
         resumed = [start.get("resumed_from_iteration") for start in starts]
         trial.require(run.exit_code == 0, f"exit code {run.exit_code}: {run.output[-3000:]}")
-        trial.require(len(resumed) == 2 and resumed[-1], f"started from {resumed}")
+        trial.require(len(resumed) == 2 and resumed[-1], f"the starts resumed from iterations {resumed}")
         trial.figures |= {"resumed_from": resumed}
     _judge(trial, lab, run)
     return trial
 
 
 def hopeless(lab: Lab, max_fruitless: int) -> Trial:
-    """A rank dies in the second iteration of every start.
+    """Run a job in which a rank dies in the second iteration of every start.
 
     Args:
-        max_fruitless: attempts without progress that end it.
+        max_fruitless: Number of attempts without progress after which the job ends.
     """
     trial = Trial("one without progress")
     fault = failpoints([{"phase": "forward", "node": 0, "at_iteration": 2}])
@@ -83,13 +85,16 @@ def hopeless(lab: Lab, max_fruitless: int) -> Trial:
         attempts = job.attempts()
     trial.require(end["exit_code"] == FINAL_EXIT_CODE, f"exit code {end['exit_code']}: {end['reason']}")
     trial.require("made no progress" in end["reason"], end["reason"])
-    trial.require(len(attempts) == 1 + max_fruitless, f"{len(attempts)} attempts: the first came to iteration 1")
+    trial.require(
+        len(attempts) == 1 + max_fruitless,
+        f"{len(attempts)} attempts, of which the first reached iteration 1, instead of {1 + max_fruitless}",
+    )
     trial.figures |= {"attempts": len(attempts)}
     return trial
 
 
 def _judge(trial: Trial, lab: Lab, run: JobResult) -> None:
-    """Compare with the undisturbed run."""
+    """Compare a job with the undisturbed run."""
     reference = lab.undisturbed(PIPELINE, 4)
     trial.require(reference.exit_code == 0, f"undisturbed: {reference.output[-3000:]}")
     trial.problems += compare(run, reference)
@@ -121,7 +126,7 @@ def _view(job: SlurmJob) -> JobView:
 
 
 def _await_start(job: SlurmJob, number: int) -> None:
-    """Wait until the run has started for the ``number``-th time, and trains."""
+    """Wait until the run has started for the ``number``-th time and trains."""
     started = lambda: job.will(lambda: len(job.records("run_started")) >= number)  # noqa: E731
     wait_until(f"start {number} of job {job.number}", started, seconds=REQUEUE_SECONDS)
     lines = len(job.lines("metrics.jsonl"))
@@ -129,7 +134,7 @@ def _await_start(job: SlurmJob, number: int) -> None:
 
 
 def compare(run: JobResult, reference: JobResult) -> list[str]:
-    """List differences to the undisturbed run: every report counts, also those of repeated iterations."""
+    """Return the differences from the undisturbed run. Every report counts, also those of repeated iterations."""
     problems = []
     for file, figure in (("metrics.jsonl", "loss"), ("events.jsonl", "digests")):
         expected = dict(_values(reference, file, figure))

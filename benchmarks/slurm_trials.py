@@ -1,4 +1,5 @@
-"""Trials on a real Slurm cluster: jobs that train, what happens to them, and what they are compared with."""
+"""Trials on a real Slurm cluster: jobs that train, faults that hit them, and the references with which they are
+compared."""
 
 import json
 import random
@@ -20,7 +21,7 @@ from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 NUM_NODES, NUM_SPARES = 5, 1
 NUM_ITERATIONS = 40
 FIRST_FAULT = 14
-"""Iteration after which something happens: a window has been committed by then."""
+"""Iteration after which the first fault happens. A window has been committed by then."""
 REFORM_SECONDS = 120.0
 COMMON = (
     "model=moe_micro",
@@ -39,7 +40,7 @@ REPLICAS = (
     "placement=overlap_search",
     "placement.min_replicas=2",
 )
-"""Five ranks with expert replicas."""
+"""Overrides of a job of five ranks with expert replicas."""
 PIPELINE = (
     *COMMON,
     "training.global_batch_size=8",
@@ -49,12 +50,12 @@ PIPELINE = (
     "snapshot.iteration_seconds=1",
     "snapshot.bandwidth_bytes_per_second=300000",
 )
-"""Four ranks, PP=2 and DP=2, with windows in memory."""
+"""Overrides of a job of four ranks, PP=2 and DP=2, with windows in memory."""
 
 
 @dataclass(slots=True)
 class Lab:
-    """Environment of trials: clusters for jobs, a warm fork server for their references."""
+    """Provides clusters for the jobs of trials, and a fork server for their references."""
 
     bench: Bench
     folder: Path
@@ -71,7 +72,7 @@ class Lab:
         extra: Mapping[str, str] | None = None,
         is_array: bool = False,
     ) -> Iterator[SlurmJob]:
-        """A cluster of six nodes and a job on it; spares of an array wait in Slurm's queue."""
+        """Start a cluster of six nodes and a job on it. Spares of an array wait in Slurm's queue."""
         self.num_trials += 1
         folder = self.folder / f"trial-{self.num_trials}"
         folder.mkdir()
@@ -85,12 +86,12 @@ class Lab:
                 yield submit(cluster, site, words, num_nodes=num_nodes, name="trial")
 
     def some_moment(self, job: SlurmJob, iteration: int = FIRST_FAULT) -> None:
-        """Wait until a random moment of about an iteration after ``iteration`` has been reported."""
+        """Wait for a random moment within about one iteration after ``iteration`` has been reported."""
         job.await_iteration(iteration)
         threading.Event().wait(self.rng.uniform(0.0, 0.5))
 
     def undisturbed(self, overrides: Sequence[str], num_nodes: int) -> JobResult:
-        """The same training on one machine."""
+        """Run the same training on one machine without faults."""
         with self.bench.running([*overrides, f"launch.num_nodes={num_nodes}"]) as run:
             return JobResult(
                 run.exit_code, _kept(run.run_dir, self.folder / f"reference-{self.num_trials}"), run.output
@@ -106,13 +107,13 @@ class Trial:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def require(self, holds: object, problem: str) -> None:
-        """A problem unless it holds."""
+        """Add ``problem`` unless ``holds``."""
         if not holds:
             self.problems.append(problem)
 
 
 def attempt(name: str, run: Callable[[], Trial]) -> Trial:
-    """The trial, or what kept it from its end as its problem."""
+    """Run a trial. If it raises an exception, return a trial with the exception as its problem."""
     try:
         return run()
     except AssertionError as error:
@@ -122,11 +123,11 @@ def attempt(name: str, run: Callable[[], Trial]) -> Trial:
 def replicas(
     lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, spares: int = 0, is_array: bool = False
 ) -> Trial:
-    """A job with expert replicas to which ``fault`` happens.
+    """Run a job with expert replicas to which ``fault`` happens.
 
-    It is compared with the scripted history of its memberships. A script knows no spares: with one, with a job on one
-    machine that loses the same node after the same iteration. The task of an array comes back on another machine, and
-    joins if the others still train.
+    The job is compared with the scripted history of its memberships. Scripts do not support spares, so a job with a
+    spare is compared with a job on one machine that loses the same node after the same iteration. A task of an array
+    comes back on another machine, and joins if the other nodes still train.
     """
     trial = Trial(name)
     words = [*REPLICAS, "recovery.min_nodes=2"]
@@ -134,10 +135,10 @@ def replicas(
         lab.some_moment(job)
         fault(job, trial)
         found = Recorded.of(job.result())
-        trial.require(job.num_controllers == 1, f"{job.num_controllers} controllers")
+        trial.require(job.num_controllers == 1, f"the job had {job.num_controllers} controllers")
     trial.problems += found.problems
     counts = (1, 2) if is_array else (1,)
-    trial.require(len(found.changes) in counts, f"its membership changed {len(found.changes)} times")
+    trial.require(len(found.changes) in counts, f"the membership changed {len(found.changes)} times")
     if not trial.problems:
         history = (
             scripted(found.changes, found.orders, NUM_NODES) if spares == 0 else _same_loss(found.changes[0], spares)
@@ -155,7 +156,8 @@ def replicas(
 
 
 def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
-    """Overrides of a job whose node dies when an iteration has begun, so that the one before counts."""
+    """Return the overrides of a job whose node dies after the beginning of an iteration, so that the previous iteration
+    is the last complete one."""
     (lost,) = set(range(NUM_NODES)) - set(change["nodes"])
     fault = {"phase": "data", "node": lost, "at_iteration": change["iteration"] + 1}
     return [f"nodes.num_spare_nodes={spares}", "recovery.min_nodes=2", failpoints([fault])]
@@ -164,10 +166,10 @@ def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
 def spare_takes_over(
     lab: Lab, name: str, fault: Callable[[SlurmJob, Trial], None], *, num_nodes: int = 4, is_array: bool = False
 ) -> Trial:
-    """A job of two stages with a spare to which ``fault`` happens, beside one that nothing happened to.
+    """Run a job of two stages with a spare to which ``fault`` happens, and compare it with an undisturbed job.
 
     Args:
-        num_nodes: an even number, without the spare.
+        num_nodes: Even number of nodes, without the spare.
     """
     trial = Trial(name)
     words = [*PIPELINE, "recovery.keep_layout=true"]
@@ -175,12 +177,12 @@ def spare_takes_over(
         lab.some_moment(job)
         fault(job, trial)
         found = Followed.of(job.result())
-        trial.require(job.num_controllers == 1, f"{job.num_controllers} controllers")
+        trial.require(job.num_controllers == 1, f"the job had {job.num_controllers} controllers")
     reference = Followed.of(lab.undisturbed(PIPELINE, num_nodes))
     trial.problems += [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
-    trial.require(found.changes, "its membership did not change")
+    trial.require(found.changes, "the membership did not change")
     trial.problems += found.differences(reference)[:5]
-    trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"it came to iteration {found.last_iteration}")
+    trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"the job reached only iteration {found.last_iteration}")
     trial.figures |= {
         "rungs": [event["strategy"] for event in found.recoveries],
         "nodes": [c["nodes"] for c in found.changes],
@@ -192,7 +194,7 @@ def spare_takes_over(
 
 
 def dead_node(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """kill -9 of a node's first process, its cable pulled before."""
+    """Return a fault that cuts a node off the network and kills its first process by kill -9."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         job.cluster.kill_node(job.host_of(node))
@@ -202,17 +204,17 @@ def dead_node(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """The same while slurmctld is dead; it comes back before the job ends."""
+    """Return the same fault while slurmctld is dead. slurmctld is started again before the job ends."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         host = job.host_of(node)
         job.cluster.stop_controller()
         job.cluster.kill_node(host)
         changed = lambda: [c for c in job.records("membership_changed") if node not in c["nodes"]]  # noqa: E731
-        wait_until("the others go on", changed, seconds=REFORM_SECONDS)
+        wait_until("the other nodes continue", changed, seconds=REFORM_SECONDS)
         reached = job.iteration
         wait_until(
-            "they train while there is no slurmctld", lambda: job.iteration > reached + 2, seconds=REFORM_SECONDS
+            "the other nodes train without slurmctld", lambda: job.iteration > reached + 2, seconds=REFORM_SECONDS
         )
         job.cluster.start_controller()
 
@@ -220,8 +222,8 @@ def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def zombie(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """Partition a node and reconnect it while its ranks live: the others continue, and its ranks must have no effect
-    and end."""
+    """Return a fault that partitions a node and reconnects it while its ranks are alive. The other nodes continue, and
+    the node's ranks must have no effect and end."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         host = job.host_of(node)
@@ -232,13 +234,13 @@ def zombie(node: int) -> Callable[[SlurmJob, Trial], None]:
         trial.require(any(process.is_running() for process in before), "its ranks had ended before it came back")
         job.cluster.heal(host)
         gone = lambda: not any(process.is_running() for process in before)  # noqa: E731
-        wait_until("what ran on the node has ended", gone, seconds=REFORM_SECONDS)
+        wait_until("all processes of the node have ended", gone, seconds=REFORM_SECONDS)
 
     return fault
 
 
 def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """An administrator drains a node."""
+    """Return a fault in which an administrator drains a node."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         job.cluster.drain(job.host_of(node))
@@ -249,19 +251,19 @@ def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def await_change(job: SlurmJob, *, without: int) -> None:
-    """Wait until a membership without a node has begun."""
+    """Wait until a membership without node ``without`` has begun."""
     changed = lambda: job.will(lambda: any(without not in c["nodes"] for c in job.records("membership_changed")))  # noqa: E731
     wait_until(f"the others continue without node {without}", changed, seconds=REFORM_SECONDS)
 
 
 def ranks_on(cluster: SlurmCluster, host: int) -> list[Any]:
-    """Processes of ranks: children of the fork server there."""
+    """Return the processes of ranks on a node of the cluster, which are children of its fork server."""
     servers = [process for process in cluster.processes(host) if "forkserver" in " ".join(process.cmdline())]
     return [child for server in servers for child in server.children(recursive=True)]
 
 
 def _kept(run_dir: Path, target: Path) -> Path:
-    """A copy of a run's logs: its own folder goes with the job."""
+    """Copy a run's logs to ``target``, because the run's folder is removed with the job."""
     target.mkdir()
     for path in run_dir.glob("*.jsonl"):
         (target / path.name).write_bytes(path.read_bytes())
@@ -269,5 +271,5 @@ def _kept(run_dir: Path, target: Path) -> Path:
 
 
 def summary(trials: Sequence[Trial]) -> str:
-    """Summarize for people."""
+    """Return a summary of the trials in one line."""
     return json.dumps({trial.name: {"problems": trial.problems, **trial.figures} for trial in trials}, indent=1)

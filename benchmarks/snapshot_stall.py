@@ -1,11 +1,11 @@
-"""Claim ``snapshot-stall``: capturing a slice of the state every iteration hardly delays training.
+"""Claim ``snapshot-stall``: capturing a slice of the state in every iteration hardly delays training.
 
-Two ranks of one real job with a sharded optimizer. In every round each way of keeping state takes its turn, in an order
-that changes: some iterations with a save after each, and a warm copy of as many bytes right before and right after.
-This project's windows go to real snapshot servers, with copies at two other nodes' servers. A save's time is the time
-between the end of an iteration and the start of the next, and the wait of the next update. Each round counts for its
-slowest rank; times are medians over rounds, the first of which is reported apart. CPU time and pages come from the
-kernel.
+Two ranks of one real job have a sharded optimizer. In every round each system takes its turn, in an order that changes:
+some iterations with a save after each, with a warm copy of as many bytes right before and right after. This project's
+windows are sent to real snapshot servers, with copies at two other nodes' servers. The time of a save is the time
+between the end of an iteration and the start of the next one, plus the time that the next update waits. Each round
+counts for its slowest rank. Times are medians over rounds, except the first round, which is reported separately. CPU
+time and page counts come from the kernel.
 """
 
 import resource
@@ -33,7 +33,7 @@ ID = "snapshot-stall"
 WORLD_SIZE, NUM_NODES = 2, 3
 ROUNDS, QUICK_ROUNDS = 13, 2
 NUM_SAVES = 4
-"""Saves in a row; windows have as many slices."""
+"""Number of consecutive saves, which is also the number of slices of a window."""
 MEMCPY_REPEATS = 3
 JOB_SECONDS, QUICK_JOB_SECONDS = 900.0, 300.0
 _JOB = (
@@ -48,13 +48,13 @@ _JOB = (
 )
 _SNAPSHOT = ("snapshot=sparse_window", "snapshot.num_peer_copies=2", "snapshot.iteration_seconds=1.0")
 Call = tuple[float, float, int]
-"""Wall seconds, CPU seconds and minor page faults of a thread."""
+"""Wall seconds, CPU seconds and minor page faults of a thread in one call."""
 BUDGET_BYTES = 29e6
-"""Bytes of one slice: a quarter of the state and the weights of what is captured later."""
+"""Bytes of one slice: a quarter of the state, and the weights of the operators that are captured later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table and judge."""
+    """Measure, print the table and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     config = compose(*_JOB, f"training.global_batch_size={8 if arguments.quick else 16}")
     snapshot = compose(*_JOB, *_SNAPSHOT, f"snapshot.bandwidth_bytes_per_second={BUDGET_BYTES}").snapshot
@@ -86,7 +86,7 @@ def _measure(
 
 
 class _Bench:
-    """One rank: a trainer, and every way of keeping its state."""
+    """Rank with a trainer and all systems that save its state."""
 
     def __init__(self, keepers: Cluster, snapshot: SnapshotConfig, config: JobConfig, rank: Rank) -> None:
         from megatron_ft.testing.ranks import join
@@ -117,7 +117,7 @@ class _Bench:
         }
 
     def _dense_state(self) -> dict[str, Any]:
-        """Live tensors of everything that this rank captures in a window of one slice, by name."""
+        """Return the live tensors, by name, of everything that this rank captures in a window of one slice."""
         from megatron_ft.mcore.state.operator_view import OperatorView
         from megatron_ft.planning.snapshot.report import dense_plan
 
@@ -134,7 +134,7 @@ class _Bench:
         }
 
     def _memory(self) -> None:
-        """Two warm buffers, for the copy that everything is compared with."""
+        """Allocate two warm buffers, for the memory copy with which the systems are compared."""
         import torch
 
         self.source = torch.ones(2 * self.dense_bytes, dtype=torch.uint8)
@@ -143,7 +143,7 @@ class _Bench:
     # -- rounds -------------------------------------------------------------------------------------------
 
     def measure(self, systems: tuple[str, ...], rounds: int) -> dict[str, Any]:
-        """Rows of all saves of all rounds."""
+        """Return the rows of all saves of all rounds."""
         rows: list[Row] = []
         plain, plain_cpu = [], []
         for number in range(rounds):
@@ -167,7 +167,7 @@ class _Bench:
         }
 
     def _block(self, name: str) -> Row:
-        """Some iterations in a row with a save after each, and one more, whose update the last save may hold up."""
+        """Run some iterations with a save after each, and one more iteration, whose update the last save may delay."""
         saver = self.savers[name]
         num_bytes = self.windows.num_bytes
         before = self.memcpy_bytes_per_second()
@@ -202,7 +202,7 @@ class _Bench:
         }
 
     def iterate(self, settle: Callable[[], None] = lambda: None) -> float:
-        """One iteration, its seconds without what ``settle`` took before the update."""
+        """Run one iteration. Return its seconds, without the time of ``settle`` before the update."""
         self.settled = (0.0, 0.0, 0)
         calls = []
 
@@ -216,7 +216,7 @@ class _Bench:
         return time.perf_counter() - began - self.settled[0]
 
     def memcpy_bytes_per_second(self) -> float:
-        """Measure one thread's copies between warm buffers, both ranks at once as they save."""
+        """Measure one thread's copies between warm buffers. Both ranks copy at the same time, as they save."""
         self._barrier()
         seconds: list[float] = []
         for _ in range(MEMCPY_REPEATS):
@@ -227,7 +227,8 @@ class _Bench:
         return float(self.dense_bytes / statistics.median(seconds))
 
     def _used(self) -> dict[str, float]:
-        """CPU seconds and pages of those that save, so far. Keepers are counted for the whole job, by one rank."""
+        """Return CPU seconds and pages of all processes that save. One rank counts the snapshot servers of the whole
+        job."""
         thread = thread_named("capture")
         keepers = sum(process_cpu_seconds(pid) for pid in self.keepers) if self.rank.rank == 0 else 0.0
         return {
@@ -238,7 +239,7 @@ class _Bench:
         }
 
     def _operations(self) -> list[int]:
-        """torch operations that the training thread runs for each slice of one more window."""
+        """Return the number of torch operations of the training thread for each slice of one more window."""
         from benchmarks.operations import counted
 
         found: list[int] = []

@@ -1,4 +1,4 @@
-"""One digest of the code that a claim's result belongs to: of the files that its script imports or starts."""
+"""Computes the digest of the source of a claim's result: of all files that the claim's script imports or starts."""
 
 import ast
 import hashlib
@@ -14,15 +14,15 @@ ALWAYS = ("requirements/constraints.txt",)
 """Files that every result depends on."""
 SUFFIXES = {".py", ".yaml", ".yml", ".txt", ".sh", ".sbatch", ".cpp", ".cu", ".h"}
 NOT_SOURCE = ("benchmarks/results", "benchmarks/claims.yaml")
-"""Tables, texts and their results; no claim is measured with them."""
+"""Tables, texts and their results, which do not influence a measurement."""
 _MODULE = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 _TARGET = re.compile(rf"\b{_MODULE.pattern}")
 
 
 def source_digest(script: Path, *, root: Path = ROOT) -> str:
-    """First 16 hexadecimal digits of the SHA-256 over names and bytes of all files that a script uses.
+    """Return the first 16 hexadecimal digits of the SHA-256 over names and bytes of all files that a script uses.
 
-    See ``used_files``. Results under ``benchmarks/results`` and the tables made of them are not source.
+    ``used_files`` lists the files. Results in ``benchmarks/results`` and the tables made from them do not count.
     """
     digest = hashlib.sha256()
     for path in used_files(script, root=root):
@@ -33,11 +33,12 @@ def source_digest(script: Path, *, root: Path = ROOT) -> str:
 
 
 def used_files(script: Path, *, root: Path = ROOT) -> list[Path]:
-    """Files of the repository that a script can run, sorted by name.
+    """Return the files of the repository that a script can run, sorted by name.
 
-    These are the script itself, what it imports anywhere in a file, and what it names in a string of its own: a module
-    (``"megatron_ft.mcore.rank_main:warm"``), a file or a folder (``"pretrain_moe.py"``, ``"slurm/array.sbatch"``,
-    ``"conf"``); then what these use in turn. YAML files name modules in any place.
+    These are the script itself, the modules that it imports anywhere, and the files that it names in a string constant:
+    a module (``"megatron_ft.mcore.rank_main:warm"``), a file or a folder (``"pretrain_moe.py"``,
+    ``"slurm/array.sbatch"``, ``"conf"``). The files that these use are included too. In a YAML file, a module may be
+    named anywhere.
     """
     found: set[Path] = set()
     waiting = [script.resolve(), *(root / name for name in ALWAYS if (root / name).exists())]
@@ -52,7 +53,7 @@ def used_files(script: Path, *, root: Path = ROOT) -> list[Path]:
 
 @cache
 def _uses(path: Path, _changed_at: int, root: Path) -> tuple[Path, ...]:
-    """Files that one file names. The cache is asked again when the file changes."""
+    """Return the files that one file names. ``_changed_at`` makes the cache read a changed file again."""
     if path.suffix in {".yaml", ".yml"}:
         return tuple(file for name in _TARGET.findall(path.read_text("utf-8")) for file in _of_module(name, root))
     if path.suffix != ".py":
@@ -78,7 +79,7 @@ def _of_node(node: ast.AST, path: Path, root: Path) -> Iterator[Path]:
 
 
 def _of_module(name: str, root: Path) -> Iterator[Path]:
-    """The file of a module, or of the module that defines a name, and those of the packages it is in."""
+    """Yield the file of a module, or of the module that defines a name, and the files of its packages."""
     parts = name.split(".")
     if parts[0] not in PACKAGES and not (root / f"{parts[0]}.py").is_file():
         return
@@ -90,7 +91,7 @@ def _of_module(name: str, root: Path) -> Iterator[Path]:
 
 
 def _at(text: str, root: Path) -> Iterable[Path]:
-    """The file, or all files of the folder, that a string names by its path from the repository's root."""
+    """Return the file, or all files of the folder, that a string names by a path relative to the repository."""
     path = root / text.rstrip("/")
     if not re.fullmatch(rf"(?:{'|'.join(FOLDERS)})(?:/\w[\w.-]*)*/?|\w+\.py", text) or not path.exists():
         return ()

@@ -1,11 +1,11 @@
-"""Claim ``sparse-bitwise``: state restored from sparse snapshots equals, in every bit, the lost state.
+"""Claim ``sparse-bitwise``: state restored from sparse snapshots equals, in every bit, the state that was lost.
 
-One job per row of a covering array, and in each job one fault per generation: every rank is killed at a drawn iteration
-and phase, all ranks are started again, find their windows in the memory of the nodes, replay them and continue. All
-losses and the digests of every rank's whole state after every iteration, of all generations, are compared with
-undisturbed runs, one without snapshots and one with them. A few jobs lose their nodes as well and continue from windows
-on disk. A trial is a fault; it counts when the run's own record shows that it happened, that windows had three slices
-or more, and the source from which the job continued. ``atol=0``.
+There is one job per row of a covering array, and one fault per generation of the job. All ranks are killed at a random
+iteration and phase and are started again; they find their windows in the memory of the nodes, replay them and continue.
+All losses, and the digests of every rank's whole state after every iteration, are compared in all generations with
+undisturbed runs, one without snapshots and one with snapshots. A few jobs lose their nodes too, and continue from
+windows on disk. A trial is a fault. It counts only if the run's own record shows that the fault happened, that windows
+had three slices or more, and from which source the job continued. Values are compared with ``atol=0``.
 """
 
 import json
@@ -47,22 +47,22 @@ ID = "sparse-bitwise"
 NUM_FAULTS, QUICK_FAULTS = 5, 2
 MIN_TRIALS = 60
 DISK_ROWS = (0, 2, 6, 9, 12)
-"""Rows whose job also loses all nodes."""
+"""Rows of the covering array whose job also loses all nodes."""
 DISK_ITERATIONS = (12, 17, 23, 14, 20)
-"""The iteration each of these is lost in."""
+"""Iteration in which each of these jobs loses its nodes."""
 TIMEOUT_SECONDS = 300.0
 HELD_SECONDS = 60.0
-"""Time for which the iteration that loses the job's nodes is held open."""
+"""Time for which a failpoint delays the iteration in which the job's nodes are lost."""
 ANY_BYTES = 1 << 40
-"""Any value for ``dry_run``: its figure for the whole state does not depend on it."""
+"""Arbitrary value for ``dry_run``, whose figure for the whole state does not depend on it."""
 HUNG = -1
-"""Exit code of a job that was ended because it took too long: a failure like any other."""
+"""Exit code of a job that was killed because it took too long. It counts as a failure."""
 WARM = "megatron_ft.mcore.rank_main:warm"
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The undisturbed runs of a configuration: what they recorded, and what differs between them."""
+    """Undisturbed runs of a configuration: their records, and the differences between them."""
 
     recorded: Generation
     snapshots: Sequence[str]
@@ -72,19 +72,20 @@ class Reference:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs jobs from one warm fork server and remembers undisturbed runs."""
+    """Runs jobs with ranks from one fork server, and stores undisturbed runs for later trials."""
 
     folder: Path
     socket: str
     faults: dict[str, list[Row]]
-    """Faults of each row, by its text."""
+    """Faults of each row, by the row's text."""
     quick: bool = False
     """Whether one undisturbed run is enough."""
     references: dict[str, Reference] = field(default_factory=dict)
     num_jobs: int = 0
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """The campaign's executor: the faults of a row share one job, whichever of them are waiting."""
+        """Execute trials and yield their outcomes. The faults of a row share one job, even if only some of them are
+        missing."""
         waiting: dict[str, list[Trial]] = {}
         for trial in trials:
             waiting.setdefault(text_of(trial.parameters), []).append(trial)
@@ -100,7 +101,7 @@ class Bench:
                     yield trial, outcomes[int(str(trial.parameters["fault"]))]
 
     def reference(self, row: Row) -> Reference:
-        """The undisturbed runs of a row's configuration, run when they are first asked for."""
+        """Return the undisturbed runs of a row's configuration. They run at the first call."""
         overrides = configuration(row, self.num_iterations)
         key = text_of(row)
         if key not in self.references:
@@ -115,7 +116,7 @@ class Bench:
         return self.references[key]
 
     def dense_bytes(self, row: Row, overrides: Sequence[str]) -> int:
-        """Size of the whole state on the rank that has most, by ``dry_run``."""
+        """Return the size of the whole state on the rank with most state, as ``dry_run`` computes it."""
         words = [*overrides, *sparse_snapshots(row, ANY_BYTES), "dry_run=true", "dry_run_format=json"]
         words.append(f"data.cache_dir={self.folder / 'cache'}")
         command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
@@ -125,11 +126,11 @@ class Bench:
 
     @property
     def num_iterations(self) -> int:
-        """Number of iterations of every run."""
+        """Return the number of iterations of every run."""
         return QUICK_ITERATIONS if self.quick else NUM_ITERATIONS
 
     def killed_in_memory(self, row: Row, faults: Sequence[Row], reference: Reference) -> list[Outcome]:
-        """One job that all faults of a row are put into; an outcome for each."""
+        """Run one job with all faults of a row. Return an outcome for each fault."""
         if reference.problems:
             return [undisturbed_problems(reference)] * len(faults)
         restarts = f"recovery.max_restarts={len(faults) + 1}"
@@ -142,7 +143,7 @@ class Bench:
         return outcomes
 
     def killed_with_nodes(self, row: Row, fault: Row, reference: Reference) -> Outcome:
-        """Kill a job with all its nodes once it has a window on disk, and start it again."""
+        """Kill a job with all its nodes after it has written a window to disk, and start it again."""
         if reference.problems:
             return undisturbed_problems(reference)
         at, name = int(str(fault["iteration"])), self.next_name("lost")
@@ -165,7 +166,8 @@ class Bench:
         return outcome
 
     def wait_for_windows(self, process: Any, run_dir: Path, world_size: int) -> bool:
-        """Wait until the iteration to be lost is held and a window is on disk; False when the job ends before that."""
+        """Wait until the iteration to be lost is delayed and a window is on disk. Return False if the job ends before
+        that."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             hits = JobResult(0, run_dir, "").records("failpoints.jsonl")
@@ -176,7 +178,7 @@ class Bench:
         return False
 
     def run(self, kind: str, overrides: Sequence[str], *, name: str | None = None) -> JobResult:
-        """One job, to its end; one that does not come to it has failed."""
+        """Run one job until it ends. A job that does not end in time has failed."""
         name = name or self.next_name(kind)
         words = [*overrides, f"run.name={name}", f"data.cache_dir={self.folder / 'cache'}"]
         try:
@@ -185,7 +187,7 @@ class Bench:
             return JobResult(HUNG, self.folder / name, str(error))
 
     def command(self, name: str, overrides: Sequence[str]) -> list[str]:
-        """The same job as a command."""
+        """Return the command line of the job."""
         places = [f"run.name={name}", f"run.dir={self.folder}", f"data.cache_dir={self.folder / 'cache'}"]
         socket = f"launch.forkserver_socket={self.socket}"
         return [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *overrides, *places, socket]
@@ -196,7 +198,7 @@ class Bench:
         return f"{kind}-{self.num_jobs:03d}"
 
     def forget(self, runs: Sequence[JobResult]) -> None:
-        """Remove the folders of runs whose records are taken."""
+        """Remove the folders of runs whose records have been read."""
         for run in runs:
             shutil.rmtree(run.run_dir, ignore_errors=True)
 
@@ -204,15 +206,16 @@ class Bench:
 def outcome_of(
     fault: Row, number: int, generations: Sequence[Generation], lasting: Sequence[str], reference: Reference
 ) -> Outcome:
-    """Judge the fault in generation ``number``.
+    """Judge the fault of generation ``number``.
 
     Args:
-        lasting: errors of the job as a whole.
+        lasting: Problems of the whole job.
     """
     after = generations[number + 1 :]
     chosen = after[0].newest("recovery_started") if after else None
     unproven = why_unproven(fault, number, generations)
-    # Where the next fault hits the replay, this recovery trains nothing: the next one that does recovers from both.
+    # If the next fault hits the replay, this recovery trains nothing. The next recovery that trains then covers both
+    # faults.
     place, trained = next(
         ((place, later) for place, later in enumerate(after) if later.digests or later.losses), (0, None)
     )
@@ -234,7 +237,7 @@ def outcome_of(
 
 
 def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> list[str]:
-    """List what the run's record lacks to prove that a fault happened as drawn; empty when it is proven."""
+    """Return what is missing in the run's record to prove that a fault happened as planned; empty if it is proven."""
     if len(generations) <= number + 1:
         return ["the ranks were not started again"]
     own, after = generations[number], generations[number + 1]
@@ -246,51 +249,51 @@ def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> 
             found.append(f"the fault came after the replay: {hits[:1]}")
     else:
         hits = [hit for hit in hits if hit["iteration"] == fault["iteration"]]
-    found += [] if hits else [f"no rank wrote down the fault in generation {number}"]
+    found += [] if hits else [f"no rank recorded the fault in generation {number}"]
     source = source_of(after.newest("recovery_started") or {"strategy": None})
     if source != fault["source"]:
-        found.append(f"continued from {source}, not from {fault['source']}")
+        found.append(f"the job continued from {source}, not from {fault['source']}")
     least = min(window_iterations(generations[: number + 2]), default=0)
     if least < MIN_WINDOW_ITERATIONS:
-        found.append(f"windows of {least} iterations")
+        found.append(f"windows have only {least} iterations")
     return found
 
 
 def source_of(started: Mapping[str, Any]) -> Any:
-    """Return the source of the state: the place of a window, else the strategy."""
+    """Return the source of the state: the place of a window, or the strategy if there was no window."""
     return started.get("source", started["strategy"])
 
 
 def window_iterations(generations: Sequence[Generation]) -> list[int]:
-    """Slices of the windows planned in these generations."""
+    """Return the number of slices of the windows planned in these generations."""
     events = [event for generation in generations for event in generation.events]
     return sorted({event["window_iterations"] for event in events if event["kind"] == "snapshot_planned"})
 
 
 def is_replay(event: Any) -> bool:
-    """Whether an event says that a window was replayed."""
+    """Return whether an event reports that a window was replayed."""
     return bool(event["kind"] == "window_replayed")
 
 
 def undisturbed_problems(reference: Reference) -> Outcome:
-    """The outcome where undisturbed runs already differ."""
+    """Return the outcome of all faults if the undisturbed runs already differ."""
     return Outcome(
         proven=True, passed=False, num_compared=0, details={"undisturbed runs": list(reference.problems[:5])}
     )
 
 
 def text_of(parameters: Row) -> str:
-    """A row's text."""
+    """Return the text of a row."""
     return json.dumps({name: parameters[name] for name in FACTORS})
 
 
 def ended(run: JobResult) -> str:
-    """Empty when the job ended as planned."""
+    """Return the problem of how the job ended; empty if it ended as planned."""
     return "" if run.exit_code == 0 else f"exit code {run.exit_code}: {run.output[-1500:]}"
 
 
 def planned_trials(*, quick: bool) -> tuple[dict[str, list[Row]], list[Row]]:
-    """Faults of each row, by its text; and all trials."""
+    """Return the faults of each row by the row's text, and all trials."""
     chosen = list(QUICK_ROWS) if quick else rows()
     num_faults = QUICK_FAULTS if quick else NUM_FAULTS
     faults = {text_of(row): faults_of(row, number, num_faults) for number, row in enumerate(chosen, start=int(quick))}
@@ -303,7 +306,7 @@ def planned_trials(*, quick: bool) -> tuple[dict[str, list[Row]], list[Row]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign and judge it."""
+    """Run the campaign and judge its result."""
     arguments = parse_arguments(__doc__, argv)
     faults, trials = planned_trials(quick=arguments.quick)
     with tempfile.TemporaryDirectory(prefix="sparse-bitwise-") as folder, forkserver(WARM) as socket:

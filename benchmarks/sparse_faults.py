@@ -1,4 +1,4 @@
-"""Jobs and faults: the rows of a covering array, and the faults drawn for each of them."""
+"""Defines the jobs of ``sparse-bitwise`` as rows of a covering array, and draws the faults of each job."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ NUM_ITERATIONS, QUICK_ITERATIONS = 40, 20
 SEED = 20260413
 MEMORY, NOTHING, PERSISTED = "memory", "nothing", "persisted"
 REPLAY = -1
-"""Iteration of a fault that comes while its generation replays: the first that passes the phase."""
+"""Iteration of a fault that happens while its generation replays: the first iteration that passes the phase."""
 MIN_WINDOW_ITERATIONS = 3
 
 _ORDERS = "megatron_ft.planning.snapshot.orders"
@@ -38,7 +38,7 @@ FACTORS: dict[str, Sequence[Any]] = {
 PHASES = tuple(phase for phase in ITERATION_PHASES if phase != "replicate")
 _PHASES_OF_REPLAY = ("replay", "forward", "dispatch", "backward", "grad_sync", "update")
 _GAPS = (1, 2, 3, 7, 8)
-"""Iterations from a kill to the next one: before another window is committed, and after."""
+"""Numbers of iterations from one kill to the next, so that another window is committed between them, or none."""
 _BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
@@ -69,17 +69,18 @@ QUICK_ROWS: tuple[Row, ...] = (
 
 
 def rows() -> list[Row]:
-    """Configurations that contain every allowed pair of values."""
+    """Return configurations that contain every allowed pair of values."""
     return covering_array(FACTORS, allowed=allowed)
 
 
 def allowed(row: Row) -> bool:
-    """Replicas take the whole stage as expert group, here one of three ranks."""
+    """Return whether a row is possible. With replicas, the expert group is a whole stage, which has three
+    ranks."""
     return not row["replicas"] or (row["pp"], row["ep"], row["tp"]) == (1, 1, 1)
 
 
 def num_ranks(row: Row) -> int:
-    """Ranks of a row's job, each on a node of its own; two copies of a window need three nodes."""
+    """Return the number of ranks of a row's job, each on its own node. Two copies of a window need three nodes."""
     if row["replicas"]:
         return 3
     pp, ep, tp = (int(str(row[name])) for name in ("pp", "ep", "tp"))
@@ -87,7 +88,7 @@ def num_ranks(row: Row) -> int:
 
 
 def configuration(row: Row, num_iterations: int) -> list[str]:
-    """Overrides that decide which bits a run computes."""
+    """Return the overrides that determine the bits of a run."""
     words = [
         *_BASE,
         f"training.train_iterations={num_iterations}",
@@ -107,7 +108,8 @@ def configuration(row: Row, num_iterations: int) -> list[str]:
 
 
 def sparse_snapshots(row: Row, dense_bytes: int) -> list[str]:
-    """Overrides that capture windows of several iterations: half of the whole state fits beside an iteration."""
+    """Return overrides with which windows have several iterations: half of the whole state can be captured during an
+    iteration."""
     share = 0.5 if row["precision"] == "fp32" else 0.4
     return [
         "snapshot=sparse_window",
@@ -120,11 +122,12 @@ def sparse_snapshots(row: Row, dense_bytes: int) -> list[str]:
 
 
 def faults_of(row: Row, number: int, num_faults: int) -> list[Row]:
-    """A row's faults, one for each generation of its job: ``fault``, ``phase``, ``iteration``, ``source``.
+    """Return the faults of a row, one for each generation of its job, with the keys ``fault``, ``phase``, ``iteration``
+    and ``source``.
 
     Args:
-        number: of the row; every fourth job is also killed before a window is committed. ``source`` is what the
-            generation after the fault has to continue from.
+        number: Number of the row. Every fourth job is also killed before a window is committed. ``source`` is the state
+            from which the generation after the fault must continue.
     """
     generator = random.Random(f"{SEED} {number}")
     early = number % 4 == 0
@@ -143,12 +146,13 @@ def faults_of(row: Row, number: int, num_faults: int) -> list[Row]:
             iteration = generator.randint(12, 14) if iteration == 0 else iteration + generator.choice(_GAPS)
             at = iteration
         faults.append({"fault": index, "phase": phase, "iteration": at, "source": source})
-    assert iteration < NUM_ITERATIONS, f"row {number}: iteration {iteration} is after the end"
+    assert iteration < NUM_ITERATIONS, f"row {number}: the fault's iteration {iteration} is after the end of the run"
     return faults
 
 
 def failpoints(faults: Sequence[Row]) -> str:
-    """Faults as an override: each kills every rank that reaches it, in the generation of its number."""
+    """Return faults as an override. Each kills every rank that reaches it, in the generation with the fault's
+    number."""
     texts = []
     for fault in faults:
         where = "" if fault["iteration"] == REPLAY else f"at_iteration={fault['iteration']},"

@@ -1,4 +1,5 @@
-"""The training engine as one stage of a pipeline whose other stages are not there: a log answers for them."""
+"""Runs the training engine as one stage of a pipeline without the other stages. A log supplies the tensors that they
+would send."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,22 +15,23 @@ from megatron_ft.testing.engines import MadeUpSamples
 
 
 class Place:
-    """Stand-in for the model's pipeline group: a rank and a size, without peers."""
+    """Replacement for the model's pipeline group, with a rank and a size but without peers."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         self._stage, self._num_stages = stage, num_stages
 
     def rank(self) -> int:
-        """The stage."""
+        """Return the stage."""
         return self._stage
 
     def size(self) -> int:
-        """Number of stages."""
+        """Return the number of stages."""
         return self._num_stages
 
 
 class Logged(P2PCommunicator):
-    """Hands out tensors as if neighbours had sent them, and drops what is sent to them."""
+    """Returns logged tensors as if neighbouring stages had sent them, and drops tensors that are sent to these
+    stages."""
 
     def __init__(self, place: Place, config: Any, shape: tuple[int, int, int]) -> None:
         self.pp_group: Any = place
@@ -45,16 +47,17 @@ class Logged(P2PCommunicator):
 
 
 class StageEngine(TrainingEngine):
-    """One stage of several, in a job of one process."""
+    """One stage of a pipeline, in a job of one process."""
 
     before_reduction: Callable[[], None] = staticmethod(lambda: None)
     """Called after the last backward pass."""
     place: Place
     alone: Any
-    """The pipeline group of the process: of itself."""
+    """Pipeline group of the process, which contains only the process itself."""
 
     def take_place(self) -> None:
-        """Have what asks for the pipeline group find this stage: engines of several stages share the groups."""
+        """Make all code that looks up the pipeline group find this stage. Engines of several stages share the process
+        groups."""
         self.pg.pp = self.place  # type: ignore[assignment]
 
     def _connect_schedule(self) -> None:
@@ -72,7 +75,7 @@ class StageEngine(TrainingEngine):
 
 
 def build(config: JobConfig, groups: Any, *, stage: int, impl: str, vocab_size: int) -> StageEngine:
-    """The engine of ``stage`` of the pipeline of ``config``, over groups of one rank."""
+    """Return the engine of stage ``stage`` of the pipeline of ``config``, over process groups of one rank."""
     samples = MadeUpSamples(config.model.seq_length)
     engine = StageEngine(
         config,

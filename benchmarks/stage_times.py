@@ -1,8 +1,8 @@
-"""Measures a pipeline stage's time for a microbatch on the real engine, alone in one process.
+"""Measures the time of a pipeline stage for a microbatch on the real engine, alone in one process.
 
-The stage is built as the first, a middle or the last of three with one layer each. Tensors of its neighbours come from
-a log, and what it sends is dropped, as in a localized replay. Times are CPU seconds of its only computing thread: a
-core of its own, independent of other load on the machine.
+The stage is built as the first, the middle or the last of three stages with one layer each. Tensors of its neighbours
+come from a log, and tensors that it sends are dropped, as in a localized replay. Times are CPU seconds of its only
+computing thread, so that other load on the machine has no influence.
 """
 
 import json
@@ -28,33 +28,31 @@ NUM_STAGES = len(KINDS)
 NUM_MICROBATCHES = 4
 TOKENIZER_VOCAB_SIZE = 257
 LOADS = ((3, 40, 2, 5, 13, 7, 10, 20), (20, 2, 10, 5, 40, 3, 7, 13), (5, 13, 3, 20, 40, 7, 2, 10))
-"""Relative load of each expert, by layer. Numbers are independent of popularity: a token's expert lies in the middle
-of
-them on average, so that an order by number is neither the best nor the worst.
-"""
+"""Relative load of each expert, by layer. The numbers of experts are unrelated to their popularity, so that an order by
+number is neither the best nor the worst."""
 SIZES = {
     "moe_micro": (),
     "wide": ("model.hidden_size=256", "model.moe_ffn_hidden_size=512", "model.seq_length=128"),
 }
-"""The micro model, and one whose time goes into products of matrices."""
+"""Overrides of each model: the micro model, and one that spends most of its time on matrix products."""
 Pattern = frozenset[str]
-"""Operators of a stage that are frozen, named without their layer."""
+"""Frozen operators of a stage, named without their layer."""
 NOTHING: Pattern = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Medians for a stage with some operators frozen."""
+    """Median times of a stage with some operators frozen."""
 
     forward_seconds: float
-    """The same whatever is frozen."""
+    """Time of the forward pass, which does not depend on the frozen operators."""
     backward_seconds: float
     rest_seconds: float
-    """Everything else of an iteration: gradients made ready and reduced, the update."""
+    """Time of all other work of an iteration: preparing and reducing gradients, and the update."""
 
     @property
     def passes(self) -> PassSeconds:
-        """Return passes in the form of the virtual clock."""
+        """Return the times of passes in the form that the virtual clock needs."""
         return PassSeconds(forward_seconds=self.forward_seconds, backward_seconds=self.backward_seconds)
 
 
@@ -63,7 +61,7 @@ Times = dict[Request, StageTimes]
 
 
 def measure(size: str, requests: Collection[Request], *, repeats: int, timeout_seconds: float) -> Times:
-    """Medians of ``repeats`` iterations for each request, one process for all of them."""
+    """Return the medians of ``repeats`` iterations for each request. One process runs all of them."""
     with tempfile.TemporaryDirectory(prefix="stage-times-") as folder:
         trace = Path(folder) / "loads.json"
         trace.write_text(json.dumps(LOADS), encoding="utf-8")
@@ -75,7 +73,7 @@ def measure(size: str, requests: Collection[Request], *, repeats: int, timeout_s
 
 
 def job_of(size: str, trace: Path) -> JobConfig:
-    """Three stages of one layer, whose routing follows ``LOADS``."""
+    """Return a job of three stages with one layer each, whose routing follows ``LOADS``."""
     return compose(
         "model=moe_micro",
         *SIZES[size],
@@ -91,12 +89,13 @@ def job_of(size: str, trace: Path) -> JobConfig:
 
 
 def local_name(operator: OperatorId) -> str:
-    """An operator's name inside its stage: ``expert.3``, ``gate``, ``head``."""
+    """Return the name of an operator within its stage: ``expert.3``, ``gate``, ``head``."""
     return str(operator).partition(".")[2]
 
 
 def _measure_all(wanted: list[tuple[Kind, list[str]]], repeats: int, config: JobConfig, rank: Rank) -> list[Any]:
-    """One iteration of everything wanted, and again, so that a change of the machine's load meets all of it alike."""
+    """Run one iteration of each request, and repeat this, so that a change of the machine's load affects all requests
+    equally."""
     groups, transformer_impl = join_groups(replace(config, parallel=ParallelConfig()), rank)
     stages = {kind: _Stage(kind, config, groups, transformer_impl) for kind in KINDS}
     iterations: list[list[_Iteration]] = [[] for _ in wanted]
@@ -116,7 +115,7 @@ def _measure_all(wanted: list[tuple[Kind, list[str]]], repeats: int, config: Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Iteration:
-    """Thread seconds of an iteration's passes, and of everything else."""
+    """Thread seconds of the passes of an iteration, and of its other work."""
 
     forward: list[float]
     backward: list[float]
@@ -132,7 +131,7 @@ def _medians(forward: list[float], iterations: list[_Iteration]) -> StageTimes:
 
 
 class _Stage:
-    """The engine of one stage, and a log that answers for the others."""
+    """Engine of one stage, and a log that supplies the tensors of the other stages."""
 
     def __init__(self, kind: Kind, config: JobConfig, groups: Any, transformer_impl: str) -> None:
         from benchmarks.stage_engine import build
@@ -142,25 +141,27 @@ class _Stage:
         self.engine = build(config, groups, stage=self.place, impl=transformer_impl, vocab_size=vocab_size)
 
     def measure(self, pattern: Collection[str]) -> _Iteration:
-        """One iteration."""
+        """Run and measure one iteration."""
         operators = self._operators(pattern)
         with _timed_passes() as passes:
             began = time.thread_time()
             self._run(operators)
             total = time.thread_time() - began
         forward, backward = passes["forward_step"], passes["backward_step"]
-        assert len(forward) == len(backward) == NUM_MICROBATCHES, f"passes {len(forward)}, {len(backward)}"
+        assert len(forward) == len(backward) == NUM_MICROBATCHES, (
+            f"the numbers of forward and backward passes are {len(forward)} and {len(backward)}"
+        )
         return _Iteration(forward=forward, backward=backward, rest=total - sum(forward) - sum(backward))
 
     def _operators(self, pattern: Collection[str]) -> set[OperatorId]:
         mine = {self.place + 1, *([0] if self.place == 0 else []), *([NUM_STAGES + 1] if self.place == 2 else [])}
         operators = [operator.id for operator in operators_of(self.config.model, TOKENIZER_VOCAB_SIZE)]
         chosen = {one for one in operators if one.layer in mine and local_name(one) in pattern}
-        assert len(chosen) == len(pattern), f"stage {self.place} has not all of {sorted(pattern)}"
+        assert len(chosen) == len(pattern), f"stage {self.place} does not have all of the operators {sorted(pattern)}"
         return chosen
 
     def _run(self, operators: Collection[OperatorId]) -> None:
-        """One iteration as a replay runs it: ``Replayer``, without the comparison with other ranks."""
+        """Run one iteration as ``Replayer`` does in a replay, but without the comparison with other ranks."""
         from megatron_ft.mcore.optimizer import commit
         from megatron_ft.mcore.recovery.replay import frozen, parameters_of, synchronous_reduction
 
@@ -179,7 +180,7 @@ class _Stage:
 
 @contextmanager
 def _timed_passes() -> Iterator[dict[str, list[float]]]:
-    """Thread seconds of every pass that Megatron's schedules run."""
+    """Yield the thread seconds of every pass that Megatron's schedules run in the block."""
     from megatron.core.pipeline_parallel import schedules
 
     found: dict[str, list[float]] = {"forward_step": [], "backward_step": []}
@@ -201,7 +202,7 @@ def _timed_passes() -> Iterator[dict[str, list[float]]]:
 
 
 def measure_send(num_bytes: int, *, repeats: int, timeout_seconds: float) -> float:
-    """Seconds from the sending of ``num_bytes`` to their arrival, over gloo: half of a median round trip."""
+    """Return the seconds from sending ``num_bytes`` over gloo until they arrive: half of the median round trip."""
     with tempfile.TemporaryDirectory(prefix="stage-times-") as folder:
         config = compose("model=moe_micro", "launch.ranks_per_node=2")
         rank = partial(_round_trips, num_bytes, repeats)

@@ -1,4 +1,4 @@
-"""Derives figures from the rows of ``snapshot_stall.py``."""
+"""Computes the figures of ``snapshot_stall.py`` from its measured rows."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ MAX_MEMCPY, QUICK_MAX_MEMCPY = 1.2, 6.0
 MIN_WINDOW_ITERATIONS = 3
 
 Row = dict[str, Any]
-"""One system's turn in one round on one rank."""
+"""Measurements of one system in one round on one rank."""
 
 
 def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Per system, over the rounds after its first: the slowest rank of each round, then the median.
+    """Return figures for each system: the slowest rank of each round, then the median over the rounds except the first.
 
     Args:
-        ranks: what each rank measured, all in the same order.
+        ranks: Measurements of each rank, all in the same order.
     """
     plain = statistics.median(
         max(seconds) for seconds in zip(*(rank["plain_seconds"][1:] for rank in ranks), strict=True)
@@ -48,7 +48,7 @@ def summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def judge(figures: dict[str, Any], *, num_saves: int, quick: bool) -> tuple[bool, str, str]:
-    """(whether the claim holds, the figure, the threshold)."""
+    """Return (whether the claim holds, the figure, the threshold)."""
     ours = figures["systems"][OURS]
     share, memcpy = (QUICK_MAX_SHARE, QUICK_MAX_MEMCPY) if quick else (MAX_SHARE, MAX_MEMCPY)
     checks = [
@@ -73,8 +73,8 @@ def judge(figures: dict[str, Any], *, num_saves: int, quick: bool) -> tuple[bool
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Format a table; figures of one save: CPU milliseconds while training was blocked, and of the rank beyond
-    training."""
+    """Format the table of figures for one save: CPU milliseconds while training was blocked, and CPU milliseconds of
+    the rank beyond training."""
     lines = [
         f"{'':34}{'blocked ms':>11}{'x memcpy':>10}{'worst':>8}{'of iter.':>10}{'first ms':>10}{'first x':>9}"
         f"{'its CPU':>9}{'rank CPU':>9}{'bytes':>7}{'slowed':>8}"
@@ -90,7 +90,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def _of_system(by_rank: Sequence[Sequence[Row]], plain: float, plain_cpu: float) -> dict[str, Any]:
-    """Figures of one save of one system."""
+    """Return the figures for one save of one system."""
     rounds = list(zip(*by_rank, strict=True))
     warm = rounds[1:]
     num_saves = len(rounds[0][0]["blocked_seconds"])

@@ -1,7 +1,8 @@
-"""Record what ``make test-all`` ran and how long it took: ``python -m benchmarks.suite_minutes .cache/tests``.
+"""Records the tests that ``make test-all`` ran and their duration: ``python -m benchmarks.suite_minutes .cache/tests``.
 
-Reads the JUnit reports of its three steps and writes ``results/test-all_<hardware>_<date>.json``. Seconds of a step are
-wall-clock time; seconds of a part are the sum over its tests, which run on several workers.
+The script reads the JUnit reports of the three steps of ``make test-all`` and writes
+``results/test-all_<hardware>_<date>.json``. Seconds of a step are wall-clock time. Seconds of a part of the package are
+the sum over its tests, which run on several workers.
 """
 
 import argparse
@@ -23,10 +24,10 @@ STEPS = ("test", "extended", "timed")
 
 
 def minutes(folder: Path) -> dict[str, Any]:
-    """Read the report of each step in ``folder``.
+    """Read the report of each step in ``folder``, and return the counts and durations.
 
     Raises:
-        FileNotFoundError: a step has left no report: the run was not whole.
+        FileNotFoundError: a step wrote no report, because the run was not complete.
     """
     steps = {name: _step(folder / f"{name}.xml") for name in STEPS}
     passed = not any(step["failed"] for step in steps.values())
@@ -41,8 +42,8 @@ def minutes(folder: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="suite_minutes", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where make test-all left its reports")
-    parser.add_argument("--out", type=Path, default=RESULTS_DIR, help="folder of the result")
+    parser.add_argument("folder", type=Path, help="folder with the reports of make test-all")
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR, help="folder for the result")
     arguments = parser.parse_args(argv)
     hardware = describe()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)

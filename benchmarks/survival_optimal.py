@@ -1,4 +1,5 @@
-"""Claim ``survival-optimal``: the search finds the best placement there is, and never breaks the floor of domains."""
+"""Claim ``survival-optimal``: the placement search finds the best possible placement, and always keeps the minimum
+number of failure domains per expert."""
 
 import sys
 from collections import defaultdict
@@ -29,11 +30,11 @@ GPT_L = {"nodes": 10, "slots": 6, "experts": 16, "layers": 12, "min_replicas": 2
 LOST = range(1, 6)
 
 Sets = tuple[int, ...]
-"""Nodes that hold each expert, as bit masks."""
+"""Nodes that have each expert, as bit masks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check every small instance, the paper's two figures and the recorded loads."""
+    """Check every small instance, the two figures of the paper and the recorded loads."""
     arguments = parse_arguments(__doc__, argv)
     small = check_instances(QUICK_MAX_NODES if arguments.quick else MAX_NODES)
     figures = check_figures()
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_instances(max_nodes: int) -> dict[str, Any]:
-    """Every allocation of full slots: the search against all placements, for each number lost and their mixture."""
+    """Compare the search with all placements, for every allocation that fills the slots, each number of lost nodes, and
+    their mixture."""
     totals: dict[str, Any] = defaultdict(int)
     problems: list[str] = []
     for num_nodes in range(1, max_nodes + 1):
@@ -76,7 +78,8 @@ def check_instances(max_nodes: int) -> dict[str, Any]:
 
 
 def all_placements(num_nodes: int, num_slots: int, num_experts: int) -> dict[tuple[int, ...], set[Sets]]:
-    """Allocation (ascending) to the holders of every placement of it, up to the order of nodes."""
+    """Return all placements, by allocation in rising order. Each placement has the holders of each expert; placements
+    that differ only in the order of nodes count once."""
     columns = list(combinations_with_replacement(range(num_experts), num_slots))
     found: dict[tuple[int, ...], set[Sets]] = defaultdict(set)
     for chosen in combinations_with_replacement(columns, num_nodes):
@@ -93,7 +96,7 @@ def all_placements(num_nodes: int, num_slots: int, num_experts: int) -> dict[tup
 def check_instance(
     num_nodes: int, num_slots: int, counts: tuple[int, ...], placements: set[Sets], totals: dict[str, Any]
 ) -> Iterator[str]:
-    """List errors of the search on one allocation."""
+    """Yield errors of the search for one allocation."""
     floor = min(*counts, num_nodes)
     curves = {held: curve(held, num_nodes) for held in placements}
     keeping = [held for held in placements if min(mask.bit_count() for mask in held) >= floor]
@@ -123,13 +126,13 @@ def check_instance(
             if exhaustive:
                 totals["comparisons"] += 1
                 if abs(reached - best) > 1e-12:
-                    yield f"{where}: {reached} instead of {best}"
+                    yield f"{where}: the survival is {reached} instead of {best}"
             else:
                 totals["exchanges_alone_reach_the_best"] += abs(reached - best) <= 1e-12
 
 
 def curve(held: Sets, num_nodes: int) -> list[float]:
-    """Survival when 0, 1, ... all nodes are lost, each loss tried."""
+    """Return the survival for 0, 1, ... all lost nodes, by trying each loss."""
     shares = []
     for lost in range(num_nodes + 1):
         gone = [sum(1 << node for node in chosen) for chosen in combinations(range(num_nodes), lost)]
@@ -138,12 +141,12 @@ def curve(held: Sets, num_nodes: int) -> list[float]:
 
 
 def sets(counts: np.ndarray) -> Sets:
-    """Holders of each expert from replicas per node."""
+    """Return the nodes that have each expert, from its numbers of replicas per node."""
     return tuple(sum(1 << node for node in np.nonzero(row)[0].tolist()) for row in counts)
 
 
 def check_figures() -> dict[str, Any]:
-    """Figures 4 and 5 of Lazarus, whose node sets the text of section 4.1 gives."""
+    """Check figures 4 and 5 of Lazarus, whose sets of nodes are given in section 4.1."""
     figure_4 = {
         "plan_a": failing([{1, 2}, {2, 3, 4}, {1, 4, 5}, {1, 2, 3, 4, 5}]),
         "plan_b": failing(places("maximum_rank_overlap", (2, 5, 6, 7), 4)),
@@ -166,7 +169,7 @@ def check_figures() -> dict[str, Any]:
 
 
 def places(name: str, counts: tuple[int, ...], num_slots: int) -> list[set[int]]:
-    """Nodes 1 to 5 that hold each expert under an algorithm aimed at three losses."""
+    """Return the nodes (1 to 5) that have each expert, for an algorithm that optimizes the loss of three nodes."""
     aimed = OverlapSearch(objective=SurvivalObjective(lost_weights=(0, 0, 1)))
     algorithm = aimed if name == "overlap_search" else ALGORITHMS[name]()
     plan = algorithm.place([counts], Cluster.of(5, 1), num_slots_per_rank=num_slots)
@@ -174,12 +177,13 @@ def places(name: str, counts: tuple[int, ...], num_slots: int) -> list[set[int]]
 
 
 def failing(held: Sequence[set[int]]) -> int:
-    """Count the losses of three out of five nodes that lose an expert."""
+    """Return how many of the losses of three out of five nodes lose an expert."""
     return sum(any(nodes <= set(lost) for nodes in held) for lost in combinations(range(1, 6), 3))
 
 
 def check_recorded() -> dict[str, Any]:
-    """Survival per layer and joint under every algorithm for GPT-L-like recorded loads."""
+    """Return the survival of each layer and of all layers, for every algorithm and recorded loads like those of
+    GPT-L."""
     loads = gpt_l_loads()
     num_slots = GPT_L["nodes"] * GPT_L["slots"]
     counts = [allocate(layer, num_slots, GPT_L["min_replicas"]).replica_counts for layer in loads]
@@ -209,7 +213,7 @@ def check_recorded() -> dict[str, Any]:
 
 
 def gpt_l_loads() -> list[list[int]]:
-    """The most loaded experts of each layer at one recorded iteration, as the paper takes them."""
+    """Return the most loaded experts of each layer in one recorded iteration, as the paper does."""
     trace = recorded.read(recorded.SMARTMOE)
     tokens = trace.per_layer(trace.record_of(GPT_L["iteration"]))[: GPT_L["layers"]]
     return [sorted(layer, reverse=True)[: GPT_L["experts"]] for layer in tokens.tolist()]

@@ -1,6 +1,6 @@
-"""Tables of figures in README.md and docs/claims.md, written from the stored results between two markers.
+"""Writes the tables of figures in README.md and docs/claims.md from the stored results, between two markers.
 
-``python -m benchmarks.tables`` rewrites them; ``--check`` reports whether they are current.
+``python -m benchmarks.tables`` writes the tables; ``--check`` reports whether they are current.
 """
 
 import argparse
@@ -21,9 +21,12 @@ OLDER = "older: files that the claim's script uses have changed since"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check all tables. 1 when ``--check`` finds one that is not current, 2 for a malformed claim or page."""
+    """Write or check all tables. Return 1 if ``--check`` finds a table that is not current, 2 for a malformed claim or
+    page."""
     parser = argparse.ArgumentParser(prog="tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when a table is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with code 1 if a table is not current"
+    )
     check = parser.parse_args(argv).check
     try:
         stale = refresh(write=not check)
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refresh(*, write: bool) -> list[Path]:
-    """Compare the pages with the results, and rewrite them if ``write``. Returns the pages that were not current."""
+    """Compare the pages with the results, and rewrite them if ``write``. Return the pages that were not current."""
     claims, results = load_claims(), newest_results(RESULTS_DIR)
     tables = {
         ROOT / "README.md": front_page_table(claims, results),
@@ -49,10 +52,10 @@ def refresh(*, write: bool) -> list[Path]:
 
 
 def update(path: Path, table: str, *, write: bool) -> bool:
-    """Compare the text between the markers with ``table``, and replace it if ``write``. Returns whether it differed."""
+    """Compare the text between the markers with ``table``, and replace it if ``write``. Return whether it differed."""
     text = path.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ConfigError.of(path.name, f"{text.count(BEGIN)} markers", f"must hold {BEGIN} and {END} once each")
+        raise ConfigError.of(path.name, f"{text.count(BEGIN)} markers", f"must contain {BEGIN} and {END} exactly once")
     head, _, rest = text.partition(BEGIN)
     tail = rest.partition(END)[2]
     wanted = f"{head}{BEGIN}\n{table}\n{END}{tail}"
@@ -62,7 +65,7 @@ def update(path: Path, table: str, *, write: bool) -> bool:
 
 
 def short_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """One line per claim and hardware class that has a result, in short cells."""
+    """Return one row for each claim and each hardware class that has a result, with short cells."""
     rows = ["| claim | what | result | on | date |", "|---|---|---|---|---|"]
     for claim in claims.values():
         for result in _of(claim, results):
@@ -73,7 +76,7 @@ def short_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[st
 
 
 def full_table(claims: dict[str, Claim], results: dict[tuple[str, str], dict[str, Any]], *, root: Path = ROOT) -> str:
-    """A section per claim: statement, bound, every hardware class it was measured on, with counts."""
+    """Return one section for each claim: statement, bound, and for every hardware class its result with counts."""
     sections: list[str] = []
     for claim in claims.values():
         sections.append(f"### `{claim.id}`\n\n{claim.statement.strip()}\n\nBound: {claim.threshold}.")
@@ -105,14 +108,14 @@ def _measured(result: dict[str, Any], source: str) -> str:
 
 
 def _table(table: dict[str, Any]) -> str:
-    """A table that a result brings along: ``title``, ``header``, ``rows``."""
+    """Format a table that is part of a result and has ``title``, ``header`` and ``rows``."""
     header = table["header"]
     rows = [_row(*header), "|" + "---|" * len(header), *(_row(*row) for row in table["rows"])]
     return "\n".join([f"{table['title']}:", "", *rows])
 
 
 def machine(facts: dict[str, Any]) -> str:
-    """A machine in one phrase: GPUs if any, cores, processor, memory."""
+    """Describe a machine in one phrase: GPUs if any, cores, processor, memory."""
     gpus = f"{len(facts['gpus'])} x {facts['gpus'][0]}, " if facts["gpus"] else ""
     return f"{gpus}{facts['num_cores']} cores ({facts['cpu_model']}), {facts['memory_bytes'] / GIB:.0f} GiB"
 

@@ -1,10 +1,10 @@
-"""One replica of a plain torchft job, for ``kill_to_commit``; runs in an environment of its own that has torchft.
+"""Runs one replica of a plain torchft job for ``kill_to_commit``, in a separate environment that contains torchft.
 
     python torchft_replica.py LIGHTHOUSE_ADDRESS NUMBER MIN_REPLICAS TIMEOUT_SECONDS
 
 A small transformer is trained with torchft's ``Manager`` over ``ProcessGroupGloo``, gradients averaged over replicas by
 ``PureDistributedDataParallel`` (with torch 2.13 its ``DistributedDataParallel`` ends survivors of a fault inside an
-all-reduce). A line of JSON on standard output for every committed step. Ends when standard input closes.
+all-reduce). The script prints a line of JSON for every committed step, and ends when standard input closes.
 """
 
 import json
@@ -24,7 +24,8 @@ HIDDEN, NUM_LAYERS, VOCABULARY, SEQUENCE, BATCH = 64, 4, 320, 16, 4
 
 
 class Model(torch.nn.Module):
-    """Embedding, encoder layers, head: about the dense part of ``model=moe_micro`` with its experts' parameters."""
+    """Embedding, encoder layers and head. Its size is about that of the dense part of ``model=moe_micro`` plus the
+    parameters of its experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [batch, sequence, vocabulary]."""
+        """Return the logits [batch, sequence, vocabulary]."""
         return self.head(self.layers(self.embedding(tokens)))
 
 

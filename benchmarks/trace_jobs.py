@@ -1,4 +1,5 @@
-"""The jobs of ``trace-replay``: consoles one after another in a run's folder, watched, killed and stopped."""
+"""Runs the jobs of ``trace-replay``: launchers one after another in a run's folder, which are watched, killed and
+stopped."""
 
 import dataclasses
 import signal
@@ -36,7 +37,7 @@ BASE = (
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """One launcher after another in a run's folder, from one warm fork server."""
+    """Launchers one after another in the folder of a run. Their ranks come from one fork server."""
 
     folder: Path
     name: str
@@ -45,17 +46,17 @@ class Job:
     most_nodes: int
     console: "subprocess.Popen[bytes] | None" = None
     began: float = 0.0
-    """Start of the present one, by the wall clock."""
+    """Wall-clock time at which the current launcher was started."""
     starts: list[float] = dataclasses.field(default_factory=list)
-    """Start of each."""
+    """Wall-clock time at which each launcher was started."""
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run."""
+        """Return the folder of the run."""
         return self.folder / self.name
 
     def start(self, *words: str) -> None:
-        """Start a launcher; reports of an earlier one do not count."""
+        """Start a launcher. Reports of earlier launchers no longer count."""
         self.began = time.time()
         self.starts.append(self.began)
         places = [f"run.dir={self.folder}", f"run.name={self.name}", f"data.cache_dir={self.folder / 'cache'}"]
@@ -72,29 +73,29 @@ class Job:
 
     @property
     def _log(self) -> Path:
-        """Output of the launchers."""
+        """Return the file for the output of the launchers."""
         return self.folder / f"{self.name}.log"
 
     def alive(self) -> bool:
-        """Whether the present launcher runs."""
+        """Return whether the current launcher runs."""
         return self.console.poll() is None
 
     def iterations(self, until: float = float("inf")) -> list[dict[str, Any]]:
-        """Records of iterations, by all consoles, up to a time."""
+        """Return the records of iterations by all launchers, up to a time."""
         found = [record for record in records_of(self.run_dir / "metrics.jsonl") if "loss" in record]
         return [record for record in found if record["time_unix_seconds"] <= until]
 
     def events(self) -> list[dict[str, Any]]:
-        """All that the consoles have recorded."""
+        """Return all events that the launchers have recorded."""
         return records_of(self.run_dir / "events.jsonl")
 
     def wait_for_an_iteration(self) -> float:
-        """Seconds that the first iteration took to come. Raises TimeoutError."""
+        """Wait for the first iteration. Return the seconds that it took. Raises TimeoutError."""
         wait_for(self.iterations, self.alive, "the first iteration")
         return time.time() - self.began
 
     def kill(self) -> None:
-        """End all processes of the job at once, and return when none is left. Raises TimeoutError."""
+        """Kill all processes of the job at the same time. Return when none is left. Raises TimeoutError."""
         nodes = range(self.most_nodes)
         with processes_of(self.run_dir, nodes, 1) as found:
             end_tree(psutil.Process(self.console.pid))
@@ -108,9 +109,9 @@ class Job:
             return not any(found.values())
 
     def stop(self) -> list[str]:
-        """Ask the job to stop, as Ctrl-C does; what is wrong about its end."""
+        """Request the job to stop, as Ctrl-C does. Return the problems of how it ended."""
         if self.console is None:
-            return ["it was not started"]
+            return ["the job was not started"]
         if self.alive():
             self.console.send_signal(signal.SIGINT)
         try:
@@ -121,4 +122,6 @@ class Job:
         if code == EXIT_INTERRUPTED:
             return []
         said = self._log.read_text(errors="replace")[-4000:]
-        return [f"no end within {TIMEOUT_SECONDS:g} s: {said}" if code is None else f"exit code {code}: {said}"]
+        return [
+            f"the job did not end within {TIMEOUT_SECONDS:g} s: {said}" if code is None else f"exit code {code}: {said}"
+        ]

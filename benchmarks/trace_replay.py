@@ -1,10 +1,11 @@
-"""Claim ``trace-replay``: a recorded trace of preemptible nodes, on living processes and on restarts from checkpoints.
+"""Claim ``trace-replay``: a recorded trace of preemptible nodes, replayed on a running job and on restarts from
+checkpoints.
 
-The first 80 minutes of the trace of Bamboo (Lazarus, section 6.4), scaled in time, on at most ten nodes of one rank. A
-node that is lost gets SIGKILL to all its processes, one that arrives is added by the operators' call. Beside it, in the
-same run and at the times at which the events were brought in: the same training, killed as a whole at every change of
-membership and started again, from the same warm fork server, on the nodes there are, from its newest dense checkpoint.
-What counts is iterations: those that stand when the replayed time is over, each once.
+The trace is the first 80 minutes of that of Bamboo (Lazarus, section 6.4), scaled in time, on at most ten nodes with
+one rank each. All processes of a lost node receive SIGKILL; an arriving node is added by an operator's call. For
+comparison, the same training is killed as a whole at every change of membership, at the same times in the same run. It
+is started again from the same fork server on the available nodes, and continues from its newest dense checkpoint. The
+compared figure is the number of iterations that are still valid at the end of the replayed time, each counted once.
 """
 
 import dataclasses
@@ -39,27 +40,28 @@ TRACE = ROOT.parent / "shared" / "data" / "traces" / "aws_p3_bamboo.csv"
 FULL = {"most_nodes": 10, "minutes": 80, "scale": 1 / 20}
 QUICK = {"most_nodes": 5, "minutes": 55, "scale": 1 / 120}
 SAVE_INTERVALS, QUICK_INTERVALS = (5, 20), (10,)
-"""Iterations from one dense checkpoint of the restarted job to the next: the better one counts."""
+"""Iterations between dense checkpoints of the restarted job. The interval with the better figure counts."""
 Event = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Result of a subject's replay of the trace."""
+    """Result of replaying the trace on one job."""
 
     useful_iterations: int
     first_iteration_seconds: float
-    """Time from the start of its process to the first iteration; not part of the replayed time."""
+    """Time from the start of the process to the first iteration. It is not part of the replayed time."""
     iteration_seconds: float
-    """Median of its iterations: they differ with what else the machine does."""
+    """Median duration of iterations, which depends on other work on the machine."""
     counts: dict[str, int]
     problems: list[str]
     restart_seconds: list[float | None] = dataclasses.field(default_factory=list)
-    """Time from the start of each later launcher to its first iteration; None where it was killed before."""
+    """Time from the start of each later launcher to its first iteration; None if the launcher was killed before
+    that."""
 
 
 def measure_elastic(job: Job, schedule: FailureSchedule) -> tuple[Replayed, list[dict[str, Any]]]:
-    """The living job through the schedule; with what was injected."""
+    """Replay the schedule on a running job. Return the result and the injected faults."""
     injector = Injector(run_dir=job.run_dir, ranks_per_node=1, connect=lambda: AdminClient(job.run_dir))
     problems, first_seconds, ended_at = [], 0.0, 0.0
     try:
@@ -97,18 +99,18 @@ def measure_elastic(job: Job, schedule: FailureSchedule) -> tuple[Replayed, list
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Iterations that stand in the end."""
+    """Iterations that are valid at the end."""
 
     num_iterations: int
     num_void: int
-    """Reported, and run again after a restart from a checkpoint."""
+    """Number of iterations that were reported, and run again after a restart from a checkpoint."""
     num_untold: int
-    """Iterations committed by all whose reporter died before its report."""
+    """Number of iterations that all ranks committed, but whose reporting rank died before its report."""
     problems: list[str]
 
 
 def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
-    """Iterations that stand, each once; those behind a checkpoint that ranks were started again from are void."""
+    """Return the valid iterations, each once. Iterations after the checkpoint of a restart are void."""
     changes = [event for event in events if event["kind"] == "membership_changed"]
     restarts = [
         e for e in events if e["kind"] == "recovery_started" and e["generation"] and e["strategy"] != "replicas"
@@ -133,9 +135,10 @@ def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
 
 
 def unproven(injected: Sequence[Event], events: Sequence[Event]) -> list[str]:
-    """List nodes that were killed as members without proof by the job's own events that it continued without them.
+    """Return nodes that were killed as members, but for which the job's events do not prove that it continued without
+    them.
 
-    A node that is killed before it has joined has been injected all the same.
+    A kill of a node that has not joined yet needs no such proof.
     """
     problems = []
     for number, fault in enumerate(injected):
@@ -151,14 +154,14 @@ def unproven(injected: Sequence[Event], events: Sequence[Event]) -> list[str]:
 
 
 def _members_before(injected: Sequence[Event], events: Sequence[Event], since: float, node: int) -> list[int]:
-    """The newest membership before a time; the first one where nothing has changed yet."""
+    """Return the newest membership before a time; the first membership if nothing has changed yet."""
     earlier = [e for e in events if e["kind"] == "membership_changed" and e["time_unix_seconds"] < since]
     added = any(fault["action"] == "add" and node in fault["nodes"] for fault in injected)
     return list(earlier[-1]["nodes"]) if earlier else ([] if added else [node])
 
 
 def changes_of(injected: Sequence[Event], num_nodes: int) -> list[tuple[float, int]]:
-    """Each moment at which nodes went or came, in seconds since the replay began, and how many there were after it."""
+    """Return each change of the number of nodes: seconds since the replay began, and the number of nodes afterwards."""
     refused = [(fault["action"], tuple(fault["nodes"])) for fault in injected if fault["action"].endswith("_injected")]
     assert not refused, f"the schedule of a replay that failed: {refused}"
     found: dict[int, tuple[float, int]] = {}
@@ -171,7 +174,7 @@ def changes_of(injected: Sequence[Event], num_nodes: int) -> list[tuple[float, i
 def measure_restarts(
     job: Job, num_nodes: int, changes: Sequence[tuple[float, int]], duration_seconds: float
 ) -> Replayed:
-    """The job that is killed and started again at every change."""
+    """Replay the trace on the job that is killed and started again at every change."""
     problems, first_seconds, ended_at = [], 0.0, 0.0
     try:
         job.start("run.resume=auto", f"launch.num_nodes={num_nodes}")
@@ -187,7 +190,7 @@ def measure_restarts(
         problems.append(str(error))
     finally:
         if job.alive() and standing_at_end(job.iterations(), [], job.began) == 0:
-            job.kill()  # the last one is still starting: it has nothing to stop yet
+            job.kill()  # the last launcher is still starting, so it is killed instead of stopped
         else:
             problems += job.stop()
     loaded = [event for event in job.events() if event["kind"] == "checkpoint_loaded"]
@@ -203,7 +206,7 @@ def measure_restarts(
 
 
 def restart_seconds(iterations: Sequence[Event], starts: Sequence[float]) -> list[float | None]:
-    """Seconds from each start to the first iteration before the next one."""
+    """Return the seconds from each start to the first iteration before the next start."""
     times = [record["time_unix_seconds"] for record in iterations]
     return [
         min((at - began for at in times if began <= at < following), default=None)
@@ -212,19 +215,20 @@ def restart_seconds(iterations: Sequence[Event], starts: Sequence[float]) -> lis
 
 
 def median_seconds(iterations: Sequence[Event]) -> float:
-    """Median length of iterations; 0 for none."""
+    """Return the median duration of iterations; 0 if there are none."""
     return statistics.median([record["iteration_seconds"] for record in iterations] or [0.0])
 
 
 def standing_at_end(iterations: Sequence[Event], events: Sequence[Event], began: float) -> int:
-    """Newest iteration of the last job that was started; of its checkpoint where it had come no further."""
+    """Return the newest iteration of the last job that was started, or the iteration of its checkpoint if it completed
+    none."""
     saved = [e for e in events if e["kind"] == "checkpoint_saved" and e["time_unix_seconds"] < began]
     own = [record["iteration"] for record in iterations if record["time_unix_seconds"] >= began]
     return max(own or [event["iteration"] for event in saved], default=0)
 
 
 def _wait_until(deadline: float, alive: Callable[[], bool]) -> None:
-    """Wait for a moment of the monotonic clock. Raises TimeoutError: the job has ended before."""
+    """Wait until a time of the monotonic clock. Raises TimeoutError if the job ends before."""
     while (left := deadline - time.monotonic()) > 0:
         if not alive():
             raise TimeoutError("the job ended by itself")
@@ -232,7 +236,7 @@ def _wait_until(deadline: float, alive: Callable[[], bool]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay the trace on both kinds of jobs and judge them."""
+    """Replay the trace on both kinds of jobs, and judge the figures."""
     arguments = parse_arguments(__doc__, argv)
     schedule = read_trace(TRACE).schedule(**(QUICK if arguments.quick else FULL))  # type: ignore[arg-type]
     intervals = QUICK_INTERVALS if arguments.quick else SAVE_INTERVALS
@@ -256,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep(job: Job, replayed: Replayed) -> None:
-    """Leave the folder of a job that went wrong where it can be looked at."""
+    """Copy the folder of a failed job to a place where users can examine it."""
     if replayed.problems and job.run_dir.exists():
         kept = ROOT / ".cache" / "benchmarks" / ID / job.name
         shutil.rmtree(kept, ignore_errors=True)
@@ -271,7 +275,7 @@ def judge(
     injected: Sequence[Event],
     load: Sequence[float],
 ) -> int:
-    """Write the result. Seconds of the quick variant, beside other tests, say nothing: there all must only be well."""
+    """Write the result. In the quick variant, which runs beside other tests, times are not judged."""
     interval = max(restarts, key=lambda each: restarts[each].useful_iterations, default=0)
     theirs = restarts[interval].useful_iterations if restarts else 0
     problems = elastic.problems + [problem for each in restarts.values() for problem in each.problems]

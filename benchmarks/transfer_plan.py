@@ -1,4 +1,4 @@
-"""Claim ``transfer-plan``: what moves after a loss is planned for 8,192 ranks in at most 2 CPU seconds."""
+"""Claim ``transfer-plan``: for 8,192 ranks, the transfers after a loss are planned in at most 2 CPU seconds."""
 
 import gc
 import math
@@ -31,15 +31,15 @@ RANKS_PER_NODE, STATE_COPIES, ITERATION = 8, 2, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One change of the membership: what is planned, and what must come out."""
+    """Change of the membership: how to plan it, and the expected properties of the plan."""
 
     name: str
     plan: Callable[[], TransferPlan]
-    """Time from the previous layout and the live ranks to the plan, nothing prepared but the list of tensors."""
+    """Plans the change, from the previous layout and the live ranks. Only the list of tensors is prepared before."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Time every case at every size, check its plan, and judge the slowest and the steepest."""
+    """Time every case at every size, check its plan, and judge the slowest case and the steepest growth."""
     arguments = parse_arguments(__doc__, argv)
     sizes = QUICK_SIZES if arguments.quick else SIZES
     repeats = QUICK_REPEATS if arguments.quick else REPEATS
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def mixtral() -> ModelState:
-    """Mixtral 8x7B, TP2 PP4: the parameters of Megatron's modules, one tensor-parallel part each."""
+    """Return the state of Mixtral 8x7B with TP2 PP4: the parameters of Megatron's modules, in tensor-parallel parts."""
     per_stage = NUM_LAYERS // NUM_STAGES
     stages = []
     for stage in range(NUM_STAGES):
@@ -108,7 +108,7 @@ def _dense(name: str, layer: int, size: int, kind: Kind = "non_expert", *, is_sp
 
 
 def cases(model: ModelState, num_ranks: int) -> list[Case]:
-    """Changes of a job of ``num_ranks`` ranks, 8 to a node, with copies of optimizer state on two nodes."""
+    """Return changes of a job of ``num_ranks`` ranks, 8 per node, with copies of optimizer state on two nodes."""
     shape = {"tensor_size": TENSOR_SIZE, "num_stages": NUM_STAGES}
     layout = ParallelLayout.regular(num_ranks, **shape)
     node_of = {rank: rank // RANKS_PER_NODE for rank in range(num_ranks + RANKS_PER_NODE)}
@@ -153,7 +153,8 @@ def cases(model: ModelState, num_ranks: int) -> list[Case]:
 
 
 def _placements(layout: ParallelLayout, domain_of: dict[int, str]) -> tuple[PlacementPlan, ...]:
-    """Two experts of eight on every rank, by its number: those that stay keep theirs."""
+    """Return placements with two of eight experts on every rank, by the rank's number. Continuing ranks keep their
+    experts."""
     per_stage = NUM_LAYERS // NUM_STAGES
     plans = []
     for stage in range(NUM_STAGES):
@@ -174,7 +175,7 @@ def _placements(layout: ParallelLayout, domain_of: dict[int, str]) -> tuple[Plac
 
 
 def _stored(model: ModelState) -> Holdings:
-    """Every tensor whole on storage."""
+    """Return holdings in which storage has every tensor completely."""
     index = model.index
     count = len(index)
     return Holdings(
@@ -192,12 +193,13 @@ def _stored(model: ModelState) -> Holdings:
 def _planned(holdings: Holdings, needs: Needs) -> TransferPlan:
     plan = plan_transfers(holdings, needs)
     assert isinstance(plan, TransferPlan), plan.summary()
-    assert plan.num_bytes + plan.kept_bytes == needs.num_bytes, "every needed byte is kept or moved, once"
+    assert plan.num_bytes + plan.kept_bytes == needs.num_bytes, "every needed byte must be kept or moved exactly once"
     return plan
 
 
 def measure(case: Case, num_ranks: int, repeats: int) -> dict[str, Any]:
-    """CPU seconds of the fastest repeat, and what the plan amounts to; its rounds keep their limit."""
+    """Return the CPU seconds of the fastest repeat and the size of the plan, after checking that its rounds keep their
+    limit."""
     seconds = []
     for _ in range(repeats):
         gc.collect()
@@ -220,13 +222,13 @@ def measure(case: Case, num_ranks: int, repeats: int) -> dict[str, Any]:
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
-    """Slope of log seconds over log ranks, by least squares."""
+    """Return the slope of log seconds over log ranks, by least squares."""
     slope, _ = np.polyfit([math.log(ranks) for ranks, _ in points], [math.log(seconds) for _, seconds in points], 1)
     return round(float(slope), 3)
 
 
 def on_one_core() -> None:
-    """Start this program again with one thread for matrix products, which numpy decides when it is imported."""
+    """Start this program again with one thread for matrix products. numpy reads this number when it is imported."""
     single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if any(os.environ.get(name) != value for name, value in single.items()):
         command = [sys.executable, "-m", "benchmarks.transfer_plan", *sys.argv[1:]]

@@ -1,9 +1,10 @@
-"""Claim ``unauthenticated-connections``: unauthenticated peers that use up descriptors stop no job and block no agent.
+"""Claim ``unauthenticated-connections``: unauthenticated peers that use up file descriptors stop no job and block no
+agent.
 
-The real controller's process with a soft and a hard limit of 1,024 descriptors serves 100 agents with the real protocol
-(``light_agents``). Then 1,500 connections without a token are held open to its port, and opened again as soon as they
-are closed. Meanwhile every agent's calls must be answered, operators' calls over new connections, too; a node is lost,
-for which the controller opens files and finds a port; and its agent comes back over a new connection and becomes a
+The real controller's process, with a soft and a hard limit of 1,024 descriptors, serves 100 agents with the real
+protocol (``light_agents``). Then 1,500 connections without a token are opened to its port, and opened again whenever
+they are closed. Meanwhile all calls of agents must be answered, and also operators' calls over new connections. A node
+is lost, for which the controller opens files and finds a port. Its agent comes back over a new connection and becomes a
 member again.
 """
 
@@ -39,7 +40,7 @@ _CONNECT_SECONDS = 1.0
 
 
 class Crowd(threading.Thread):
-    """Unauthenticated peers: as many connections as there can be up to a number, opened again when they are closed."""
+    """Unauthenticated peers, with up to a given number of connections, which are opened again when they are closed."""
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(name="crowd", daemon=True)
@@ -49,11 +50,11 @@ class Crowd(threading.Thread):
         self._over = threading.Event()
         self.num_opened = 0
         self.num_closed = 0
-        """Connections closed by the controller."""
+        """Number of connections that the controller closed."""
         self.most_held = 0
 
     def run(self) -> None:
-        """Hold on until ``end``."""
+        """Keep connections open until ``end`` is called."""
         while not self._over.is_set():
             while len(self._selector.get_map()) < self._number and not self._over.is_set():
                 if not self._open():
@@ -63,7 +64,7 @@ class Crowd(threading.Thread):
                 self._read(key.fileobj)
 
     def _open(self) -> bool:
-        """Half of them stay silent, half begin a call without a token."""
+        """Open a connection. Half of the connections stay silent; the other half begins a call without a token."""
         try:
             sock = socket.create_connection(self._target, timeout=_CONNECT_SECONDS)
             if self.num_opened % 2:
@@ -83,7 +84,7 @@ class Crowd(threading.Thread):
         except BlockingIOError:
             return
         except OSError:
-            pass  # reset: it is closed, too
+            pass  # a reset connection is closed as well
         self._selector.unregister(sock)
         sock.close()
         self.num_closed += 1
@@ -99,7 +100,7 @@ class Crowd(threading.Thread):
 
 @contextlib.contextmanager
 def strangers(address: str, number: int) -> Iterator[Crowd]:
-    """Connections without a token, held open until the block ends."""
+    """Keep connections without a token open during the block."""
     crowd = Crowd(address, number)
     crowd.start()
     try:
@@ -109,7 +110,7 @@ def strangers(address: str, number: int) -> Iterator[Crowd]:
 
 
 async def endure(job: RealController, quick: bool) -> tuple[list[str], dict[str, float]]:
-    """Run the job under pressure: what went wrong, and what was counted."""
+    """Run the job while the connections are open. Return problems and counts."""
     num_agents = QUICK_AGENTS if quick else NUM_AGENTS
     fleet, problems = Fleet(job.address, job.token), []
     for node in range(num_agents):
@@ -132,19 +133,19 @@ async def endure(job: RealController, quick: bool) -> tuple[list[str], dict[str,
         process_id = await fleet.kill(LOST_NODE)
         job.link.post(NodeLost(LOST_NODE, time.time(), "its process was killed by SIGKILL", process_id))
         if await fleet.last_arrival("reform", 1, LIMIT_SECONDS) is None:
-            problems.append(f"no next membership without node {LOST_NODE} in {LIMIT_SECONDS:g} s")
+            problems.append(f"no next membership without node {LOST_NODE} within {LIMIT_SECONDS:g} s")
         fleet.begin(LOST_NODE, 5000)
         if await fleet.last_arrival("reform", 2, LIMIT_SECONDS) is None:
-            problems.append(f"node {LOST_NODE} did not get in again in {LIMIT_SECONDS:g} s")
+            problems.append(f"node {LOST_NODE} did not become a member again within {LIMIT_SECONDS:g} s")
         held_seconds = QUICK_HELD_SECONDS if quick else HELD_SECONDS
         await asyncio.sleep(max(0.0, held_seconds - (time.monotonic() - began)))
         status, repeated = await asyncio.to_thread(status_in_time, job.run_dir)
         num_repeated += repeated
         silent = [node for node, agent in fleet.agents.items() if agent.answers < before.get(node, 0) + 2]
         counts = {"opened": crowd.num_opened, "closed": crowd.num_closed, "most held at once": crowd.most_held}
-    problems += [f"agents {silent} got no answers"] if silent else []
+    problems += [f"agents {silent} received no answers"] if silent else []
     if status["members"] != sorted(fleet.agents):
-        problems.append(f"members are {status['members']}, the living nodes are {sorted(fleet.agents)}")
+        problems.append(f"the members are {status['members']}, but the living nodes are {sorted(fleet.agents)}")
     problems += [f"node {node} was refused: {why}" for node, why in fleet.refused.items()]
     problems += [f"the controller was replaced {job.num_replaced} times"] if job.num_replaced else []
     retries = sum(agent.retries for agent in fleet.agents.values())
@@ -155,13 +156,13 @@ async def endure(job: RealController, quick: bool) -> tuple[list[str], dict[str,
 
 
 def status_in_time(run_dir: Path, ask: Callable[[Path], Message] = ask_status) -> tuple[Message, int]:
-    """The job's status, and the number of calls before that got no answer.
+    """Return the job's status, and the number of earlier calls that were not answered.
 
-    A new connection can be closed with those of the strangers before it has shown the token: it is made again, as
-    agents do.
+    The controller may close a new connection together with unauthenticated ones, before the token has arrived. The
+    connection is then opened again, as agents do.
 
     Raises:
-        JobNotRunning: there is no answer in time.
+        JobNotRunning: no call was answered in time.
     """
     deadline, repeated = time.monotonic() + LIMIT_SECONDS, 0
     while True:
@@ -175,7 +176,7 @@ def status_in_time(run_dir: Path, ask: Callable[[Path], Message] = ask_status) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and judge."""
+    """Measure and judge the claim."""
     arguments = parse_arguments(__doc__, argv)
     quick = arguments.quick
     num_agents, limit = (QUICK_AGENTS, QUICK_DESCRIPTORS) if quick else (NUM_AGENTS, NUM_DESCRIPTORS)

@@ -1,11 +1,11 @@
-"""Claim ``wandb-continuity``: wandb has one run of a job that was killed and started again, each iteration once.
+"""Claim ``wandb-continuity``: wandb has one run of a job that was killed and started again, with each iteration once.
 
-Each job of three nodes is killed whole, three times: launcher, controller, agents, snapshot servers, ranks and wandb's
-own process get a SIGKILL at once, at a random moment of an iteration, with all that wandb had not written yet. Each
-time the run is continued (``run.resume=must``) from a dense checkpoint some iterations back, so that iterations are run
-again. In the last job the rank of node 0, which reports, is killed at a random moment while the others continue. Then
-wandb's offline folders are read back by wandb's own reader (``wandb_readback.py``). A job counts when its events show
-every fault.
+Each job of three nodes is killed completely, three times. Launcher, controller, agents, snapshot servers, ranks and
+wandb's own process receive SIGKILL at one instant, at a random moment of an iteration; everything that wandb had not
+written yet is lost. Each time the run is continued (``run.resume=must``) from a dense checkpoint some iterations back,
+so that iterations run again. In the last job, the rank of node 0, which reports, is killed at a random moment while the
+other ranks continue. Then wandb's offline folders are read by wandb's own reader (``wandb_readback.py``). A job counts
+only if its events show every fault.
 """
 
 import contextlib
@@ -32,11 +32,12 @@ from megatron_ft.testing.jobs import forkserver
 ID = "wandb-continuity"
 NUM_JOBS, QUICK_JOBS = 4, 1
 NUM_KILLS, QUICK_KILLS = 3, 1
-"""Kills of each whole job."""
+"""Number of kills of each whole job."""
 LEAST_ITERATIONS, MOST_ITERATIONS = 3, 12
-"""Range of the reports of an attempt before it is killed: after few of them wandb has written nothing yet."""
+"""Smallest and largest number of iterations that an attempt reports before it is killed. After few iterations wandb has
+written nothing yet."""
 SAVE_INTERVAL = 4
-"""Iterations from one checkpoint to the next; a kill comes one to three after one."""
+"""Iterations from one checkpoint to the next. A kill comes one to three iterations after a checkpoint."""
 NUM_NODES = 3
 SEED = 20261122
 WARM = "megatron_ft.mcore.rank_main:warm"
@@ -51,10 +52,10 @@ WORDS = (
 
 @dataclasses.dataclass(slots=True)
 class Killed:
-    """One run and what became of it."""
+    """Run and the results of its faults."""
 
     num_due: int
-    """Kills of the whole job, as planned."""
+    """Planned number of kills of the whole job."""
     problems: list[str] = dataclasses.field(default_factory=list)
     num_kills: int = 0
     num_ranks_killed: int = 0
@@ -62,7 +63,7 @@ class Killed:
 
     @property
     def proven(self) -> bool:
-        """Whether the run's own events show every fault."""
+        """Return whether the run's own events show every fault."""
         if self.history is None:
             return False
         changes = [event for event in self.history.events if event.kind == "membership_changed"]
@@ -71,7 +72,7 @@ class Killed:
 
 
 def run_and_kill(folder: Path, socket: str, number: int, rng: random.Random, num_kills: int) -> Killed:
-    """One run through all its faults, to a stop as by Ctrl-C; its folder is read and removed."""
+    """Make one run with all its faults, and stop it as Ctrl-C does. Its folder is read and then removed."""
     job = Job(folder, f"run-{number:03d}", WORDS, socket, NUM_NODES)
     killed = Killed(num_kills)
     try:
@@ -98,20 +99,21 @@ def run_and_kill(folder: Path, socket: str, number: int, rng: random.Random, num
 
 
 def fresh(job: Job) -> int:
-    """Iterations that the present launcher has reported."""
+    """Return the number of iterations that the current launcher has reported."""
     return sum(record["time_unix_seconds"] >= job.began for record in job.iterations())
 
 
 def newest(job: Job) -> int:
-    """Iteration reported last."""
+    """Return the iteration that was reported last."""
     return int(job.iterations()[-1]["iteration"])
 
 
 def train_and_kill(job: Job, rng: random.Random) -> None:
-    """Let the present launcher report some iterations, the last of them after a checkpoint, then kill all of it.
+    """Wait until the current launcher has reported some iterations, the last of them after a checkpoint, then kill all
+    its processes.
 
     Raises:
-        TimeoutError: it does not come so far, or does not end.
+        TimeoutError: the iterations were not reported in time, or a process did not end.
     """
     enough = rng.randint(LEAST_ITERATIONS, MOST_ITERATIONS)
     place = rng.randrange(1, SAVE_INTERVAL)
@@ -122,10 +124,10 @@ def train_and_kill(job: Job, rng: random.Random) -> None:
 
 
 def kill_at_once(job: Job) -> None:
-    """Kill all processes of the job, as the death of their machine would. Returns when none is left.
+    """Kill all processes of the job at one instant, as if their machine died. Return when none is left.
 
     Raises:
-        TimeoutError: a process stays alive.
+        TimeoutError: a process did not end.
     """
     console = psutil.Process(job.console.pid)
     with processes_of(job.run_dir, range(NUM_NODES), 1) as found:
@@ -139,7 +141,7 @@ def kill_at_once(job: Job) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and kill all jobs and judge what wandb has of them."""
+    """Run and kill all jobs, and judge wandb's records of them."""
     arguments = parse_arguments(__doc__, argv)
     num_jobs, num_kills = (QUICK_JOBS, QUICK_KILLS) if arguments.quick else (NUM_JOBS, NUM_KILLS)
     rng = random.Random(SEED)

@@ -1,7 +1,8 @@
-"""A run's wandb folders read back by wandb's own reader, and compared with what the run itself has written down.
+"""Reads a run's wandb folders with wandb's own reader, and compares them with the run's own records.
 
-``history_of(run_dir).problems()`` says whether wandb will show one run: of one id, each iteration once, in rising order
-without a gap over all attempts, with a loss that the run has reported. It starts nothing and needs the folder alone.
+``history_of(run_dir).problems()`` is empty if wandb will show one run: with one id, and with each iteration once, in
+rising order without a gap over all attempts, with a loss that the run has reported. It starts no job and needs only the
+folder.
 """
 
 import itertools
@@ -24,65 +25,64 @@ MOST_TOLD = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbStep:
-    """One history record."""
+    """History record of one wandb step."""
 
     folder: int
-    """Number of the offline folder it lies in, from 1, in the order they were made."""
+    """Number of the record's offline folder, counted from 1 in the order of creation."""
     step: int
     figures: Mapping[str, Any]
 
     @property
     def iteration(self) -> int:
-        """The axis that wandb draws over; -1 where there is none."""
+        """Return the iteration, which is wandb's x axis; -1 if the record has none."""
         return int(self.figures.get("iteration", -1))
 
     @property
     def attempt(self) -> int:
-        """The attempt that its figures are of; 0 where it has none."""
+        """Return the attempt to which the figures belong; 0 if the record has none."""
         return int(self.figures.get("job/attempt", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbHistory:
-    """All that lies in a run's wandb folders, beside what the run has reported."""
+    """Content of a run's wandb folders, and the run's own reports."""
 
     run_ids: tuple[str, ...]
-    """Run id of each folder that has one, in their order."""
+    """Run id of each folder that has one, in the order of the folders."""
     own_id: str | None
-    """Id in the run's folder."""
+    """Id in the run's own folder; None if there is none."""
     steps: tuple[WandbStep, ...]
     begins: Mapping[int, int]
-    """Folder to the attempt that its job began with, by the restart marker in its config; not where the job sent none.
-    """
+    """Attempt with which the job of each folder began, from the restart marker in its config. Folders without a marker
+    are left out."""
     losses: Mapping[int, Sequence[float]]
-    """Iteration to the losses that ``metrics.jsonl`` has of it, the newest last."""
+    """Losses of each iteration in ``metrics.jsonl``, the newest last."""
     events: tuple[Record, ...]
 
     @property
     def num_attempts(self) -> int:
-        """Count the starts of ranks for the run."""
+        """Return the number of times that the ranks of the run were started."""
         return sum(isinstance(event, RunStarted) for event in self.events)
 
     @property
     def untold(self) -> frozenset[int]:
-        """Iterations without a report: all ranks had completed them, and the reporting one died before its report. A
-        membership begins with each.
-        """
+        """Return iterations that all ranks completed, but whose reporting rank died before its report. A membership
+        begins after each of them."""
         begins = {event.iteration for event in self.events if isinstance(event, MembershipChanged)}
         return frozenset(begins - self.losses.keys() - {0})
 
     @property
     def num_sent_late(self) -> int:
-        """Iterations that wandb had lost with a process and that a later job has sent."""
+        """Return the number of iterations that wandb lost with a process and that a later job has sent."""
         return sum(step.attempt < self.begins.get(step.folder, 0) for step in self.steps)
 
     @property
     def num_run_again(self) -> int:
-        """Iterations that ``metrics.jsonl`` has more than once."""
+        """Return the number of iterations that ``metrics.jsonl`` contains more than once."""
         return sum(len(losses) > 1 for losses in self.losses.values())
 
     def problems(self) -> list[str]:
-        """List problems in words; empty for a run that has ended and that wandb has as one."""
+        """Return problems as text; empty for a run that has ended and that wandb has as one run."""
         return [*self._of_ids(), *self._of_axis(), *self._of_losses(), *self._of_attempts()]
 
     def _of_ids(self) -> Iterator[str]:
@@ -127,8 +127,8 @@ def history_of(run_dir: Path) -> WandbHistory:
 
     Raises:
         subprocess.SubprocessError: wandb's reader failed.
-        OSError: the run has no ``metrics.jsonl`` or ``events.jsonl``.
-        ValueError: a line of them is damaged.
+        OSError: ``metrics.jsonl`` or ``events.jsonl`` of the run does not exist.
+        ValueError: a line of these files is damaged.
     """
     ids: list[str] = []
     steps: list[WandbStep] = []
@@ -158,14 +158,14 @@ def history_of(run_dir: Path) -> WandbHistory:
 
 
 def _records(folder: Path) -> Iterator[dict[str, Any]]:
-    """All records of an offline folder, as wandb prints them; a torn end is no error."""
+    """Yield all records of an offline folder, as wandb prints them. An incomplete end is no error."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     return map(json.loads, done.stdout.splitlines())
 
 
 def _told(problems: Iterator[str]) -> list[str]:
-    """The first of them, and how many more there are."""
+    """Return the first problems, and the number of the others."""
     found = list(problems)
     more = [f"... and {len(found) - MOST_TOLD} more"] if len(found) > MOST_TOLD else []
     return found[:MOST_TOLD] + more

@@ -1,9 +1,10 @@
-"""Check a job on the login node and submit it: ``python slurm/submit.py --nodes 8 experiment=mixtral_slurm``.
+"""Checks a job on the login node and submits it: ``python slurm/submit.py --nodes 8 experiment=mixtral_slurm``.
 
-The script checks the configuration as ``dry_run=true`` does, with the nodes that the job will have. A job that fails
-the check is not submitted. The script then submits ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``)
-with the options and overrides written into it. The job keeps a copy in the run's folder, as ``slurm/JOBID.sbatch``.
-``--check`` submits and writes nothing: it prints the dry run and the command of sbatch.
+The script checks the configuration as ``dry_run=true`` does, with the number of nodes that the job will have. A job
+that fails the check is not submitted. The submitted script is a copy of ``pretrain.sbatch`` (with ``--shape array``, of
+``pretrain_array.sbatch``) that contains the options and overrides. The run's folder contains this copy as
+``slurm/JOBID.sbatch``. With ``--check``, the script submits and writes nothing; it prints the dry run and the command
+of sbatch.
 """
 
 import argparse
@@ -23,7 +24,7 @@ _START = "set -euo pipefail\n"
 
 
 class Refused(Exception):
-    """The script does not submit the job, for the given reason."""
+    """Raised when the script does not submit the job. The message is the reason."""
 
 
 def read_site(path: Path) -> dict[str, str]:
@@ -49,19 +50,19 @@ def read_site(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Distribution of the nodes over Slurm jobs."""
+    """Way to distribute the nodes over Slurm jobs: one allocation, or an array."""
 
     script: str
     launch: str
     """Option of the configuration group ``launch``."""
     overrides: tuple[str, ...] = ()
-    """Overrides that the script sets in addition to sizes and folders."""
+    """Overrides that the script sets besides sizes and folders."""
     log: str = "%j"
     """Name of the log in sbatch's syntax, after ``slurm-``."""
 
     def options(self, num_nodes: int, num_queued: int) -> list[str]:
-        """Return the options of sbatch for ``num_nodes``. ``num_queued`` further nodes wait and do not run at the same
-        time."""
+        """Return the options of sbatch for ``num_nodes`` running nodes. ``num_queued`` further nodes wait in the
+        queue."""
         if self.launch == "slurm":
             return [f"--nodes={num_nodes}"]
         return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}"]
@@ -85,11 +86,11 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
     launch = [f"launch={shape.launch}", *(f"{key}={value}" for key, value in sizes.items()), *shape.overrides]
     words = [site["MFT_PYTHON"], "pretrain_moe.py", *launch, *overrides, "dry_run=true"]
     if subprocess.run(words, cwd=HERE.parent, check=False).returncode != 0:
-        raise Refused("the dry run refuses this job: nothing was submitted")
+        raise Refused("the dry run refuses this job, so it was not submitted")
 
 
 def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, variables: Mapping[str, str]) -> str:
-    """Return a script of this folder with the given sbatch options, overrides and environment variables."""
+    """Return a script of this folder, with the given sbatch options, overrides and environment variables."""
     script = (HERE / name).read_text(encoding="utf-8")
     assert script.count(_START) == 1, "the script must have exactly one first command after the directives"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
@@ -98,21 +99,24 @@ def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, 
 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
-    """Refuse options that are impossible for every shape or for the chosen one.
+    """Raise ``Refused`` for an option that is impossible for every shape, or for the chosen one.
 
     Raises:
         Refused: an option is impossible.
     """
     if chosen.shape != "array" and chosen.queued != 0:
-        raise Refused("--queued needs --shape array")
+        raise Refused("--queued: can only be used with --shape array")
     if not 0 <= chosen.queued <= num_spares:
         raise Refused(
-            f"--queued={chosen.queued}: must be in 0..{num_spares} (MFT_SPARE_NODES): only spares can start late"
+            f"--queued={chosen.queued}: must be in 0..{num_spares} (MFT_SPARE_NODES): only spare nodes can "
+            "start later than the others"
         )
     if chosen.chain < 1:
         raise Refused(f"--chain={chosen.chain}: must be at least 1")
     if not chosen.check and shutil.which("sbatch") is None:
-        raise Refused("sbatch: must be a command here: submit on a login node of the cluster; --check needs no Slurm")
+        raise Refused(
+            "sbatch: must be installed; submit on a login node of the cluster, or use --check, which needs no Slurm"
+        )
 
 
 def submit(script: str) -> str:
@@ -133,7 +137,7 @@ def submit_chain(script: str, length: int) -> list[str]:
     """Submit the script with ``sbatch`` several times. Return the ids of the jobs.
 
     Raises:
-        Refused: Slurm does not accept one. Earlier jobs stay submitted; the message names them.
+        Refused: Slurm does not accept one of the jobs. Earlier jobs stay submitted, and the message names them.
     """
     jobs: list[str] = []
     for _ in range(length):
@@ -142,25 +146,29 @@ def submit_chain(script: str, length: int) -> list[str]:
         except Refused as refusal:
             if not jobs:
                 raise
-            raise Refused(f"{refusal}\nof {length} jobs these were submitted and remain: {', '.join(jobs)}") from None
+            raise Refused(
+                f"{refusal}\nof {length} jobs, these were submitted and remain in the queue: {', '.join(jobs)}"
+            ) from None
     return jobs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return the exit code."""
+    """Run the command line and return the exit code."""
     default_site = Path(os.environ.get("MFT_SITE") or HERE / "site.env")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--nodes", type=int, required=True, help="number of nodes of the allocation or array, spares included"
+        "--nodes", type=int, required=True, help="number of nodes of the allocation or array, including spares"
     )
     parser.add_argument(
-        "--shape", choices=SHAPES, default="allocation", help="one allocation, or an array with a task per node"
+        "--shape", choices=SHAPES, default="allocation", help="one allocation, or a job array with one task per node"
     )
     parser.add_argument(
         "--queued", type=int, default=0, help="number of an array's spares that may still wait in Slurm's queue"
     )
-    parser.add_argument("--chain", type=int, default=1, help="number of jobs; each continues the run of the one before")
-    parser.add_argument("--check", action="store_true", help="check the job and print the command of sbatch only")
+    parser.add_argument(
+        "--chain", type=int, default=1, help="number of jobs to submit; each continues the run of the previous job"
+    )
+    parser.add_argument("--check", action="store_true", help="only check the job and print the command of sbatch")
     parser.add_argument("--site", type=Path, default=default_site, help="file with the values of the site (MFT_SITE)")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)
@@ -194,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job, log = jobs[0], shape.log.replace("%a", "0").replace("%A", jobs[0]).replace("%j", jobs[0])
     then = f", then {', '.join(jobs[1:])}" if jobs[1:] else ""
     print(f"job       {job}{then}\nlog       {runs}/slurm-{log}.log\nrun       {runs / names[-1]}")
-    print(f"its end   {runs / names[-1]}/slurm/{job}.json")
+    print(f"result    {runs / names[-1]}/slurm/{job}.json")
     return 0
 
 

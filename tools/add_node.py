@@ -1,4 +1,4 @@
-"""Starts a node for a running job. The node joins between two iterations.
+"""Starts a node for a running job. The node joins the training between two iterations.
 
 python -m tools.add_node runs/moe_tiny-001 2
 """
@@ -16,10 +16,10 @@ from megatron_ft.errors import EXIT_OK, MegatronFtError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="add_node", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("node", type=int, help="number of the node")
+    parser.add_argument("node", type=int, help="number of the node to start")
     options = parser.parse_args(arguments)
     try:
         with AdminClient(options.run_dir) as operator:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatronFtError as error:
         print(f"add_node: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"node {options.node} is being started; it joins at an iteration boundary")
+    print(f"node {options.node} is being started; it joins between two iterations")
     return EXIT_OK
 
 

@@ -1,10 +1,11 @@
-"""Reports from what a job could continue if nodes were lost: surviving operators, repeated iterations, duration.
+"""Shows from which state a job could continue if nodes were lost, which operators would survive, and the time it would
+cost.
 
     python -m tools.can_recover runs/moe_tiny-001 --lose 2,5
     python -m tools.can_recover --config model=moe_tiny placement=spread launch.num_nodes=4 --lose 1
 
-A run's folder provides placement, windows, checkpoints, and measured durations. Dense checkpoints and persisted windows
-are read whole and verified. Exit code 0: the job could continue from some state; 9: it could not.
+The tool reads placement, windows, checkpoints and measured durations from the run's folder. It verifies every byte of
+dense checkpoints and persisted windows. Exit code 0: the job could continue from some state; 9: it could not.
 """
 
 import argparse
@@ -46,24 +47,25 @@ from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
-"""Number of newest iterations whose median is the duration of an iteration."""
+"""Number of newest iterations. The tool uses their median duration as the duration of an iteration."""
 _VOCABULARY = 1
-"""Placeholder for a vocabulary size that only the tokenizer knows. No answer of this tool depends on it."""
+"""Placeholder for a vocabulary size that only the tokenizer knows. No result of this tool depends on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result that ``--json`` prints."""
+    """Result of the tool, which ``--json`` prints."""
 
     cost: LossCost
     num_operators: int
     seconds_again: float | None
-    """Time for the repeated iterations at the measured pace of the run; None if not known."""
+    """Time for the iterations that would run again, at the measured pace of the run; None if it is not known."""
     seconds_to_continue: float | None
-    """Median time of earlier changes of membership in the run. None if there were none, or if all ranks start again."""
+    """Median duration of earlier changes of membership in the run. None if there were none, or if all ranks would start
+    again."""
     notes: tuple[str, ...] = ()
     device: str = "cpu"
-    """Device for which the answer is valid: ``cpu`` or ``cuda``."""
+    """Device for which the result is valid: ``cpu`` or ``cuda``."""
 
     def to_json(self) -> dict[str, Any]:
         figures = {"num_operators": self.num_operators, "notes": list(self.notes), "device": self.device}
@@ -73,7 +75,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Data from the folder of a run."""
+    """Data that the tool has read from the folder of a run."""
 
     path: Path
     config: JobConfig
@@ -83,10 +85,10 @@ class Run:
 
     @classmethod
     def of(cls, path: Path, *, as_if_running: bool) -> "Run":
-        """Read a folder.
+        """Read the folder of a run.
 
         Raises:
-            DataError: the folder holds no run, or files are damaged.
+            DataError: the folder does not contain a run, or its files are damaged.
             ControlError: the controller of the running job refuses the request.
         """
         config = read_config(path / "config.yaml")
@@ -100,14 +102,14 @@ class Run:
             with AdminClient(path) as operator:
                 nodes, is_running = tuple(sorted(operator.status()["members"])), True
         except JobNotRunning:
-            pass  # the answer shows it: strategies that need live ranks decline
+            pass  # the result shows this, because strategies that need live ranks decline
         config = _on_its_device(config, events)
         return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
         """Return the current placement of each stage, and the loads that each placement was planned for.
 
-        Returns an empty list and None for a job without replicas.
+        For a job without expert replicas, return an empty list and None.
 
         Raises:
             DataError: the placement file is missing, damaged, or belongs to another membership.
@@ -116,28 +118,30 @@ class Run:
             return [], None
         newest = [event for event in self.events if isinstance(event, PlacementInForce)][-1:]
         if not newest:
-            raise DataError(f"run_dir={self.path}: no placement has come into force yet")
+            raise DataError(
+                f"run_dir={self.path}: the run has not reported a placement yet; try again after its first iteration"
+            )
         path = self.path / "placements" / f"iter_{newest[0].iteration:07d}.json"
         try:
             content = parse_json(path.read_bytes())
             plans, loads = [PlacementPlan.from_json(plan) for plan in content["stages"]], content["loads"]
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-            raise DataError(f"{path}: must hold the placement in force: {error}") from None
+            raise DataError(f"{path}: must contain the current placement: {error}") from None
         num_ranks = len(self.nodes) * self.config.launch.ranks_per_node
         if (found := sum(len(plan.ranks) for plan in plans)) != num_ranks:
             raise DataError(
-                f"{path}: has a placement of {found} ranks, but the present nodes {list(self.nodes)} have "
-                f"{num_ranks} ranks; if a membership is being formed, try again"
+                f"{path}: contains a placement of {found} ranks, but the current nodes {list(self.nodes)} "
+                f"have {num_ranks} ranks; if nodes are joining or leaving now, try again later"
             )
         return plans, loads
 
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
-        """Return the stored state of the run, and the state that was skipped with the reasons."""
+        """Return the stored state of the run, and a note on each damaged or foreign state that was skipped."""
         metrics = read_metrics(self.path)
         identity = self._identity()
 
         def check(directory: Path) -> Manifest:
-            """Verify a checkpoint and refuse one of another run."""
+            """Verify a checkpoint. Raise a CheckpointError if it belongs to another run."""
             manifest = verify(directory)
             if (reason := _not_own(identity, manifest)) is not None:
                 raise CheckpointError(reason)
@@ -161,7 +165,8 @@ class Run:
         return stored, tuple(notes)
 
     def _identity(self) -> JobIdentity | None:
-        """Identity of the run, without settings; None for a folder of a version that gave runs none."""
+        """Return the identity of the run without its settings. None if an older version wrote the folder, without a run
+        id."""
         if not (self.path / RUN_ID_NAME).exists():
             return None
         known = read_run_id(self.path)
@@ -170,7 +175,7 @@ class Run:
 
 
 def _not_own(identity: JobIdentity | None, found: Manifest | Window) -> str | None:
-    """Why a checkpoint or window, which a job of this run would not use, is not its own."""
+    """Return the reason why a checkpoint or window belongs to another run; None if it belongs to this run."""
     if identity is None:
         return None
     name = found.run_name if isinstance(found, Manifest) else "of another name"
@@ -178,7 +183,7 @@ def _not_own(identity: JobIdentity | None, found: Manifest | Window) -> str | No
 
 
 def read_config(path: Path) -> JobConfig:
-    """Read the configuration that a run was started with, with derived values as at the start.
+    """Read the configuration with which a run was started, including derived values.
 
     Raises:
         DataError: there is no such file, or it does not belong to a run.
@@ -192,7 +197,8 @@ def read_config(path: Path) -> JobConfig:
 
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
-    """Return ``config`` with the device that the ranks reported last.
+    """Return ``config`` with the device that the ranks reported last. If no rank has reported a device, return
+    ``config`` unchanged.
 
     Before any rank has reported, return ``config`` unchanged.
     """
@@ -201,19 +207,20 @@ def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
 
 
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
-    """Return the events since the ranks started last."""
+    """Return the events since the last start of the ranks."""
     starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
     return events[starts[-1] :] if starts else []
 
 
 def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
-    """Return the nodes in the run's records: those that started, or those of the newest membership."""
+    """Return the nodes of the newest membership in the run's records; the configured nodes if there was no change."""
     changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
     return tuple(sorted(changes[-1].nodes)) if changes else tuple(range(config.launch.num_nodes))
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
-    """Answer for the folder of a run. Raises MegatronFtError if it cannot be read or the question is invalid."""
+    """Analyse a loss of nodes for the folder of a run. Raise a MegatronFtError if the folder cannot be read or ``lost``
+    is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = report_snapshots(run.config, _VOCABULARY)
     plans, loads = run.placement()
@@ -224,12 +231,12 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     found = cost_of_loss(means, lost, is_gone=is_gone, place=place, stored=stored)
     device = run.config.training.device
     if device == "auto":
-        device, notes = "cpu", (*notes, "no rank has reported its device yet; this answer assumes cpu")
+        device, notes = "cpu", (*notes, "no rank has reported its device yet; this result assumes cpu")
     return Answer(cost=found, num_operators=len(means.operators), notes=notes, device=device, **seconds_of(run, found))
 
 
 def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
-    """Answer for a job that has not begun. Raises the same errors as ``ask_run``."""
+    """Analyse a loss of nodes for a job that has not been started. Raise the same errors as ``ask_run``."""
     from megatron_ft.config.validate import validate
     from pretrain_moe import compose
 
@@ -255,10 +262,10 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
-    """Return the device of an answer, and notes on the other device if ranks may run on it.
+    """Return the device for which the result is valid, and notes on the other device if ranks may run on that one.
 
     Raises:
-        ConfigError: the configuration cannot run on the device.
+        ConfigError: the configuration cannot run on its device.
     """
     from pretrain_moe import observe_here
 
@@ -275,7 +282,7 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
-    """Measure durations from the records of the run. A duration without records is None."""
+    """Return durations measured from the records of the run. A duration without records is None."""
     pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
@@ -286,7 +293,7 @@ def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
 
 
 def render(answer: Answer) -> str:
-    """Render the answer as text."""
+    """Format the result as text."""
     cost = answer.cost
     num_lost = len(cost.lost_operators)
     moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of experts move"
@@ -295,24 +302,24 @@ def render(answer: Answer) -> str:
         f"operators: {answer.num_operators - num_lost} of {answer.num_operators} {_held(cost)}",
     ]
     if cost.lost_operators:
-        lines.append(f"  not: {grouped(cost.lost_operators)}")
-    lines.append(f"iterations again: {_seconds(answer.seconds_again)}")
-    lines.append(f"to continue: {_seconds(answer.seconds_to_continue)}")
+        lines.append(f"  lost: {grouped(cost.lost_operators)}")
+    lines.append(f"time to repeat iterations: {_seconds(answer.seconds_again)}")
+    lines.append(f"time until training continues: {_seconds(answer.seconds_to_continue)}")
     for declined in cost.declined:
         missing = f": {grouped(declined.missing)}" if declined.missing else ""
-        lines.append(f"not {declined.rung}: {declined.reason}{missing}")
+        lines.append(f"{declined.rung} is not possible: {declined.reason}{missing}")
     return "\n".join([*lines, *(f"note: {note}" for note in answer.notes)])
 
 
 def _held(cost: LossCost) -> str:
-    """Describe how the remaining nodes can use the current state of the operators."""
+    """Describe what the remaining nodes have of the current state of the operators, and whether it is used."""
     if cost.rung in ("replicas", "localized"):
-        return "keep their present state"
-    return "have their present state on other nodes, but it is not used"
+        return "keep their current state"
+    return "have their current state on remaining nodes, but it is not used"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:
-    """Write operators with consecutive experts of a layer grouped: ``2.gate, 2.expert.0-3``."""
+    """Format operators, with consecutive experts of a layer as a range: ``2.gate, 2.expert.0-3``."""
     names: list[str] = []
     run: list[OperatorId] = []
     for operator in [*operators, None]:
@@ -327,34 +334,41 @@ def grouped(operators: Sequence[OperatorId]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "seconds unknown" if value is None else f"{value:.1f} s"
+    return "unknown" if value is None else f"{value:.1f} s"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Command line of this tool."""
+    """Return the parser of the command line."""
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="can_recover", description=first)
     result.add_argument("run_dir", type=Path, nargs="?", help="folder of the run")
     result.add_argument(
-        "--config", nargs="+", metavar="KEY=VALUE", help="evaluate a job that is not started, instead of a run"
+        "--config",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="overrides of a job that has not been started; used instead of a run's folder",
     )
-    result.add_argument("--lose", required=True, metavar="2,5", help="nodes that are lost together")
-    result.add_argument("--ranks-only", action="store_true", help="only their ranks die; the agents continue")
-    result.add_argument("--as-if-running", action="store_true", help="evaluate a run that has ended as if it still ran")
-    result.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    result.add_argument(
+        "--lose", required=True, metavar="2,5", help="numbers of the nodes that are lost at the same time"
+    )
+    result.add_argument(
+        "--ranks-only", action="store_true", help="only the ranks of these nodes die; the node agents continue"
+    )
+    result.add_argument("--as-if-running", action="store_true", help="treat a run that has ended as if it were running")
+    result.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     command = parser()
     options = command.parse_args(arguments)
     if (options.run_dir is None) == (options.config is None):
-        command.error("give either a run's folder or --config")
+        command.error("either a run's folder or --config must be given")
     try:
         lost = [int(number) for number in options.lose.split(",")]
     except ValueError:
-        command.error(f"--lose {options.lose}: must be node numbers with commas between them")
+        command.error(f"--lose {options.lose}: must be node numbers separated by commas")
     try:
         if options.config is not None:
             answer = ask_config(options.config, lost, is_gone=not options.ranks_only)

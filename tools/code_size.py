@@ -1,4 +1,4 @@
-"""Prints the size of the package without ``testing/``: lines, names, comments, import circles, longest file.
+"""Prints the size of the package without ``testing/``: lines, names, comments, import circles and the longest file.
 
 python -m tools.code_size
 """
@@ -18,33 +18,33 @@ _PRAGMA = re.compile(r"#\s*(?:noqa|type:|pragma|fmt:)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSize:
-    """Size of some files of the package."""
+    """Size of the package's files."""
 
     num_lines: int
-    """All lines except those that contain only a comment."""
+    """Number of lines, except those that contain only a comment."""
     num_code_lines: int
-    """Lines without blank ones, comments, docstrings and imports."""
+    """Number of lines, except blank lines, comments, docstrings and imports."""
     num_names: int
-    """Public functions and classes of modules, and private names that other modules import."""
+    """Number of public functions and classes, plus private names that other modules import."""
     num_comments: int
-    """Comments, without pragmas."""
+    """Number of comments, except pragmas such as ``noqa``."""
     circular_modules: tuple[str, ...]
-    """Modules that import each other at import time. Imports for type checking count."""
+    """Modules that import each other in a circle, including imports for type checking."""
     longest: tuple[str, int]
     """Path and lines of the longest file."""
 
     @property
     def names_per_thousand(self) -> float:
-        """Names per 1,000 code lines."""
+        """Return the number of names per 1,000 code lines."""
         return 1e3 * self.num_names / self.num_code_lines
 
     @property
     def comments_per_thousand(self) -> float:
-        """Comments per 1,000 lines."""
+        """Return the number of comments per 1,000 lines."""
         return 1e3 * self.num_comments / self.num_lines
 
     def summary(self) -> str:
-        """Format one figure per line."""
+        """Return all figures as text, one per line."""
         return "\n".join(
             [
                 f"lines without comments      {self.num_lines:,}",
@@ -78,10 +78,10 @@ def measure(root: Path = ROOT) -> CodeSize:
 
 
 def circular_modules(trees: Mapping[str, ast.Module]) -> tuple[str, ...]:
-    """List the modules that are part of an import circle. Imports inside functions do not count.
+    """Return the modules that are part of an import circle. Imports inside functions do not count.
 
     Args:
-        trees: syntax tree of each file, by its path from the repository's root.
+        trees: Syntax tree of each file by the file's path relative to the repository.
     """
     modules = {_module(name): tree for name, tree in trees.items()}
     needs = {module: _imports(tree, modules.keys()) - {module} for module, tree in modules.items()}
@@ -159,7 +159,7 @@ def _num_comments(source: str) -> int:
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
+    """Print the figures and return the exit code."""
     print(measure().summary())
     return 0
 

@@ -3,9 +3,9 @@
     python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
     srun --nodes=1 python -m tools.doctor --nodes-here 1 <overrides of the job>
 
-The tool takes the overrides of the job. It checks ports, interfaces, memory, limits, the run's file system, clocks,
-devices and versions, and starts nothing. Exit code 0: no problem; 1: warnings, with --strict; 2: a problem that would
-make the job fail.
+The arguments are the overrides of the job. The tool checks ports, interfaces, memory, limits, the run's file system,
+clocks, devices and versions. It starts no processes of the job. Exit code 0: no problem; 1: warnings, if --strict is
+given; 2: a problem that would make the job fail.
 """
 
 import argparse
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding]:
-    """Return all findings for the job of ``overrides``.
+    """Return all findings for the job that ``overrides`` describe.
 
-    If required packages are missing, the configuration cannot be read. The findings are then the missing packages.
+    If required packages are missing, the configuration cannot be read, and the findings name only these packages.
     """
     software = observe_software()
     if lacking := missing(software):
@@ -46,7 +46,7 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
         needs = needs_of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
-        fix = "change what it names; the checks against the job's needs were skipped"
+        fix = "correct the keys that this error names; checks that need the configuration were skipped"
         found.append(error(subject, str(refusal), fix))
     device = "cpu" if needs is None else needs.device
     required = needs is not None and needs.uses_transformer_engine
@@ -76,7 +76,7 @@ def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Command line of this tool."""
+    """Return the parser of the command line."""
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="doctor", description=first)
     result.add_argument(
@@ -85,13 +85,13 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--nodes-here", type=int, help="number of nodes on this machine (all with launch.mode=local, otherwise 1)"
     )
-    result.add_argument("--strict", action="store_true", help="exit with code 1 if there are warnings")
-    result.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    result.add_argument("--strict", action="store_true", help="exit with code 1 if there are warnings but no problems")
+    result.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     options = parser().parse_intermixed_args(arguments)
     found = examine(options.overrides, nodes_here=options.nodes_here)
     code = exit_code(found, strict=options.strict)

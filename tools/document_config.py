@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md: every key with its type, default and meaning, from the dataclasses' docstrings."""
+"""Writes docs/configuration.md from the docstrings of the configuration's dataclasses: every key with its type, default
+and meaning."""
 
 import argparse
 import sys
@@ -24,7 +25,7 @@ names. Unknown keys, values of another type and combinations that cannot run are
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the text of docs/configuration.md."""
     options, about = group_options(ROOT / "conf"), group_docs()
     sections = [INTRODUCTION]
     for group, docs in groupby(key_docs(), key=lambda doc: doc.key.rpartition(".")[0]):
@@ -43,9 +44,11 @@ def _row(doc: KeyDoc) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or with ``--check`` report whether it is up to date; returns the exit code."""
+    """Write the page. With ``--check``, only compare it with the file. Return the exit code."""
     parser = argparse.ArgumentParser(prog="document_config", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with code 1 if the page is out of date"
+    )
     if parser.parse_args(arguments).check:
         stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page()
         if stale:

@@ -1,4 +1,4 @@
-"""Writes the tables of metrics and events into docs/telemetry.md, from the code that defines them."""
+"""Writes the tables of metrics and events in docs/telemetry.md from the code that defines them."""
 
 import argparse
 import ast
@@ -16,7 +16,7 @@ _BEGIN, _END = "<!-- generated: {name} -->", "<!-- end of {name} -->"
 
 
 def field_meanings(kind: type[Record]) -> dict[str, str]:
-    """Return the docstring below each field, by the name of the field."""
+    """Return the docstring below each field of a record class, by the name of the field."""
     (node,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(node, ast.ClassDef), f"{kind} has no class source"
     return {
@@ -58,22 +58,24 @@ def render(page: str) -> str:
     """Replace the generated tables in ``page``.
 
     Raises:
-        ValueError: a marker is missing.
+        ValueError: ``page`` lacks a marker line between which a table belongs.
     """
     for name, text in (("metrics", metrics_table()), ("events", events_table())):
         begin, end = _BEGIN.format(name=name), _END.format(name=name)
         head, _, rest = page.partition(begin)
         _, found, tail = rest.partition(end)
         if not found:
-            raise ValueError(f"{PAGE.name}: must contain the markers of {name!r}")
+            raise ValueError(f"{PAGE.name}: must contain the marker lines of the table {name!r}")
         page = f"{head}{begin}\n{text}\n{end}{tail}"
     return page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables, or with ``--check`` compare them; returns the exit code."""
+    """Write the tables. With ``--check``, only compare them with the file. Return the exit code."""
     parser = argparse.ArgumentParser(prog="document_telemetry", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with code 1 if a table is out of date"
+    )
     page = PAGE.read_text(encoding="utf-8")
     if parser.parse_args(arguments).check:
         if render(page) != page:

@@ -1,4 +1,4 @@
-"""Drains a node of a running job: the node leaves between two iterations, and the others continue.
+"""Drains a node of a running job: the node leaves between two iterations, and the other nodes continue.
 
 python -m tools.drain runs/moe_tiny-001 2
 """
@@ -16,10 +16,10 @@ from megatron_ft.errors import EXIT_OK, MegatronFtError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="drain", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("node", type=int, help="number of the node")
+    parser.add_argument("node", type=int, help="number of the node to drain")
     options = parser.parse_args(arguments)
     try:
         with AdminClient(options.run_dir) as operator:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatronFtError as error:
         print(f"drain: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"node {options.node} is to leave at the next iteration boundary")
+    print(f"node {options.node} will leave between two iterations")
     return EXIT_OK
 
 

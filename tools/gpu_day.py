@@ -1,12 +1,13 @@
-"""Runs the stages of a GPU day and keeps the results.
+"""Runs the stages of a GPU day and stores their results.
 
     python tools/gpu_day.py first --budget 560 --out day
     python tools/gpu_day.py nccl --budget 570 --out day
     python tools/gpu_day.py first --stages facts recovery
 
 Every stage is a process with its own time limit. A stage that fails, hangs or dies does not stop the others. The result
-of a stage is one JSON line, printed and written at once. A table comes last. Without a GPU, each stage runs its code on
-the CPU over gloo with small sizes, and writes nothing to benchmarks/results. docs/gpu-day.md describes a day.
+of each stage is printed and written as one JSON line when the stage ends; a table follows at the end. Without a GPU,
+each stage runs its code on the CPU over gloo with small sizes, and writes nothing to benchmarks/results.
+docs/gpu-day.md describes the stages and their purpose.
 """
 
 import argparse
@@ -25,7 +26,7 @@ DEFAULT_BUDGET_SECONDS = 560.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one call of the day. Return 0 if no stage failed."""
+    """Run one call of the GPU day. Return 0 if no stage failed."""
     options = _parse(arguments)
     plan = [stage for stage in stages.CALLS[options.call] if options.stages is None or stage.name in options.stages]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -50,18 +51,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=DEFAULT_BUDGET_SECONDS,
         metavar="SECONDS",
-        help="time when the whole command must end",
+        help="time limit of the whole command",
     )
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for output lines, logs and results")
+    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for the JSON lines, logs and results")
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder that keeps results of GPUs"
+        "--results",
+        type=Path,
+        default=ROOT / "benchmarks" / "results",
+        help="folder for results that were measured on a GPU",
     )
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
     known = {stage.name for stage in stages.CALLS[options.call]}
     if unknown := sorted(set(options.stages or ()) - known):
-        parser.error(f"--stages {' '.join(unknown)}: {options.call} has {', '.join(sorted(known))}")
+        parser.error(
+            f"--stages {' '.join(unknown)}: must be stages of {options.call}, which are {', '.join(sorted(known))}"
+        )
     return options
 
 

@@ -1,10 +1,11 @@
-"""Unpacks missing packages for a GPU machine without a network into a folder beside the tree (``make gpu-site``).
+"""Unpacks missing packages into a folder beside the repository, for a GPU machine without a network (``make
+gpu-site``).
 
     python tools/gpu_site.py .gpu-site
     PYTHONPATH=.gpu-site:. python3 tools/gpu_day.py first
 
-Versions and hashes come from requirements/train.lock. Wheels are for Python 3.12 on Linux x86-64, on whatever machine
-this runs. A package without a wheel is built; this is possible only if it has no compiled parts.
+Versions and hashes come from requirements/train.lock. The wheels are always for Python 3.12 on Linux x86-64, even if
+this machine is different. A package without a wheel is built, which is possible only if it has no compiled parts.
 """
 
 import argparse
@@ -30,7 +31,7 @@ LOCK = ROOT / "requirements" / "train.lock"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the folder. Return 0 if it is complete."""
+    """Fill the folder with packages. Return 0 if all packages are in it."""
     head, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="gpu_site", description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -53,23 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str:
-    """Return lines for pip: each package with version and all hashes.
+    """Return lines for pip, each with a package, its version and all its hashes.
 
     Raises:
-        ValueError: the lock lacks a package or the hashes of one.
+        ValueError: the lock does not contain a package, or not its hashes.
     """
     lines = []
     for name in names:
         found = {pin: hashes for pin, hashes in pins.items() if pin.name == name and pin.pythons != "<"}
         if len(found) != 1 or not all(found.values()):
-            raise ValueError(f"{name}: {LOCK.name} must have one version of it with hashes, and has {list(found)}")
+            raise ValueError(
+                f"{name}: {LOCK.name} must contain exactly one version of this package with "
+                f"hashes, but has {list(found)}"
+            )
         ((pin, hashes),) = found.items()
         lines.append(" ".join([f"{pin.name}=={pin.version}", *(f"--hash=sha256:{each}" for each in hashes)]))
     return "".join(f"{line}\n" for line in lines)
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> int:
-    """Replace the folder by the contents of the wheels. Return the number of wheels."""
+    """Replace the content of the folder by that of the wheels. Return the number of wheels."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for wheel in wheels:

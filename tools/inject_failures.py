@@ -8,8 +8,8 @@ python -m tools.inject_failures runs/moe_tiny-001 --partition 1 --for 30
 python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
-A failure affects whole nodes from outside, at any moment of an iteration. A failure in one phase of one rank needs
-testing.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
+A failure affects whole nodes from outside, at any moment of an iteration. To inject a failure into one phase of one
+rank, start the job with testing.failpoints. Every failure is recorded in <run>/injected.jsonl before it happens.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return the exit code."""
+    """Run the command line and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         problems = _inject(options)
@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     for problem in problems:
         print(f"inject_failures: not injected: {problem}", file=sys.stderr)
-    print(f"{'not all is' if problems else 'all is'} injected; see {options.run_dir / INJECTED_FILE}")
+    print(
+        f"{'some failures were not' if problems else 'all failures were'} injected; see "
+        f"{options.run_dir / INJECTED_FILE}"
+    )
     return ControlError.exit_code if problems else EXIT_OK
 
 
@@ -56,38 +59,45 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     what = parser.add_mutually_exclusive_group(required=True)
     node = functools.partial(what.add_argument, type=int, metavar="NODE")
-    node("--kill", nargs="+", help="SIGKILL to all processes of these nodes at once")
-    node("--stop", nargs="+", help="SIGSTOP to all processes of these nodes")
+    node("--kill", nargs="+", help="send SIGKILL to all processes of these nodes at the same time")
+    node("--stop", nargs="+", help="send SIGSTOP to all processes of these nodes")
     node(
         "--partition",
         nargs="+",
-        help="cut the network of these nodes, each in its own network namespace; needs root",
+        help="cut these nodes off the network, each of which must have its own network namespace; needs root",
     )
-    node("--disk-error", nargs="+", help="let every file write of these nodes' processes fail (EFBIG)")
-    node("--drain", help="let the node leave at an iteration boundary")
-    node("--add", help="start the node, so that it joins")
-    what.add_argument("--trace", type=Path, metavar="FILE", help="replay `milliseconds,add|remove,node` lines")
-    parser.add_argument("--at-iteration", type=int, metavar="N", help="start when iteration N is reported")
+    node("--disk-error", nargs="+", help="make every file write of these nodes' processes fail (EFBIG)")
+    node("--drain", help="make the node leave between two iterations")
+    node("--add", help="start the node, which joins between two iterations")
+    what.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay a file with lines `milliseconds,add|remove,node`"
+    )
+    parser.add_argument("--at-iteration", type=int, metavar="N", help="inject after the run has reported iteration N")
     parser.add_argument(
         "--for",
         dest="seconds",
         type=float,
         metavar="SECONDS",
-        help="seconds: with --stop until SIGCONT, otherwise the length of the partition or disk error",
+        help="duration of the failure: with --stop, the time until SIGCONT is sent",
     )
-    parser.add_argument("--minutes", type=float, help="with --trace: seconds of the trace that are used; default all")
+    parser.add_argument(
+        "--minutes", type=float, help="with --trace: minutes of the trace to replay, from its beginning; default all"
+    )
     parser.add_argument("--scale", type=float, help="with --trace: real seconds per second of the trace; default 1")
     parser.add_argument(
-        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default nodes.max_nodes"
+        "--most-nodes",
+        type=int,
+        help="with --trace: largest number of the trace's nodes to use; default nodes.max_nodes",
     )
     return parser
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Inject the requested failures. Return those that could not be injected. Raises MegatronFtError."""
+    """Inject the requested failures. Return a description of each that could not be injected. Raises
+    MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
-        operator.status()  # a job runs there
+        operator.status()  # raises an error if no job runs in this folder
     launch = _launch(options.run_dir)
     injector = Injector(
         run_dir=options.run_dir,
@@ -101,7 +111,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
         injector.kill(options.kill, at_iteration=options.at_iteration)
     elif options.stop is not None:
         for log in injector.stop(options.stop, options.seconds, at_iteration=options.at_iteration):
-            print(f"the process of {log} ended while it was stopped")
+            print(f"the process that writes {log} ended while it was stopped")
     elif options.partition is not None:
         injector.partition(options.partition, options.seconds, at_iteration=options.at_iteration)
     elif options.disk_error is not None:
@@ -114,7 +124,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check that the options are consistent before any waiting. Raises ConfigError."""
+    """Check that the options are consistent, before waiting for an iteration. Raises ConfigError."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
             raise ConfigError.of(f"--{option}", value, "can only be used with --trace")
@@ -122,13 +132,13 @@ def _check(options: argparse.Namespace) -> None:
     if options.seconds is not None and options.stop is None and not lasting:
         raise ConfigError.of("--for", options.seconds, "can only be used with --stop, --partition or --disk-error")
     if lasting and options.seconds is None:
-        raise ConfigError.of("--for", None, "must be given, because a partition or disk error needs an end")
+        raise ConfigError.of("--for", None, "must be given with --partition and --disk-error, which need an end")
     if options.seconds is not None and not 0 < options.seconds < float("inf"):
         raise ConfigError.of("--for", options.seconds, "must be finite and above 0")
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """Read the number of nodes and ranks from the run's configuration. Raises DataError."""
+    """Read the numbers of nodes and ranks from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
         config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -136,11 +146,11 @@ def _launch(run_dir: Path) -> dict[str, int]:
         numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes")}
         numbers |= {name: nodes[name] for name in ("num_spare_nodes", "max_nodes")}
     except (OSError, ValueError, KeyError, TypeError, ConfigError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read: {error!r}") from None
+        raise DataError(f"{path}: the configuration of the run cannot be read: {error!r}") from None
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: launch and nodes must contain numbers, but have {numbers}")
+        raise DataError(f"{path}: the counts in launch and nodes must be integers, but are {numbers}")
     return numbers
 
 
@@ -156,15 +166,15 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
         members = sorted(operator.status()["members"])
     if members != list(range(schedule.num_initial_nodes)):
         wanted = f"the trace starts with {schedule.num_initial_nodes} nodes"
-        raise ControlError(f"members={members}: must be nodes 0 to {schedule.num_initial_nodes - 1}: {wanted}")
+        raise ControlError(f"members={members}: must be nodes 0 to {schedule.num_initial_nodes - 1}, because {wanted}")
     return injector.replay(schedule, until=lambda: not (options.run_dir / CONTROLLER_FILE).exists())
 
 
 def _wait_for_iteration(options: argparse.Namespace) -> None:
-    """Wait until the run has reported the iteration.
+    """Wait until the run has reported iteration ``--at-iteration``.
 
     Raises:
-        JobNotRunning: the job has ended before.
+        JobNotRunning: the job ended before that iteration.
     """
     if options.at_iteration is None:
         return

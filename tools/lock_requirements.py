@@ -1,8 +1,9 @@
-"""Writes requirements/*.lock: every package of an installation with the hashes of all files of it (``make lock``).
+"""Writes requirements/*.lock: every package of an installation, with the hashes of all its files (``make lock``).
 
-Versions come from requirements/constraints.txt. ``uv`` resolves the packages of an installation on each supported
-Python and lists the hashes from the package index. torch is the user's choice and is in no lock. torch.lock holds the
-packages that CPU builds of torch need, and the packages needed to build others without a wheel.
+Versions come from requirements/constraints.txt. ``uv`` finds the packages of an installation on each supported Python
+version, and reads their hashes from the package index. No lock contains torch, because users choose its build.
+torch.lock contains the packages that CPU builds of torch need, and the packages needed to build packages without a
+wheel.
 """
 
 import argparse
@@ -28,13 +29,13 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pin:
-    """One version of one package."""
+    """Version of a package, with the Python versions to which it applies."""
 
     name: str
-    """Normalized name: lower case, with ``-``."""
+    """Normalized name of the package: lower case, with ``-``."""
     version: str
     pythons: str = ""
-    """``<`` or ``>=``: only for Pythons before 3.11, or only for later ones; empty for all."""
+    """``<`` if the pin applies only to Python before 3.11, ``>=`` if only to 3.11 and later; empty for all versions."""
 
     def __str__(self) -> str:
         marker = f'; python_version {self.pythons} "3.11"' if self.pythons else ""
@@ -42,7 +43,7 @@ class Pin:
 
 
 def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
-    """Return the pins of constraints or of a lock, with hashes; constraints have no hashes.
+    """Return the pins of a constraints file or of a lock, each with its hashes. Constraints have no hashes.
 
     Raises:
         ValueError: a line is neither a pin, a hash nor a comment.
@@ -56,20 +57,19 @@ def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
         hashes = tuple(_HASH.findall(line))
         if match is None or _HASH.sub("", line[match.end() :]).strip():
             raise ValueError(
-                f"{line[:80]!r}: must be name==version, for all Python versions, or with a marker for those "
-                "before or from 3.11"
+                f"{line[:80]!r}: must be name==version, optionally with a marker for Python before 3.11 or from 3.11"
             )
         pins[Pin(normal(match[1]), match[2], match[3] or "")] = hashes
     return pins
 
 
 def normal(name: str) -> str:
-    """Normalize a package's name in the way in which indexes compare names."""
+    """Return a package's name in the normal form that package indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: str | None = None) -> str:
-    """Return the text of a lock; ``includes`` names another lock."""
+    """Return the text of a lock. ``includes`` names another lock that this one includes."""
     lines = [HEADER, *([f"-r {includes}.lock\n"] if includes else [])]
     for pin in sorted(pins):
         lines.append(" \\\n".join([str(pin), *(f"    --hash=sha256:{found}" for found in sorted(hashes[pin]))]) + "\n")
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, file in SETS.items():
         members = {found for python in PYTHONS for found in _closure(uv, (SETS["torch"], file), python)}
         if members - known:
-            print(f"constraints.txt: must pin also {', '.join(sorted(members - known))}", file=sys.stderr)
+            print(f"constraints.txt: must also pin {', '.join(sorted(members - known))}", file=sys.stderr)
             return 1
         text = render([pin for pin in constraints if pin.name in members - done], hashes, before)
         (FOLDER / f"{name}.lock").write_text(text)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
-    """Return the hashes in the index for the pins that apply to a Python version."""
+    """Return the package index's hashes of the pins that apply to a Python version."""
     wanted = [pin for pin in pins if pin.pythons in kinds]
     plain = {Pin(pin.name, pin.version): pin for pin in wanted}
     with tempfile.TemporaryDirectory() as folder:
@@ -108,8 +108,8 @@ def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -
 
 
 def _closure(uv: str, files: Sequence[str], python: str) -> set[str]:
-    """Return all packages of an installation of ``files``, without torch and the packages that only CUDA builds of
-    torch need."""
+    """Return all packages that an installation of ``files`` contains, without torch and the packages that only CUDA
+    builds of torch need."""
     with tempfile.TemporaryDirectory() as folder:
         never = Path(folder, "never.txt")
         never.write_text('torch==0; sys_platform == "never"\n')

@@ -1,5 +1,5 @@
-"""Plans expert replicas for recorded loads: how many of each expert, on which node, and which losses of nodes they
-survive."""
+"""Plans expert replicas for recorded loads: the number of replicas of each expert, their nodes, and the losses of nodes
+that they survive."""
 
 import argparse
 import json
@@ -25,16 +25,19 @@ from megatron_ft.topology import Cluster
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Limit of nodes for a whole survival curve in plots. Above it, only the requested numbers of lost nodes are drawn."""
+"""Largest number of nodes for which plots show a whole survival curve. Above it, they show only the requested numbers
+of lost nodes."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Command line of this tool."""
+    """Return the parser of the command line."""
     result = argparse.ArgumentParser(prog="plan_placement", description=__doc__)
     source = result.add_mutually_exclusive_group(required=True)
-    source.add_argument("--loads", type=Path, metavar="FILE", help=f"recorded loads ({', '.join(SUFFIXES)})")
+    source.add_argument("--loads", type=Path, metavar="FILE", help=f"file with recorded loads ({', '.join(SUFFIXES)})")
     source.add_argument(
-        "--replica-counts", metavar="2,3,3", help="number of replicas of each expert; the allocation is skipped"
+        "--replica-counts",
+        metavar="2,3,3",
+        help="number of replicas of each expert, instead of computing it from loads",
     )
     result.add_argument(
         "--iteration", type=int, help="use only this iteration of the recorded loads (default: sum of all)"
@@ -42,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--num-nodes", type=int, required=True)
     result.add_argument("--slots-per-node", type=int, required=True)
     result.add_argument(
-        "--min-replicas", type=int, help=f"least number of replicas of each expert (default: {DEFAULT_MIN_REPLICAS})"
+        "--min-replicas", type=int, help=f"smallest number of replicas of each expert (default: {DEFAULT_MIN_REPLICAS})"
     )
     result.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="overlap_search")
     result.add_argument(
@@ -50,26 +53,26 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         action="append",
         metavar="K",
-        help="number of nodes lost together; repeatable (default: 1 and 2)",
+        help="number of nodes that are lost together; may be given several times (default: 1 and 2)",
     )
-    result.add_argument("--json", action="store_true", help="one JSON document instead of tables")
-    result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw slots and survival curves")
+    result.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw slots and survival curves into this file")
     return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A plan and its survival figures."""
+    """Placement plan with its survival probabilities."""
 
     allocations: tuple[Allocation, ...]
-    """Allocation of each layer; empty if the counts were given."""
+    """Replica counts computed for each layer; empty if the counts were given on the command line."""
     plan: PlacementPlan
     layers: tuple[tuple[Survival, ...], ...]
-    """Figures of each layer, for each number of lost nodes."""
+    """Survival probabilities of each layer, one for each number of lost nodes."""
     joint: tuple[Survival, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Build the document that ``--json`` prints."""
+        """Return the JSON document that ``--json`` prints."""
         layers = [
             {
                 "replica_counts": list(self.plan.replica_counts(layer)),
@@ -94,7 +97,7 @@ class Result:
 
 
 def plan(options: argparse.Namespace) -> Result:
-    """Allocate and place as requested on the command line."""
+    """Compute replica counts and a placement as the command line requests."""
     check(options)
     lost = tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
     cluster = Cluster.of(options.num_nodes, 1)
@@ -109,34 +112,37 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the numbers. Raises ConfigError for impossible ones."""
+    """Check the numbers on the command line. Raise a ConfigError for an impossible one."""
     for key in ("num_nodes", "slots_per_node", "min_replicas"):
         value = getattr(options, key)
         if value is not None and value < 1:
             raise ConfigError.of(flag(key), value, "must be at least 1")
     if options.min_replicas is not None and options.min_replicas > options.num_nodes:
-        raise ConfigError.of("--min-replicas", options.min_replicas, f"must be at most the {options.num_nodes} nodes")
+        raise ConfigError.of(
+            "--min-replicas", options.min_replicas, f"must be at most {options.num_nodes}, the value of --num-nodes"
+        )
     for lost in options.lost_nodes or ():
         if not 0 <= lost <= options.num_nodes:
-            raise ConfigError.of("--lost-nodes", lost, f"must lie between 0 and the {options.num_nodes} nodes")
+            raise ConfigError.of("--lost-nodes", lost, f"must be 0 to {options.num_nodes}, the value of --num-nodes")
     if options.iteration is not None and options.loads is None:
         raise ConfigError.of("--iteration", options.iteration, "needs --loads")
 
 
 def flag(name: str) -> str:
-    """Return a field's name on the command line."""
+    """Return the command-line option of a field."""
     return f"--{name.replace('_', '-')}"
 
 
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocations and replica counts of each layer. Given counts are one layer without loads."""
+    """Return loads, allocations and replica counts of each layer. Counts from the command line form one layer without
+    loads."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
         if len(counts) > num_slots:
-            raise ConfigError.of("num_experts", len(counts), f"must be at most the {num_slots} slots")
+            raise ConfigError.of("num_experts", len(counts), f"must be at most {num_slots}, the total number of slots")
         floor = options.min_replicas
         for expert, count in enumerate(counts):
             if floor is not None and count < floor:
@@ -153,17 +159,18 @@ def parse_counts(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError.of("--replica-counts", text, "must be integers with commas between them") from None
+        raise ConfigError.of("--replica-counts", text, "must be integers separated by commas") from None
 
 
 def read_loads(options: argparse.Namespace) -> Tokens:
-    """Read ``[layers, experts]`` of the chosen iteration or of all."""
+    """Read the recorded loads as ``[layers, experts]``, of one iteration or summed over all."""
     recorded = read_expert_loads(options.loads)
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 
 
 def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> PlacementAlgorithm:
-    """Return the algorithm. A search optimizes the requested numbers of lost nodes with equal weights."""
+    """Return the placement algorithm ``name``. An algorithm that searches optimizes the requested numbers of lost nodes
+    with equal weights."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
     if name == "overlap_search" and any(weights):
         return OverlapSearch(objective=SurvivalObjective(lost_weights=weights))
@@ -171,12 +178,14 @@ def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> Placemen
 
 
 def table(result: Result) -> str:
-    """Format layers with replicas and slots, and survival, as text."""
+    """Format the replicas and slots of each layer and the survival probabilities as text."""
     lines = [result.plan.summary()]
     lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
     if lowered:
         wanted = result.allocations[0].requested_min_replicas
-        lines.append(f"too few slots: every expert has at least {min(lowered)} replicas instead of {wanted}")
+        lines.append(
+            f"too few slots: the smallest number of replicas of an expert is {min(lowered)} instead of {wanted}"
+        )
     lines += ["", "survival        " + "".join(f"{value.num_lost:>3} lost" for value in result.joint)]
     for number, values in enumerate(result.layers, start=1):
         lines.append(f"  layer {number:<8}" + "".join(f"{value.probability:>8.4f}" for value in values))
@@ -193,11 +202,11 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw the slots of the first layer, and the survival of each layer and of all together."""
+    """Draw the slots of the first layer, and the survival of each layer and of all layers together."""
     try:
         import matplotlib
     except ImportError as error:
-        raise SoftwareError("--plot needs matplotlib: make docs-deps installs it") from error
+        raise SoftwareError("--plot needs matplotlib, which `make docs-deps` installs") from error
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
@@ -219,7 +228,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Return numbers of lost nodes, survival of each layer, and survival of all layers."""
+    """Return the numbers of lost nodes, the survival of each layer, and the survival of all layers together."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]
@@ -233,7 +242,7 @@ def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     options = parser().parse_args(arguments)
     try:
         result = plan(options)

@@ -2,8 +2,8 @@
 
     python tools/plot_run.py runs/moe_tiny-001 --out run.png
 
-The tool reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be going on. It needs matplotlib (the ``docs``
-extra).
+The tool reads ``metrics.jsonl`` and ``events.jsonl`` of a run, which may still be running. It needs matplotlib (the
+``docs`` extra).
 """
 
 import argparse
@@ -20,16 +20,16 @@ from megatron_ft.telemetry.expert_load import relative_load
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072b2", "#e69f00", "#d55e00", "#009e73", "#7f7f7f"
-"""Colours of Okabe and Ito's palette, distinguishable with any colour vision."""
+"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision."""
 MAX_LAYERS = 12
 SECONDARY = (("learning_rate", "learning rate", GREEN), ("grad_norm", "gradient norm", BLUE))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write; the suffix chooses the format")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write, in the format that its suffix names")
     options = parser.parse_args(arguments)
     try:
         metrics, events = read_run(options.run_dir)
@@ -42,22 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(run_dir: Path) -> tuple[list[Metrics], list[Record]]:
-    """Read the figures to draw.
+    """Read the metrics and events of a run.
 
     Raises:
-        DataError: a file of the run is missing, damaged, or holds no metrics yet.
+        DataError: a file of the run is missing or damaged, or the run has no metrics yet.
     """
     try:
         metrics, events = read_metrics(run_dir), read_events(run_dir)
     except (OSError, ValueError) as error:
-        raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from error
+        raise DataError(
+            f"run_dir={run_dir}: must be the folder of a run with intact files metrics.jsonl and events.jsonl: {error}"
+        ) from error
     if not metrics:
         raise DataError(f"run_dir={run_dir}: must contain the metrics of at least one iteration")
     return metrics, events
 
 
 def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) -> Any:
-    """Draw the picture, a ``matplotlib.figure.Figure``.
+    """Draw the picture and return it as ``matplotlib.figure.Figure``.
 
     Raises:
         SoftwareError: matplotlib is not installed.
@@ -65,7 +67,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SoftwareError("matplotlib: must be installed; pip install -e '.[docs]'") from error
+        raise SoftwareError("matplotlib: must be installed, e.g. with pip install -e '.[docs]'") from error
     loads = {event.iteration: event for event in events if isinstance(event, ExpertLoad)}
     figure = Figure(figsize=(11, 7.5 if loads else 4), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
@@ -77,7 +79,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
 
 
 def _draw_figures(figure: Any, metrics: Sequence[Metrics], events: Sequence[Record]) -> None:
-    """Draw loss with evaluations at the left; learning rate and gradient norm at the right."""
+    """Draw the loss with evaluations on the left, and learning rate and gradient norm on the right."""
     panels = figure.subplot_mosaic([["loss", "learning_rate"], ["loss", "grad_norm"]], width_ratios=(2.2, 1))
     _draw_loss(panels["loss"], metrics, events)
     for name, label, colour in SECONDARY:
@@ -107,7 +109,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw a heat map per MoE layer: experts upwards, iterations to the right; white is the mean over experts."""
+    """Draw a heat map for each MoE layer: experts upwards, iterations to the right. White is the mean over experts."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))
@@ -126,7 +128,7 @@ def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
 
 
 def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequence[int]]) -> Any:
-    """Draw one heat map. ``layer``: tokens per expert, for each of ``loads``."""
+    """Draw the heat map of one layer. ``layer`` has the tokens per expert for each entry of ``loads``."""
     shares = [list(column) for column in zip(*(relative_load(tokens) for tokens in layer), strict=True)]
     extent = (loads[0].iteration - 0.5, loads[-1].iteration + 0.5, -0.5, len(shares) - 0.5)
     panel.set_yticks([0, len(shares) - 1])
@@ -136,7 +138,7 @@ def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequenc
 
 
 def _resumes(events: Sequence[Record]) -> list[int]:
-    """Return the iterations that the run was resumed from."""
+    """Return the iterations from which the run was resumed."""
     started = [event.resumed_from_iteration for event in events if isinstance(event, RunStarted)]
     return [iteration for iteration in started if iteration is not None]
 

@@ -1,4 +1,4 @@
-"""Turns text or JSONL into an indexed dataset (``PREFIX.bin``, ``PREFIX.idx``) that ``data.train`` can name."""
+"""Converts text or JSONL to an indexed dataset (``PREFIX.bin``, ``PREFIX.idx``) for ``data.train``."""
 
 import argparse
 import os
@@ -24,22 +24,24 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Command line of this tool."""
+    """Return the parser of the command line."""
     result = argparse.ArgumentParser(prog="preprocess_data", description=__doc__)
     result.add_argument(
         "--input", nargs="+", required=True, type=Path, metavar="FILE", help="UTF-8 text or JSONL files"
     )
-    result.add_argument("--output-prefix", required=True, type=Path, help="writes PREFIX.bin and PREFIX.idx")
+    result.add_argument("--output-prefix", required=True, type=Path, help="the tool writes PREFIX.bin and PREFIX.idx")
     result.add_argument(
         "--format",
         choices=("auto", "text", "jsonl"),
         default="auto",
-        help="auto: JSONL by suffix .jsonl, .json, .ndjson",
+        help="format of the inputs; auto: JSONL if the suffix is .jsonl, .json or .ndjson, otherwise text",
     )
     result.add_argument(
         "--json-key", default="text", help="key of a JSONL line whose value is the text (default: text)"
     )
-    result.add_argument("--split-on-blank-lines", action="store_true", help="for text: a blank line ends a document")
+    result.add_argument(
+        "--split-on-blank-lines", action="store_true", help="with text inputs: a blank line ends a document"
+    )
     result.add_argument("--tokenizer", choices=("bytes", "huggingface", "gpt2"), default="bytes")
     result.add_argument("--tokenizer-file", help="tokenizer.json of huggingface")
     result.add_argument("--vocab-file", help="vocab.json of gpt2")
@@ -50,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="append the end-of-document token to each document",
     )
-    result.add_argument("--workers", type=int, default=None, help="threads for tokenization (default: one per core)")
+    result.add_argument(
+        "--workers", type=int, default=None, help="number of threads for tokenization (default: one per core)"
+    )
     result.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     return result
 
@@ -65,7 +69,7 @@ def documents(options: argparse.Namespace) -> Iterator[str]:
 
 
 def write(writer: IndexedWriter, tokenizer: Tokenizer, texts: Iterator[str], *, append_eod: bool) -> int:
-    """Tokenize and write all ``texts``. Return how many were empty and left out."""
+    """Tokenize and write all ``texts``. Return the number of empty texts, which are left out."""
     end = np.asarray([tokenizer.eod] if append_eod else [], dtype=np.int64)
     num_empty = 0
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
@@ -78,7 +82,7 @@ def write(writer: IndexedWriter, tokenizer: Tokenizer, texts: Iterator[str], *, 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command line and print what was written."""
+    """Build the dataset as the command line requests, and print its size."""
     started = time.perf_counter()
     if options.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(options.workers)
@@ -96,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     with IndexedWriter(options.output_prefix, dtype, overwrite=options.overwrite) as writer:
         num_empty = write(writer, tokenizer, documents(options), append_eod=options.append_eod)
     seconds = time.perf_counter() - started
-    skipped = f", {num_empty:,} empty ones skipped" if num_empty else ""
+    skipped = f", {num_empty:,} empty documents skipped" if num_empty else ""
     print(
         f"{options.output_prefix}: {writer.num_tokens:,} tokens ({dtype.name}) in {writer.num_documents:,} documents"
         f"{skipped}, vocabulary {tokenizer.vocab_size:,}, {seconds:.1f} s"
@@ -104,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     options = parser().parse_args(arguments)
     if options.workers is not None and options.workers < 1:
         parser().error(f"--workers={options.workers}: must be at least 1")

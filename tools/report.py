@@ -1,11 +1,11 @@
-"""Renders a run as one page: the loss, the failures, and the ranks and transfers of each recovery.
+"""Writes a report of a run as one HTML page: the loss, the failures, and the work of ranks in each recovery.
 
     python -m tools.report runs/moe_tiny-001                    # writes runs/moe_tiny-001/report.html
     python -m tools.report runs/moe_tiny-001 --out page.html
     python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run continues
 
-The page is one file that loads nothing else. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and
-placements/. The run may still be going on.
+The page loads no other files. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and placements/ of the run,
+which may still be running.
 """
 
 import argparse
@@ -26,23 +26,25 @@ FILE = "report.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     first, *_ = (__doc__ or "").split("\n\n")
     parser = argparse.ArgumentParser(prog="report", description=first)
     parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"page to write; default {FILE} in the run's folder")
+    parser.add_argument("--live", action="store_true", help="update the page until the run ends")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"page to write; {FILE} in the run's folder if not given"
-    )
-    parser.add_argument("--live", action="store_true", help="update the page during the run, until the run ends")
-    parser.add_argument(
-        "--every", type=_whole_seconds, default=5, metavar="SECONDS", help="least time between two updates; default 5"
+        "--every",
+        type=_whole_seconds,
+        default=5,
+        metavar="SECONDS",
+        help="shortest time between two updates; default 5",
     )
     parser.add_argument(
         "--patience",
         type=_whole_seconds,
         default=600,
         metavar="SECONDS",
-        help="time without a report after which --live ends; default 600",
+        help="time without new records after which --live ends; default 600",
     )
     options = parser.parse_args(arguments)
     out = options.out or options.run_dir / FILE
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
-    """Write the page until the run has ended. The last page no longer reloads itself."""
+    """Update the page until the run has ended. The last page does not reload itself in the browser."""
 
     def write_page() -> bool:
         report = build(read_run(run_dir))
@@ -66,13 +68,13 @@ def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int
         write(out, render(report, refresh_seconds=None if has_ended else every_seconds))
         return has_ended
 
-    print(f"{out}: updated when the run reports; end with Ctrl-C", flush=True)
+    print(f"{out}: updated after each report of the run; stop with Ctrl-C", flush=True)
     try:
         if follow(run_dir, write_page, every_seconds=every_seconds, patience_seconds=patience_seconds):
             return EXIT_OK
         print(f"report: {run_dir} has reported nothing for {patience_seconds} s", file=sys.stderr)
     except KeyboardInterrupt:
-        print("report: updates have ended", file=sys.stderr)
+        print("report: stopped updating the page", file=sys.stderr)
     write(out, render(build(read_run(run_dir))))
     return EXIT_OK
 
@@ -85,10 +87,10 @@ def _whole_seconds(text: str) -> int:
 
 
 def write(path: Path, page: str) -> None:
-    """Replace the page atomically: readers see the old page or the new one.
+    """Replace the page atomically. Readers see either the old page or the new one.
 
     Raises:
-        ConfigError: the page cannot be written there.
+        ConfigError: ``path`` cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

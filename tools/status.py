@@ -1,4 +1,4 @@
-"""Shows the state of a running job: its generation, its nodes, and the iteration of each.
+"""Shows the state of a running job: its generation, its nodes, and the iteration of each node.
 
 python -m tools.status runs/moe_tiny-001
 """
@@ -21,10 +21,10 @@ _GROUPS = (("members", "trains"), ("waiting", "waits to join"), ("draining", "le
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="status", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     options = parser.parse_args(arguments)
     try:
         with AdminClient(options.run_dir) as operator:
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render(status: Mapping[str, Any]) -> str:
-    """Render one line on the job and one on each node.
+    """Return one line about the job, and one line about each node.
 
     Raises:
-        ControlError: the controller's answer cannot be read.
+        ControlError: the controller's status lacks a field or has an invalid one.
     """
     try:
         head = (

@@ -1,4 +1,4 @@
-"""The configuration and the folder of a small run."""
+"""Fixtures with the configuration and the folder of a small run."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The claim would notice a configuration that is let pass; its quick variant runs with all claims'."""
+"""Tests that the claim ``bad-config`` would notice a wrong configuration that is accepted. Its quick variant runs with
+those of all claims."""
 
 from pathlib import Path
 
@@ -13,7 +14,7 @@ def test_a_sound_configuration_is_noticed(tmp_path: Path) -> None:
     case = bad(f"data.train=[{good_source(tmp_path)}]", says=["must"])
     problems = bad_config.in_process(case).problems(case)
     assert any("ranks were started" in problem for problem in problems)
-    assert any("exit code 0" in problem for problem in problems)
+    assert any("the exit code is 0" in problem for problem in problems)
 
 
 def test_a_message_without_its_constraint_is_noticed() -> None:

@@ -1,4 +1,4 @@
-"""Campaigns resume, count only proven trials, and start anew when the source changes."""
+"""Tests that campaigns resume, count only proven trials, and start again when the source changes."""
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ ROWS = [{"rank": rank, "phase": phase} for rank in (0, 1) for phase in ("forward
 
 
 class Executor:
-    """Yields scripted outcomes and remembers what it was asked for."""
+    """Executor that yields given outcomes and stores the trials that it received."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Executor:
 
 @pytest.fixture(autouse=True)
 def named_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest of a source is the name of the script."""
+    """Replace the digest of a source by the name of the script."""
     monkeypatch.setattr(campaign, "source_digest", lambda script: script.name)
 
 

@@ -1,4 +1,4 @@
-"""Every claim has its script, and pages name only claims that exist."""
+"""Tests that every claim has its script, and that pages name only claims that exist."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The quick variant of every claim holds."""
+"""Runs the quick variant of every claim, which must pass."""
 
 import pytest
 
@@ -10,7 +10,7 @@ QUICK_TIMEOUT_SECONDS = 300
 
 
 def as_parameter(claim: Claim) -> object:
-    """A claim as a test's parameter, marked by how long it takes."""
+    """Return a claim as a test's parameter, with marks that depend on its duration."""
     marks = [pytest.mark.timeout(QUICK_TIMEOUT_SECONDS * claim.quick_tries)]
     extended = [pytest.mark.slow, pytest.mark.extended]
     kinds = {"fast": [], "slow": [pytest.mark.slow], "extended": extended, "timed": [*extended, pytest.mark.timed]}

@@ -1,4 +1,4 @@
-"""Covering arrays cover what they promise, with few rows."""
+"""Tests that covering arrays contain every combination, with few rows."""
 
 import itertools
 

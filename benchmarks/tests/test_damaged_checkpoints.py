@@ -1,4 +1,4 @@
-"""The claim would notice a load that is wrong, a name that was not synced, and a file that was let pass."""
+"""Tests that the claim would notice a wrong load, a name that was not synced, and a hostile file that was accepted."""
 
 import contextlib
 import os

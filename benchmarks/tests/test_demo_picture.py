@@ -1,4 +1,4 @@
-"""The README's demo as SVG: the terminal's whole text in its colours, and nothing of it as markup."""
+"""Tests the README's demo as SVG: it contains the terminal's whole text in its colours, and no text becomes markup."""
 
 from xml.etree import ElementTree
 
@@ -8,7 +8,7 @@ SPACE = "\u00a0"
 
 
 def texts(svg: str) -> str:
-    """All text of a picture, lines without breaks, spaces as spaces."""
+    """Return all text of a picture, without line breaks and with normal spaces."""
     return "".join(ElementTree.fromstring(svg).itertext()).replace(SPACE, " ")
 
 

@@ -1,6 +1,7 @@
-"""Whole jobs, from the launcher to the ranks: nodes are lost and come back, with the bits of the scripted history.
+"""Runs whole jobs from the launcher to the ranks. Nodes are lost and come back, and the bits equal those of the
+scripted history.
 
-One job lives through all faults. The longer claim is ``elastic-bitwise``, whose jobs these are.
+One job survives all faults. The jobs are those of the longer claim ``elastic-bitwise``.
 """
 
 from collections.abc import Sequence
@@ -34,11 +35,12 @@ FAULTS: tuple[dict[str, Any], ...] = (
     {"node": 0, "phase": "vote_inside", "generation": 2, "passes": 2},
     {"node": 1, "phase": "capture", "generation": 4, "passes": 2},
 )
-"""Each is in a second membership, which begins when the node that was lost before has come back."""
+"""Faults of the job. Each hits the second membership after the previous fault, which begins when the node that was lost
+before has come back."""
 
 
 def has_ended(events: Sequence[Any]) -> bool:
-    """Whether every node that was lost has come back, and some iterations were done after that."""
+    """Return whether every lost node has come back and some iterations have followed."""
     changes = [number for number, event in enumerate(events) if event["kind"] == "membership_changed"]
     later = events[changes[-1] :] if len(changes) == 2 * len(FAULTS) else []
     return len([event for event in later if event["kind"] == "state_digest"]) >= 3
@@ -46,7 +48,7 @@ def has_ended(events: Sequence[Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, warm_forkserver: str) -> tuple[Recorded, Recorded]:
-    """The job whose nodes are killed, and the one in which they leave and join by schedule."""
+    """Run the job whose nodes are killed, and the job in which the same nodes leave and join by schedule."""
     bench = Bench(tmp_path_factory.mktemp("elastic-jobs"), warm_forkserver)
     with bench.running([*JOB, *SURVIVING, failpoints(FAULTS)], until=has_ended) as run:
         killed = Recorded.of(run)
@@ -65,7 +67,7 @@ def test_each_lost_node_comes_back(runs: tuple[Recorded, Recorded]) -> None:
 
 
 def test_no_committed_iteration_is_lost(runs: tuple[Recorded, Recorded]) -> None:
-    """A job goes on after the iteration in which the node was killed, or after the one before."""
+    """The job continues after the iteration in which the node was killed, or after the one before."""
     killed, _ = runs
     ended = [
         hit["iteration"] - change["iteration"] for hit, change in zip(killed.hits, killed.changes[::2], strict=True)
@@ -74,7 +76,7 @@ def test_no_committed_iteration_is_lost(runs: tuple[Recorded, Recorded]) -> None
 
 
 def test_every_bit_is_that_of_the_scripted_history(runs: tuple[Recorded, Recorded]) -> None:
-    """Losses, and digests of every rank's whole state, after every iteration."""
+    """Compare losses, and digests of every rank's whole state, after every iteration."""
     killed, reference = runs
     assert reference.problems == []
     assert killed.differences(reference, 1, killed.last_iteration - 1) == []

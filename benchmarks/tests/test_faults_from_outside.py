@@ -1,4 +1,4 @@
-"""The plan of ``faults-from-outside``, and what it makes of the files of a job."""
+"""Tests the planned jobs of ``faults-from-outside``, and how it evaluates the files of a job."""
 
 import json
 from pathlib import Path
@@ -106,13 +106,13 @@ def test_forming_lasts_from_the_last_detection_to_the_membership() -> None:
     burst = read(lost(100.1, 2), lost(100.6, 3), changed(101.5, [0, 1]), lost=[2, 3])
     assert burst.forming_seconds == pytest.approx(0.9)
     late = read(lost(100.1, 2), changed(103.3, [0, 1, 3]))
-    assert late.problems == ("forming took 3.20 s",)
+    assert late.problems == ("forming the membership took 3.20 s",)
 
 
 def test_a_takeover_of_the_controller_is_no_forming() -> None:
     events = (lost(100.1, 2), changed(104.0, [0, 1, 3]))
     order = {"time_unix_seconds": 103.0, "lost_nodes": [2]}
-    assert read(*events, orders=(order,)).problems == ("forming took 3.90 s",)
+    assert read(*events, orders=(order,)).problems == ("forming the membership took 3.90 s",)
     beside = {"controller.log": 5, "rank-00002.log": 3}
     assert read(*events, orders=(order,), processes=beside).forming_seconds == pytest.approx(1.0)
 
@@ -139,7 +139,7 @@ def test_a_healthy_node_that_is_lost_is_found(events: list[Any], orders: tuple[A
 
 def test_another_way_on_than_the_foretold_one_is_a_problem() -> None:
     record = read(lost(100.1, 2), went_on(101.0, "checkpoint"), changed(101.0, [0, 1, 3]))
-    assert record.problems == ("continued with checkpoint, where replicas was predicted",)
+    assert record.problems == ("the job continued with checkpoint, but replicas was predicted",)
     record = read(lost(100.1, 2))
     assert record.problems == ("no membership followed",)
 
@@ -148,12 +148,12 @@ def test_a_loss_that_is_too_much_ends_the_job() -> None:
     too_much = {"survives": False, "rung": "checkpoint"}
     assert read(lost(100.1, 2), answer=too_much, ended=9).problems == ()
     assert read(lost(100.1, 2), answer=too_much, ended=0).problems == ("the job ended with exit code 0",)
-    assert read(went_on(101.0), answer=too_much, ended=9).problems == ("continued with replicas",)
+    assert read(went_on(101.0), answer=too_much, ended=9).problems == ("the job continued with replicas",)
     assert read(answer=too_much, problem="runs on").problems == ("runs on",)
     again = read(lost(100.1, 1), went_on(101.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
     assert again.problems == ()
     other = read(went_on(101.0), went_on(109.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
-    assert other.problems == ("continued with replicas",)
+    assert other.problems == ("the job continued with replicas",)
 
 
 def test_each_fault_has_its_own_stretch_of_the_run() -> None:

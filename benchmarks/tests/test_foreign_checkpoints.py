@@ -1,4 +1,4 @@
-"""The claim would notice a load that is wrong, a sample that is lost, and an error that names nothing."""
+"""Tests that the claim would notice a wrong load, a lost sample, and an error that names nothing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The figures in README.md are short, current, and those of the results."""
+"""Tests that the figures in README.md are short, current, and equal to those of the results."""
 
 import dataclasses
 
@@ -10,7 +10,8 @@ from benchmarks.source import ROOT
 from megatron_ft.errors import ConfigError
 
 MAX_CELL_CHARACTERS = 65
-"""Two seconds' reading: the cell that compares with two others is the longest."""
+"""Largest number of characters of a cell that can be read in two seconds. The longest cell compares two
+alternatives."""
 
 
 def test_the_page_has_six_rows_of_three_short_cells() -> None:

@@ -1,4 +1,4 @@
-"""The jobs of claims about GPUs have the size that the claims name."""
+"""Tests that the jobs of claims about GPUs have the size that the claims state."""
 
 from benchmarks import gpu_engine
 from pretrain_moe import compose

@@ -1,4 +1,4 @@
-"""Scripts that repeat what a controller ordered."""
+"""Tests the scripts that repeat the orders of a controller."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from benchmarks.histories import changes_of, scripted
 
 
 def order(iteration: int, nodes: list[int], previous: list[int | None]) -> dict[str, Any]:
-    """A line of decisions.jsonl."""
+    """Return a line of decisions.jsonl."""
     return {"next": {"nodes": nodes, "previous_ranks": previous, "target": {"iteration": iteration}}}
 
 

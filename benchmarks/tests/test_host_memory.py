@@ -1,4 +1,4 @@
-"""Processes are measured from outside, and growth is seen."""
+"""Tests that processes are measured from outside, and that growth is noticed."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""The outcomes that ``hostile-peers`` counts; it notices a listener that ends."""
+"""Tests the outcomes that ``hostile-peers`` counts, and that it notices a listener that ends."""
 
 import dataclasses
 import random
@@ -32,7 +32,8 @@ Serve = Callable[[bytes], str]
 
 @pytest.fixture
 def listener(tmp_path: Path) -> Iterator[Serve]:
-    """Serves one connection: answers with the bytes it is given, hangs up on none; gives its path."""
+    """Yield a function that starts a server of one connection and returns its path. The server answers with the given
+    bytes, or closes the connection if there are none."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(tmp_path / "s"))
     listening.listen(8)
@@ -89,7 +90,7 @@ def test_a_controller_that_takes_everything_is_found_out() -> None:
     caller = Caller(server.address)
     try:
         attacks = {a.name: a for a in controller_attacks(caller, token, random.Random(0), num_nodes=3)}
-        open_to_all = ("controller: item: no op", "controller: a node that is none, poll")
+        open_to_all = ("controller: item: no op", "controller: a node that does not exist, poll")
         closed = ("controller: no token, poll", "controller: deep nesting, poll", "controller: oversized, no token")
         assert [outcome_of(attacks[name]) for name in open_to_all] == [ANSWERED] * 2
         assert [outcome_of(attacks[name]) for name in closed] == [REFUSED] * 3
@@ -123,7 +124,7 @@ TRACE = Trace(exit_code=0, losses=[1.0], digests=["a"], events=[], decisions=[],
         ({}, []),
         ({"digests": ["b"]}, ["digests"]),
         ({"exit_code": 8, "decisions": [{}]}, ["exit_code", "decisions"]),
-        ({"seconds": 31.0}, ["took 31 s, alone 10 s"]),
+        ({"seconds": 31.0}, ["the attacked job took 31 s, the other one 10 s"]),
     ],
 )
 def test_what_differs_from_the_job_left_alone_is_named(change: dict[str, object], found: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The stopwatch of ``kill-to-commit`` against a made-up job, and its judgement."""
+"""Tests the time measurement of ``kill-to-commit`` with a made-up job, and how it judges figures."""
 
 import argparse
 import json
@@ -23,7 +23,8 @@ PAUSE_SECONDS = 0.3
 
 
 class MadeUpJob:
-    """A folder in which a thread commits iterations; node 2 has an agent and a rank, whose end changes membership."""
+    """Folder in which a thread commits iterations. Node 2 has an agent and a rank; when these end, the membership
+    changes."""
 
     def __init__(self, run_dir: Path, *, reports_change: bool = True, iterations_back: int = 0) -> None:
         self.run_dir = run_dir.resolve()

@@ -1,4 +1,4 @@
-"""The comparison of a job that keeps its layout."""
+"""Tests the comparison of a job that keeps its layout with its reference."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The simulated jobs keep the rules, and notice decisions that break them."""
+"""Tests that simulated jobs keep the rules, and that the simulation notices decisions that break them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -66,18 +66,18 @@ def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def newcomers(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """Nodes that are not ready count as well."""
+    """Return joining nodes, wrongly including nodes that are not ready."""
     nodes = [record.node for record in state.nodes.joining]
     return tuple(sorted(nodes[: max(0, policy.most_members - num_staying)]))
 
 
 def too_many(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """All that are ready, spares as well."""
+    """Return all nodes that are ready, wrongly including spares."""
     return tuple(sorted(record.node for record in state.nodes.joining if record.state is NodeState.READY))
 
 
 def nobody(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
-    """Takes every node for one without ranks."""
+    """Treat every node, wrongly, as one without ranks."""
     return False
 
 
@@ -134,12 +134,12 @@ def test_kept_layouts_keep_every_rule() -> None:
 
 
 def in_any_order(state: State) -> tuple[int, ...]:
-    """Members as in a job that does not keep its layout."""
+    """Return the members, wrongly in the order of a job that does not keep its layout."""
     return tuple(sorted(FILLED(state)))
 
 
 def not_ready(state: State) -> list[int]:
-    """Newcomers that do not live yet, too."""
+    """Return joining nodes, wrongly including nodes that are not alive yet."""
     return [record.node for record in state.nodes.joining][: len(replacing.lost_places(state))]
 
 

@@ -1,4 +1,4 @@
-"""The checks of ``report-page``: they find everything in a sound page, and each defect of a damaged one."""
+"""Tests the checks of ``report-page``: they accept a correct page, and find each defect of a damaged one."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a made-up run, with the files that a real one leaves beside it."""
+    """Return the page of a made-up run, beside the files that a real run leaves."""
     run = MadeUpRun(tmp_path_factory.mktemp("runs") / "trial-001")
     elastic(run)
     lines = [line | {"tokens": 100.0} for line in records_of(run.path / "metrics.jsonl")]
@@ -51,7 +51,7 @@ def test_a_sound_page_has_no_problems(page: Path, tab: Tab) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        (">Goodput</h2>", ">Gain</h2>", "light: sections ["),
+        (">Goodput</h2>", ">Gain</h2>", "light: the sections are ["),
         ("<dd>0.5</dd>", "<dd>0.6</dd>", "light: loss is 0.6, not 0.5"),
         ("failed in iteration 5: ", "failed in iteration 6: ", "dark: the fault in iteration 5 is not marked"),
         ("</main>", "<img src='http://127.0.0.1:9/x.png'/></main>", "light: the browser says "),

@@ -1,4 +1,4 @@
-"""A claim ends with one line, a matching exit code, and a stored result that the tables show."""
+"""Tests that a claim ends with one line, a matching exit code, and a stored result that the tables show."""
 
 import dataclasses
 import json
@@ -92,8 +92,8 @@ def test_a_quick_run_stores_nothing(folder: Path) -> None:
     ("passed", "code", "threshold", "line"),
     [
         (False, 1, "<= 3 s", "speed FAIL 2 s (<= 3 s)"),
-        (True, 1, "<= 3 s", "speed FAIL result says passed=True, exit code 1 (<= 3 s)"),
-        (True, 0, "<= 9 s", "speed FAIL measured against '<= 9 s', claimed '<= 3 s' (<= 3 s)"),
+        (True, 1, "<= 3 s", "speed FAIL the result has passed=True, but the exit code is 1 (<= 3 s)"),
+        (True, 0, "<= 9 s", "speed FAIL the result has the threshold '<= 9 s', but the claim has '<= 3 s' (<= 3 s)"),
     ],
 )
 def test_a_claim_that_does_not_hold_fails(folder: Path, passed: bool, code: int, threshold: str, line: str) -> None:
@@ -103,7 +103,7 @@ def test_a_claim_that_does_not_hold_fails(folder: Path, passed: bool, code: int,
 def test_a_script_without_result_fails(folder: Path) -> None:
     (folder / "fake_claim.py").write_text("raise SystemExit(5)")
     line, passed = prove.prove(CLAIM, quick=True)
-    assert (line, passed) == ("speed FAIL no result, exit code 5 (<= 3 s)", False)
+    assert (line, passed) == ("speed FAIL the script wrote no result and ended with exit code 5 (<= 3 s)", False)
 
 
 def test_a_script_that_takes_too_long_is_ended() -> None:
@@ -134,7 +134,8 @@ print("goes on")
 def proving(
     *command: str, stop_seconds: float, timeout_seconds: float, on_hang_up: str = "SIG_DFL"
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A process that measures ``command``, which has begun. What both say comes by its standard output."""
+    """Start a process that measures ``command``, and wait until the command has begun. The standard output has the text
+    of both."""
     words = [sys.executable, "-c", PROVING, str(stop_seconds), str(timeout_seconds), on_hang_up, *command]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
@@ -151,7 +152,7 @@ def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) 
 
 
 def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
-    """Ignore SIGHUP as under nohup; the script ends at its time limit."""
+    """Ignore SIGHUP as under nohup. The script ends only at its time limit."""
     limits = {"stop_seconds": 60.0, "timeout_seconds": 4.0}
     with proving(sys.executable, "-c", CLEANING, **limits, on_hang_up="SIG_IGN") as process:
         process.send_signal(signal.SIGHUP)
@@ -161,7 +162,7 @@ def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
 
 def test_a_script_that_does_not_clean_up_in_time_is_killed() -> None:
     with proving("bash", "-c", DEAF, stop_seconds=0.5, timeout_seconds=4.0) as process:
-        said, _ = process.communicate()  # which ends when both have
+        said, _ = process.communicate()  # returns when both processes have ended
     assert (said, process.returncode) == ("asked\ngoes on\n", 0)
 
 
@@ -179,13 +180,13 @@ def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(prove, "GRACE_SECONDS", 0.2)
     leave = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
     (folder / "fake_claim.py").write_text(leave + SCRIPT.format(passed=True, code=0, threshold="<= 3 s"))
-    assert prove.prove(CLAIM, quick=True) == ("speed FAIL 1 processes left behind; 2 s (<= 3 s)", False)
+    assert prove.prove(CLAIM, quick=True) == ("speed FAIL processes left behind: 1; 2 s (<= 3 s)", False)
 
 
 def test_a_claim_whose_data_is_not_there_is_refused_before_it_runs(folder: Path) -> None:
     claim = dataclasses.replace(CLAIM, needs="../nowhere/trace.csv")
     assert claim.missing is not None and claim.missing.endswith("nowhere/trace.csv")
-    with pytest.raises(ConfigError, match=r"cannot be measured here: there is no .*/trace\.csv"):
+    with pytest.raises(ConfigError, match=r"cannot be measured here: there is no file .*/trace\.csv"):
         prove.prove(claim, quick=True, results_dir=folder)
     assert dataclasses.replace(CLAIM, needs="README.md").missing is None
 
@@ -252,13 +253,13 @@ def observed(**changes: object) -> Observed:
     ("changes", "problem"),
     [
         ({"exit_code": 7}, "exit code 7"),
-        ({"seconds": 300.0}, "took 300 s"),
-        ({"summary": {**SUMMARY, "final_loss": 5.0}}, "final loss is 0.83"),
-        ({"summary": {**SUMMARY, "final_loss": float("nan")}}, "final loss is nan"),
-        ({"summary": {}}, "summary.json without iterations"),
+        ({"seconds": 300.0}, "the run took 300 s"),
+        ({"summary": {**SUMMARY, "final_loss": 5.0}}, "the final loss is 0.83"),
+        ({"summary": {**SUMMARY, "final_loss": float("nan")}}, "the final loss is nan"),
+        ({"summary": {}}, "summary.json lacks iterations"),
         ({"valid_losses": [3.0, 4.0]}, "validation losses"),
         ({"valid_losses": [3.0]}, "validation losses"),
-        ({"leftover_processes": ["12: python"]}, "left behind"),
+        ({"leftover_processes": ["12: python"]}, "processes left behind"),
     ],
 )
 def test_quickstart_is_judged(changes: dict[str, object], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Costs of recoveries from made-up times; the real times of one stage."""
+"""Tests costs of recoveries with made-up times, and measures the real times of one stage."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,8 @@ EXPERTS = tuple(f"expert.{number}" for number in range(len(LOADS[0])))
 
 
 def made_up(*cases: Case, gate: float = 0.0) -> Times:
-    """Every expert's weight gradients take as long as it has tokens, all of them together a second."""
+    """Return made-up times. An expert's weight gradients take time in proportion to its tokens; those of all experts
+    together take one second."""
     return {request: _times(request, gate) for case in cases for request in case.requests()}
 
 
@@ -50,7 +51,7 @@ def test_slices_freeze_less_and_less(by_popularity: bool) -> None:
 
 
 def test_popular_experts_stay_frozen_longest() -> None:
-    """Within each stage, no expert that is active is more popular than one that is frozen."""
+    """Within each stage, no active expert is more popular than a frozen one."""
     plan = window_of(3, 1, True)
     for index in range(WINDOW_ITERATIONS - 1):
         active = {unit.operator for unit in plan.active(index)}
@@ -63,7 +64,7 @@ def test_popular_experts_stay_frozen_longest() -> None:
 
 
 def test_a_recovery_replays_between_one_window_and_two() -> None:
-    """W = 4: 4, 5, 6 or 7 iterations, 5.5 of them on average."""
+    """The windows have 4 iterations, so 4, 5, 6 or 7 iterations are replayed, 5.5 on average."""
     case = Case(num_stages=3, num_microbatches=6)
     cost = case.recover(made_up(case))
     assert cost.num_executions == 5.5 * 3 * 6
@@ -71,7 +72,7 @@ def test_a_recovery_replays_between_one_window_and_two() -> None:
 
 @pytest.mark.parametrize("microbatches", [4, 24])
 def test_without_frozen_gradients_only_the_bubble_is_saved(microbatches: int) -> None:
-    """(PP - 1) / (M + PP - 1) of the wall time."""
+    """The saving is (PP - 1) / (M + PP - 1) of the wall time."""
     case = Case(num_stages=3, num_microbatches=microbatches, skips_frozen=False)
     comparisons = list(compare(case, "moe_micro", made_up(case), 0.0))
     assert all(one.holds for one in comparisons)
@@ -87,7 +88,7 @@ def test_each_technique_makes_recoveries_cheaper() -> None:
 
 
 def test_an_order_that_does_not_help_is_told() -> None:
-    """The order of experts does not matter where gates take the time."""
+    """The order of experts makes no difference if gates need all the time."""
     steps = ablation(Case(num_stages=3))
     times = {request: replace(one, backward_seconds=BACKWARD) for request, one in made_up(*steps.values()).items()}
     walls = [cells[0] for cells in ablation_column(steps, times)]

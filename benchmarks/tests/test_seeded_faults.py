@@ -1,4 +1,5 @@
-"""Faults put into source: every kind is found, each changes one place, and what carries one is judged by its tests."""
+"""Tests the faults put into source: every kind is found, and each changes one place. Also tests how the tests of a
+faulty file are judged."""
 
 import random
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_each_subsystem_has_files_and_a_fault_that_its_seed_repeats(name: str) -
 
 
 def test_a_pattern_names_files_and_not_those_of_folders_below() -> None:
-    """A subsystem whose files have moved into a folder must name that folder: the sinks have."""
+    """A subsystem whose files have moved into a folder must name that folder, as ``sinks`` does."""
     found = {path.relative_to(ROOT / "megatron_ft" / "telemetry") for path in files_of("sinks and figures")}
     assert {Path("sink_set.py"), Path("goodput.py"), Path("sinks/jsonl.py"), Path("sinks/wandb.py")} <= found
     assert not any(path.parts[0] == "report" for path in found), "the page is a subsystem of its own"

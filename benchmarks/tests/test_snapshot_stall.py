@@ -1,4 +1,4 @@
-"""Figures come from warm rounds and the slowest rank; counters see what they are for."""
+"""Tests that figures come from warm rounds and the slowest rank, and that the counters count what they should."""
 
 import mmap
 import os

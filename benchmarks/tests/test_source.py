@@ -1,4 +1,4 @@
-"""The digest of a claim covers the files that its script uses, and no other."""
+"""Tests that the digest of a claim covers the files that its script uses, and no other files."""
 
 from pathlib import Path
 

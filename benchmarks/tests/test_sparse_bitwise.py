@@ -1,4 +1,5 @@
-"""Faults are drawn within reach, and a trial counts only when the run's record shows it, bit for bit."""
+"""Tests that faults are drawn within the run, and that a trial counts only if the run's record proves the fault and
+equal bits."""
 
 import json
 from collections.abc import Sequence
@@ -68,10 +69,10 @@ def test_a_fault_whose_replay_is_hit_is_judged_by_the_recovery_from_both() -> No
 def test_nothing_counts_without_its_record() -> None:
     for generations, reason in (
         ([killed()], "not started again"),
-        ([killed(hits=[]), continued()], "no rank wrote down"),
-        ([killed(hits=[{"phase": "update", "iteration": 3}]), continued()], "no rank wrote down"),
+        ([killed(hits=[]), continued()], "no rank recorded the fault"),
+        ([killed(hits=[{"phase": "update", "iteration": 3}]), continued()], "no rank recorded the fault"),
         ([killed(), continued(source="nothing")], "continued from nothing"),
-        ([killed(window=2), continued()], "windows of 2"),
+        ([killed(window=2), continued()], "windows have only 2"),
     ):
         outcome = outcome_of(FAULT, 0, generations, [], REFERENCE)
         assert not outcome.proven and reason in outcome.details["unproven"][0], outcome.details
@@ -102,12 +103,12 @@ def generation(
     hits: Sequence[dict[str, Any]] = (),
     losses: Sequence[tuple[int, float]] = (),
 ) -> Generation:
-    """Records of one generation."""
+    """Return the records of one generation."""
     return Generation(events=events, hits=hits, losses=losses, digests=[])
 
 
 def killed(hits: Sequence[dict[str, Any]] = ({"phase": "update", "iteration": 2},), window: int = 3) -> Generation:
-    """The first generation."""
+    """Return the first generation, which a fault ends."""
     planned = {"kind": "snapshot_planned", "window_iterations": window}
     return generation([planned], hits, [(1, 0.5)])
 
@@ -117,7 +118,7 @@ def continued(
     losses: Sequence[tuple[int, float]] = ((3, 0.125),),
     hits: Sequence[dict[str, Any]] = (),
 ) -> Generation:
-    """A later one."""
+    """Return a later generation, which continues from ``source``."""
     in_window = source in ("memory", "persisted")
     found = {"strategy": "window", "source": source} if in_window else {"strategy": source}
     started: dict[str, Any] = {"kind": "recovery_started"} | found
@@ -125,5 +126,5 @@ def continued(
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """JSON lines."""
+    """Write records as JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

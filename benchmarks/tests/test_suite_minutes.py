@@ -1,4 +1,4 @@
-"""The record of ``make test-all`` and the reports that it reads."""
+"""Tests the record of ``make test-all`` and the reports that it reads."""
 
 from pathlib import Path
 

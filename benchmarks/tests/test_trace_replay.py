@@ -1,4 +1,4 @@
-"""The counts that ``trace-replay`` makes of a job's records, and its judgement."""
+"""Tests what ``trace-replay`` counts in a job's records, and how it judges the counts."""
 
 import argparse
 import json

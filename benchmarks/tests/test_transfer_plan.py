@@ -4,7 +4,7 @@ from megatron_ft.operators import num_parameters, operators_of
 
 
 def test_the_model_is_mixtral_on_two_tensor_parallel_ranks() -> None:
-    """Split tensors have two parts, all others one: together every parameter of the model."""
+    """Split tensors have two parts and all others one; together they are all parameters of the model."""
     config = ModelConfig(
         num_layers=32,
         hidden_size=4096,

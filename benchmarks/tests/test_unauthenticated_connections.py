@@ -1,4 +1,5 @@
-"""The claim ``unauthenticated-connections``: an operator's call that a crowd pushes out is made again, in time."""
+"""Tests the claim ``unauthenticated-connections``: if a crowd displaces an operator's call, the call is made again in
+time."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Reading back from wandb: a complete run has no problems, and each defect of an incomplete one is found."""
+"""Tests reading wandb's records: a complete run has no problems, and each defect of an incomplete run is found."""
 
 import dataclasses
 import io
@@ -25,7 +25,8 @@ def step(iteration: int, folder: int = 1, attempt: int = 1, **figures: float) ->
 
 
 def whole(**changes: Any) -> WandbHistory:
-    """Two attempts: 1 to 4, of which 3 and 4 were lost, and on to 6; wandb had lost 2 and got it from the second."""
+    """Return the history of two attempts: iterations 1 to 4, of which 3 and 4 were lost, then 3 to 6. wandb lost
+    iteration 2 and received it from the second attempt."""
     losses: Mapping[int, Sequence[float]] = {
         1: (1.0,),
         2: (2.0,),
@@ -102,7 +103,8 @@ def test_an_iteration_whose_reporter_died_before_it_reported_is_no_gap() -> None
 def test_folders_that_wandb_wrote(
     config: JobConfig, run_dir: Path, monkeypatch: pytest.MonkeyPatch, believed: int | None, problem: list[str]
 ) -> None:
-    """The second attempt believes that wandb has the iterations up to ``believed``, and wandb takes what it gets."""
+    """Let the second attempt assume that wandb has the iterations up to ``believed``. wandb stores everything that it
+    receives."""
     pytest.importorskip("wandb")
     config.telemetry.wandb = "offline"
     for first, last in ((1, 6), (5, 10)):

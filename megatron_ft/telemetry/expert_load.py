@@ -1,4 +1,4 @@
-"""Figures that say how evenly the router spreads tokens over the experts of a layer."""
+"""Computes how evenly the router spreads tokens over the experts of a layer."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from megatron_ft.events import ExpertLoad
 
 
 def relative_load(tokens: Sequence[int]) -> list[float]:
-    """Return the tokens of each expert divided by the mean over all experts; 1 for each if all have the same number.
+    """Return the tokens of each expert divided by the mean over all experts. Even load gives 1 for each expert.
 
     Args:
         tokens: Tokens per expert of one layer.
@@ -17,27 +17,30 @@ def relative_load(tokens: Sequence[int]) -> list[float]:
 
 
 def max_over_even_share(tokens: Sequence[int]) -> float:
-    """Return the tokens of the busiest expert divided by the mean. 1 is even; the number of experts is the worst."""
+    """Return the tokens of the busiest expert divided by the mean: 1 for even load, the number of experts if one expert
+    has all tokens."""
     return max(relative_load(tokens), default=0.0)
 
 
 def herfindahl(tokens: Sequence[int]) -> float:
-    """Herfindahl-Hirschman index (HHI), the sum of squared shares: 1 / experts is even, 1 is all tokens on one expert.
+    """Return the Herfindahl-Hirschman index (HHI), the sum of squared shares of tokens: 1 / experts for even load, 1 if
+    one expert has all tokens.
 
-    0 where there are no tokens.
+    It is 0 if there are no tokens.
     """
     total = sum(tokens)
     return sum((count / total) ** 2 for count in tokens) if total else 0.0
 
 
 def herfindahl_over_even(tokens: Sequence[int]) -> float:
-    """Return the HHI times the number of experts E, ``E * sum(share ** 2)``: 1 is even, E is all tokens on one expert.
-    0 where there are no tokens."""
+    """Return the HHI times the number of experts E, ``E * sum(share ** 2)``: 1 for even load, E if one expert has all
+    tokens, 0 if there are no tokens."""
     return len(tokens) * herfindahl(tokens)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the percentile of values in rising order, linear between neighbours; 0 without values."""
+    """Return a percentile of values that are sorted in rising order, with linear interpolation; 0 if there are no
+    values."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100.0
@@ -46,7 +49,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def load_figures(record: ExpertLoad) -> dict[str, float]:
-    """Return the metrics of expert load by name: for each layer, and for the experts of all layers together."""
+    """Return the metrics of expert load by name, for each layer and for the experts of all layers together."""
     numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
     figures: dict[str, float] = {}
     together: list[float] = []
@@ -71,6 +74,6 @@ def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, flo
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
-    """Reduce ``loads`` to at most ``num_bins`` figures. Each bin of neighbours keeps its largest figure."""
+    """Reduce ``loads`` to at most ``num_bins`` figures: each is the largest load in a group of neighbouring experts."""
     bin_size = max(1, -(-len(loads) // num_bins))
     return [max(loads[start : start + bin_size]) for start in range(0, len(loads), bin_size)]

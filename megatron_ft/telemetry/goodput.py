@@ -1,8 +1,7 @@
 """Measures goodput: it divides the wall time of a run into useful training and each kind of loss.
 
-The input is the run's records. The report of an iteration says how long the iteration took. The time from the end of
-one iteration to the start of the next belongs to what was recorded there: a recovery, a pause between jobs, or other
-work.
+The input is the run's records. The metrics of an iteration contain its duration. The time between two iterations is
+assigned to the events recorded in that time: a recovery, a pause between jobs, or other work.
 """
 
 import math
@@ -17,77 +16,83 @@ from megatron_ft.planning.cost.training_time import checkpoint_overhead, effecti
 
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
-"""Limit of iterations of a run and of tokens of an iteration; larger figures are ignored."""
-# The years 2001 and 5138: a clock that was never set begins in 1970, and would add decades to the wall time.
+"""Limit of the number of iterations of a run and of the tokens of an iteration; larger figures are ignored."""
+# Valid times are in the years 2001 to 5138. A clock that was never set begins in 1970 and would add decades to the wall
+# time.
 _EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
 _LONGEST_SECONDS = 1e9
 
 
 def instant(seconds: float | None) -> float | None:
-    """Return a time in seconds since 1970; None where a record has no time or an impossible one."""
+    """Return ``seconds`` as a time since 1970; None if it is missing or impossible."""
     return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
 
 
 def duration(seconds: float | None) -> float | None:
-    """Return a duration in seconds; None where it is not known or impossible."""
+    """Return ``seconds`` as a duration; None if it is missing or impossible."""
     return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Parts of a run's wall time. The fields of parts add up to ``wall_seconds``."""
+    """Wall time of a run, divided into useful time and losses. The parts ``useful_seconds`` to ``other_seconds`` add up
+    to ``wall_seconds``."""
 
     wall_seconds: float
-    """Time from the first record to the newest, including the time between jobs."""
+    """Time from the run's first record to its newest record, including the time between jobs."""
     useful_seconds: float
-    """Time of the iterations that count, without waiting for captures. A repeated iteration counts once, a skipped one
-    not."""
+    """Time of useful iterations, which were committed and not lost later. An iteration that ran twice counts once. The
+    time of waiting for captures is not included."""
     stalled_seconds: float
-    """Time that training waited for captures of windows, for checkpoints or for experts to move."""
+    """Time that training waited for captures of windows, for checkpoints, or for experts to move between ranks."""
     again_seconds: float
-    """Time of iterations that were reported, lost and run again later."""
+    """Time of iterations that were reported, then lost in a failure and run again."""
     skipped_seconds: float
-    """Time of iterations that the vote did not commit."""
+    """Time of iterations that the commit vote rejected."""
     recovery_seconds: float
-    """Time from the last report before a failure or a change of membership to the start of the next iteration."""
+    """Time from the last reported iteration before a failure or a change of membership to the start of the next
+    iteration."""
     between_jobs_seconds: float
-    """Time from the last record of a job to the first of the next job of the run."""
+    """Time from the last record of each job to the first record of the run's next job."""
     other_seconds: float
-    """Time of starts, evaluations and everything else between iterations."""
+    """Time of starts, evaluations and all other work between iterations."""
     num_iterations: int
     num_interruptions: int
-    """Number of recoveries, changes of membership and later jobs. Those without an iteration between them count as
-    one."""
+    """Number of recoveries, changes of membership, and jobs that continued the run. Several without an iteration
+    between them count as one."""
     num_tokens: int
-    """Tokens of the iterations that count."""
+    """Tokens of the useful iterations."""
     iteration_seconds: float | None
-    """Median duration of the iterations that count."""
+    """Median duration of the useful iterations."""
 
     @property
     def ettr(self) -> float | None:
-        """Return the effective training time ratio: useful time divided by wall time; None where no time has passed."""
+        """Return the effective training time ratio, which is useful time divided by wall time; None if no time has
+        passed."""
         return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the goodput: tokens of the iterations that count divided by wall time."""
+        """Return the goodput: tokens of the useful iterations divided by wall time."""
         return self.num_tokens / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
     def lost_per_interruption_seconds(self) -> float:
-        """Return the mean time lost per interruption: until training continues, plus the iterations that run again."""
+        """Return the mean time lost per interruption: the pause in training plus the time of the iterations that run
+        again."""
         return (self.recovery_seconds + self.again_seconds) / max(1, self.num_interruptions)
 
     @property
     def mtbf_seconds(self) -> float:
-        """Return the mean time that a job was up between interruptions; infinite without any."""
+        """Return the mean time between interruptions, without the time in which training was interrupted; infinite if
+        there were none."""
         up_seconds = self.wall_seconds - self.recovery_seconds - self.between_jobs_seconds
         return up_seconds / self.num_interruptions if self.num_interruptions else math.inf
 
     @property
     def predicted_ettr(self) -> float | None:
-        """Return the ETTR that the formula of the documentation predicts from these figures; None before there are
-        any."""
+        """Return the ETTR that the formula in ``docs/telemetry.md`` predicts from these figures; None if there are no
+        iterations yet."""
         if self.useful_seconds <= 0 or self.mtbf_seconds <= 0:
             return None
         per_iteration = self.useful_seconds / self.num_iterations
@@ -115,24 +120,24 @@ class Goodput:
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
-    """Records since the newest report of an iteration."""
+    """Records since the newest metrics of an iteration."""
 
     begin: float
-    """Time of the newest report of an iteration."""
+    """Time of the newest metrics of an iteration."""
     fails: bool = False
     continues: bool = False
     source: int | None = None
-    """Newest iteration in the state that ranks continued from."""
+    """Newest iteration in the state from which ranks continued."""
     between_jobs_seconds: float = 0.0
     ended: float | None = None
-    """Time at which a job ended; None again once another record follows."""
+    """Time at which a job ended; None while a job runs."""
 
     @property
     def is_recovery(self) -> bool:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Note a record at ``at``."""
+        """Move on to a record that was written at time ``at``."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None
@@ -144,14 +149,14 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Iterations that count so far. One entry per report also covers the unreported iterations before it."""
+    """Useful iterations so far. One entry per report also covers the unreported iterations before the reported one."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Sums of the columns below. They are integers, so that subtraction leaves no rounding error."""
+    """Totals of iterations, nanoseconds and tokens. They are integers, so that subtraction leaves no rounding error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
@@ -163,9 +168,9 @@ class _Counted:
         self._sum(1, count, seconds, tokens)
 
     def go_back(self, iteration: int) -> float:
-        """Drop the iterations after ``iteration``. Return the seconds that they took."""
+        """Remove the iterations after ``iteration``, which a recovery discarded. Return the seconds that they took."""
         lost = 0.0
-        # From the newest on: an iteration that a recovery undid must not count as useful any more.
+        # Beginning with the newest: an iteration that a recovery discarded must no longer count as useful.
         while self.newest and self.newest[-1] > iteration:
             newest, count = self.newest.pop(), self.counts.pop()
             seconds, tokens = self.seconds.pop(), self.tokens.pop()
@@ -183,7 +188,7 @@ class _Counted:
 
 
 class GoodputMeter:
-    """Sums up records, oldest first, into parts of the wall time. Keeps four numbers for each report of an
+    """Divides the wall time of a run into parts while records arrive, oldest first. It stores four numbers per reported
     iteration."""
 
     def __init__(self) -> None:
@@ -198,7 +203,7 @@ class GoodputMeter:
         self._gap = _Gap(begin=0.0)
 
     def take(self, record: Record) -> None:
-        """Add a record. A record without a possible time is ignored."""
+        """Add a record. A record without a valid time is ignored."""
         at = instant(record.time_unix_seconds)
         if at is None:
             return
@@ -215,7 +220,7 @@ class GoodputMeter:
             self._note(record)
 
     def result(self) -> Goodput:
-        """Return all figures so far; takes longer with more iterations."""
+        """Return all figures so far. The duration of this call grows with the number of iterations."""
         counted = self._counted
         each = [seconds / count for seconds, count in zip(counted.seconds, counted.counts, strict=True)]
         return self._shares(
@@ -223,7 +228,7 @@ class GoodputMeter:
         )
 
     def so_far(self) -> Goodput:
-        """Return the figures without the median, in constant time."""
+        """Return the figures so far without the median duration, in constant time."""
         return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
 
     def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:
@@ -250,15 +255,15 @@ class GoodputMeter:
         gap, iteration = self._gap, record.iteration
         at = max(at, gap.begin)
         self._gap = _Gap(begin=at)
-        # Shares have to add up to the wall time, whatever a record claims.
+        # The parts must add up to the wall time, even if a record has a wrong duration.
         length = min(duration(_figure(record, "iteration_seconds")) or 0.0, at - gap.begin)
         between, before = gap.parts(at - gap.begin - length)
-        # After a recovery the iteration follows the state that ranks continued from, not the last one reported.
+        # After a recovery, the iteration follows the state from which ranks continued, not the last reported iteration.
         before_it = gap.source if gap.source is not None else self._position
         follows = iteration - 1 if before_it is None else max(0, min(iteration - 1, before_it))
         self._again += self._counted.go_back(follows)
         num_unreported = iteration - 1 - follows
-        # With a larger log interval the time before a report belongs to iterations like the one that it is about.
+        # If not every iteration is reported, the time before a report belongs to iterations like the reported one.
         unreported = min(before, num_unreported * length)
         tokens = _figure(record, "tokens") * (1 + num_unreported)
         self._counted.add(iteration, 1 + num_unreported, length + unreported, tokens)
@@ -266,7 +271,7 @@ class GoodputMeter:
         self._between_jobs += between
         if gap.is_recovery:
             self._recovery += before - unreported
-            # A failure alone is no interruption: the record of what ranks continued from makes it one.
+            # A failure becomes an interruption only with the record of the state from which ranks continued.
             self._num_interruptions += gap.continues
         else:
             self._other += before - unreported
@@ -282,7 +287,7 @@ class GoodputMeter:
             case events.RanksRestarted():
                 self._gap.continues = True
             case events.RecoveryStarted() | events.MembershipChanged() | events.StageRecovery():
-                if record.generation > 0:  # a job that continues the run is counted at its run_started
+                if record.generation > 0:  # a later job of the run is counted at its run_started
                     self._gap.continues, self._gap.source = True, record.iteration
             case events.RunStarted():
                 self._gap.continues |= self._position is not None
@@ -299,13 +304,13 @@ def measure(records: Iterable[Record]) -> Goodput:
     """Measure the goodput of a run from all of its events and metrics, in any order."""
     meter = GoodputMeter()
     timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
-    # At equal times metrics come first: an iteration ends before what is recorded at its end.
+    # At equal times metrics come first, because an iteration ends before events that are recorded at its end.
     for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):
         meter.take(record)
     return meter.result()
 
 
 def _figure(record: Metrics, name: str) -> float:
-    # A figure of an iteration; 0 where it is missing or impossible.
+    # Returns a figure of an iteration; 0 if it is missing or impossible.
     value = float(record.values.get(name, 0.0))
     return value if math.isfinite(value) and 0.0 <= value < _MOST else 0.0

@@ -1,4 +1,4 @@
-"""List of all metrics of an iteration with name, unit and meaning. They are listed nowhere else."""
+"""Lists all metrics of an iteration with name, unit and meaning. No other file lists them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,17 +7,18 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Metric of a ``metrics`` record."""
+    """One metric of an iteration."""
 
     name: str
-    """Key in the record and name in wandb."""
+    """Key in the ``metrics`` record, and name in wandb."""
     unit: str
-    """Unit, or ``1`` for a number without a unit."""
+    """Unit; ``1`` for a number without a unit."""
     meaning: str
     required: bool = False
-    """Whether every ``metrics`` record has it."""
+    """Whether every ``metrics`` record must contain the metric."""
     is_timed: bool = False
-    """Whether it depends on the clock. Such metrics differ between runs that are otherwise equal in every bit."""
+    """Whether the metric depends on the clock, so that it differs between runs that are otherwise equal in every
+    bit."""
 
 
 _ALL = (
@@ -27,40 +28,38 @@ _ALL = (
         "Mean language-model loss over the tokens of all ranks, without auxiliary losses.",
         required=True,
     ),
-    Metric("aux_loss", "1", "Load-balancing loss times its coefficient; mean over MoE layers."),
-    Metric("z_loss", "1", "Router z-loss times its coefficient; mean over MoE layers."),
+    Metric("aux_loss", "1", "Load-balancing loss times its coefficient, mean over MoE layers."),
+    Metric("z_loss", "1", "Router z-loss times its coefficient, mean over MoE layers."),
     Metric("grad_norm", "1", "Global L2 norm of the gradient before clipping."),
-    Metric("clip_coefficient", "1", "Factor that clipping multiplied the gradient by; 1 without clipping."),
+    Metric("clip_coefficient", "1", "Factor by which clipping multiplied the gradient; 1 if nothing was clipped."),
     Metric("learning_rate", "1", "Learning rate of this iteration's update."),
     Metric("loss_scale", "1", "Loss scale of this iteration; 1 outside fp16."),
-    Metric("tokens", "tokens", "Tokens of this iteration's loss, over all ranks."),
-    Metric("consumed_samples", "samples", "Samples read since the run began, this iteration included."),
-    Metric(
-        "iteration_seconds", "s", "Wall time of the iteration, from its first microbatch to its end.", is_timed=True
-    ),
+    Metric("tokens", "tokens", "Number of tokens in this iteration's loss, over all ranks."),
+    Metric("consumed_samples", "samples", "Samples read since the run began, including this iteration."),
+    Metric("iteration_seconds", "s", "Wall time from the first microbatch to the end of the iteration.", is_timed=True),
     Metric("tokens_per_second", "tokens/s", "tokens / iteration_seconds, over all ranks.", is_timed=True),
-    Metric("num_microbatches", "microbatches", "Microbatches of one pipeline in this iteration, padding included."),
+    Metric("num_microbatches", "microbatches", "Microbatches of one pipeline in this iteration, including padding."),
     Metric(
         "num_padding_microbatches",
         "microbatches",
-        "Microbatches of all pipelines that only pad an uneven division; they have no weight in the loss.",
+        "Padding microbatches of all pipelines, added where the batch does not divide evenly; their loss weight is 0.",
     ),
     Metric(
         "slowest_rank",
         "rank",
-        "Rank that recently took longest for the attention of its first layer, which is the same work on every rank.",
+        "Rank with the longest recent time in the attention of its first layer, which is equal work on all ranks.",
         is_timed=True,
     ),
     Metric(
         "slowest_node",
         "node",
-        "Node of that rank. Nodes keep their numbers; ranks are renumbered when nodes change.",
+        "Node of `slowest_rank`. A node's number never changes; ranks get new numbers when nodes join or leave.",
         is_timed=True,
     ),
     Metric(
         "slowest_rank_over_median",
         "1",
-        "Time of that rank over the time of the (lower) median rank; about 1 if no rank is slower than the others.",
+        "Time of `slowest_rank` over the time of the (lower) median rank; about 1 if no rank is slow.",
         is_timed=True,
     ),
 )
@@ -74,7 +73,7 @@ def _spread(prefix: str, whose: str) -> tuple[Metric, ...]:
         Metric(
             f"{prefix}p50_over_even",
             "1",
-            f"Median load of {whose}; a load is the number of tokens over the even share.",
+            f"Median load of {whose}. A load is an expert's tokens over the mean of its layer.",
         ),
         Metric(f"{prefix}p95_over_even", "1", f"95th percentile of the load of {whose}."),
         Metric(f"{prefix}max_over_even", "1", f"Largest load of {whose}."),
@@ -86,31 +85,36 @@ _HHI = (
 )
 
 _FROM_EVENTS = (
-    Metric("evaluation_loss", "nats/token", "Mean validation loss per token, after this iteration."),
+    Metric("evaluation_loss", "nats/token", "Mean validation loss per token after this iteration."),
     *_spread("expert_load/layer_<n>_", "the experts of layer n"),
     Metric("expert_load/layer_<n>_hhi_over_even", "1", f"{_HHI}."),
     *_spread("expert_load/", "the experts of all layers"),
-    Metric("expert_load/hhi_over_even", "1", "The HHI of a layer, mean over layers."),
-    Metric("replicas/fewest", "copies", "Copies of the expert that has fewest, over all layers."),
-    Metric("replicas/mean", "copies", "Mean number of copies of an expert in the placement in force."),
-    Metric("replicas/most", "copies", "Copies of the expert that has most, over all layers."),
+    Metric("expert_load/hhi_over_even", "1", "HHI times experts (see above), mean over layers."),
+    Metric("replicas/fewest", "copies", "Smallest number of copies of any expert in any layer."),
+    Metric("replicas/mean", "copies", "Mean number of copies of an expert in the current placement."),
+    Metric("replicas/most", "copies", "Largest number of copies of any expert in any layer."),
     Metric(
         "replicas/single_loss_survival",
         "1",
-        "Probability that the job survives the loss of one failure domain, all being equally likely: every expert "
-        "keeps a copy, and recovery.min_nodes nodes remain. Reported only if recovery.min_nodes is set.",
+        "Probability that the job survives the loss of one failure domain, each being equally likely. To "
+        "survive, every expert needs a remaining copy, and recovery.min_nodes nodes must remain. Reported "
+        "only if recovery.min_nodes is set.",
     ),
-    Metric("snapshot/window_iterations", "iterations", "Iterations that together capture every operator once (W)."),
+    Metric(
+        "snapshot/window_iterations",
+        "iterations",
+        "Length W of a window: the iterations that together capture every operator once.",
+    ),
     Metric(
         "snapshot/stalled_seconds",
         "s",
-        "Time that training has waited for captures, in all attempts, on the first rank of the job.",
+        "Time that training on the job's first rank has waited for captures, over all attempts.",
     ),
     Metric("snapshot/captured_bytes", "bytes", "Bytes that the first rank has captured so far."),
     Metric(
         "snapshot/replicated_bytes",
         "bytes",
-        "Bytes that the snapshot server of the first rank has sent so far, for all peers together.",
+        "Bytes that the snapshot server of the first rank has sent to all peers so far.",
     ),
     Metric(
         "snapshot/persisted_bytes",
@@ -122,43 +126,43 @@ _FROM_EVENTS = (
     Metric(
         "goodput/ettr",
         "1",
-        "Effective training time ratio so far: time of iterations that count, divided by wall time.",
+        "Effective training time ratio so far: time of useful iterations divided by wall time.",
     ),
     Metric(
         "goodput/ettr_predicted",
         "1",
-        "ETTR so far by the closed formula, from this run's waiting times, interruptions and their cost.",
+        "ETTR that a formula predicts from this run's waiting times, interruptions and recovery times so far.",
     ),
     Metric(
         "goodput/tokens_per_second",
         "tokens/s",
-        "Goodput so far: tokens of the iterations that count, divided by wall time.",
+        "Goodput so far: tokens of useful iterations divided by wall time.",
     ),
-    Metric("goodput/interruptions", "1", "Recoveries, changes of membership, and jobs that continued the run, so far."),
+    Metric("goodput/interruptions", "1", "Recoveries, changes of membership, and jobs that continued the run so far."),
     Metric(
         "recovery/<strategy>_seconds",
         "s",
-        "Time of the recovery before this iteration. The strategy is `replicas`, `localized`, `window`, "
+        "Duration of the recovery before this iteration. The strategy is `replicas`, `localized`, `window`, "
         "`checkpoint`, `nothing`, or `unknown` if no record names it.",
     ),
     Metric(
         "job/attempt",
         "1",
-        "Number of times that ranks have been started for this run, this start included.",
+        "Number of times that the ranks of this run have been started, including the current start.",
     ),
-    Metric("job/world_size", "ranks", "Ranks that train."),
+    Metric("job/world_size", "ranks", "Number of ranks that train."),
 )
 
 FROM_EVENTS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _FROM_EVENTS})
-"""Metrics that only trackers get. They are computed from the run's records; ``<n>`` and ``<strategy>`` are
-placeholders."""
+"""Metrics that only experiment trackers such as wandb receive. They are computed from the run's records; ``<n>`` and
+``<strategy>`` are placeholders."""
 
 
 def check_metrics(values: Mapping[str, float]) -> None:
-    """Check that all figures are listed and that no required one is missing.
+    """Check that ``METRICS`` lists every name, and that no required metric is missing.
 
     Raises:
-        ValueError: a figure is not listed or missing; the message names it.
+        ValueError: a metric is not listed, or a required one is missing; the message names it.
     """
     if unknown := [name for name in values if name not in METRICS]:
         raise ValueError(f"metrics.{unknown[0]}: is not listed in megatron_ft/telemetry/metrics.py")

@@ -17,20 +17,20 @@ _Parsed = TypeVar("_Parsed")
 def read_metrics(run_dir: Path) -> list[Metrics]:
     """Return the newest metrics of each iteration, in the order of iterations.
 
-    After a resume from iteration k the file still holds the older attempt's records of later iterations. This function
-    drops those that a newer record replaces.
+    After a resume from iteration k, the file still contains the earlier attempt's records of iterations after k. This
+    function drops each record for which a newer record of the same iteration exists.
 
     Raises:
         FileNotFoundError: the run has no ``metrics.jsonl``.
-        ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+        ValueError: a line is damaged; the message names file and line. An unfinished last line is no error.
     """
     return newest_of_each(read_lines(run_dir / METRICS_FILE, to_metrics))
 
 
 def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
-    """Return the newest metrics of each iteration, in the order of iterations. ``metrics`` come in the order of
-    writing."""
-    # Lines are appended only, so of one iteration the last line is that of the newest attempt.
+    """Return the newest metrics of each iteration, in the order of iterations. ``metrics`` must be in the order in
+    which they were written."""
+    # Lines are only appended, so the last line of an iteration is that of the newest attempt.
     newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
 
@@ -45,11 +45,12 @@ def first_metrics(run_dir: Path) -> Metrics | None:
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """Return the events of all attempts in the order of writing. Kinds of other packages are ``OtherRecord``.
+    """Return the events of all attempts in the order of writing. An event whose kind another package defines is an
+    ``OtherRecord``.
 
     Raises:
         FileNotFoundError: the run has no ``events.jsonl``.
-        ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+        ValueError: a line is damaged; the message names file and line. An unfinished last line is no error.
     """
     return list(read_lines(run_dir / EVENTS_FILE, read_record))
 
@@ -57,21 +58,21 @@ def read_events(run_dir: Path) -> list[Record]:
 def read_lines(
     path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed], *, num_bytes: int | None = None
 ) -> Iterator[_Parsed]:
-    """Parse the JSON object of each line, in order. An unfinished last line is left out.
+    """Parse the JSON object of each line, in order. Skip an unfinished last line.
 
     Args:
-        num_bytes: How much of the file to read if it may grow meanwhile; None for all.
+        num_bytes: Number of bytes to read, for a file that may grow meanwhile; None to read all.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is no JSON object, or ``parse`` refuses it. The message names file and line.
+        ValueError: a line is no JSON object, or ``parse`` raised a ValueError; the message names file and line.
     """
     num_read = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             num_read += len(line)
             if not line.endswith(b"\n") or (num_bytes is not None and num_read > num_bytes):
-                return  # being written, or torn by a crash
+                return  # the line is still being written, or a crash cut it off
             try:
                 yield parse(_object(line))
             except ValueError as error:
@@ -79,9 +80,9 @@ def read_lines(
 
 
 def to_metrics(values: dict[str, JsonValue]) -> Metrics:
-    """Convert a line of ``metrics.jsonl`` to a record. Raises ValueError for anything else."""
+    """Convert a line of ``metrics.jsonl`` to a record. Raise a ValueError for a record of another kind."""
     metrics = Metrics.from_record(values)
-    assert isinstance(metrics, Metrics), "from_record gives its own kind only"
+    assert isinstance(metrics, Metrics), "from_record returns only records of its own kind"
     return metrics
 
 

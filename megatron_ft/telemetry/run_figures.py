@@ -1,4 +1,4 @@
-"""Metrics of a run that no record holds itself: goodput so far, protection against losses, duration of recoveries."""
+"""Computes metrics of a run from several records: goodput so far, survival of the next loss, duration of recoveries."""
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
@@ -6,38 +6,38 @@ from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, duration
 
 
 class RunFigures:
-    """Sums up records, oldest first, into the metrics of ``metrics.py``. The memory does not grow with the run."""
+    """Sums up records, oldest first, into the metrics of ``metrics.py``. The memory use does not grow with the run."""
 
     def __init__(self) -> None:
         self.attempts: list[events.RunStarted] = []
-        """Starts of the run, one for each time that all ranks started."""
+        """``RunStarted`` record of each start of all ranks of the run."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
         """Figures that stay valid until a newer record replaces them."""
         self._recovered: dict[str, float] = {}
-        """Seconds of recoveries that no call has returned yet, by strategy."""
+        """Durations in seconds of recoveries that ``hand_out`` has not returned yet, by strategy."""
         self._strategy: str | None = None
         self._so_far = self._meter.so_far()
-        """Goodput at the newest reported iteration."""
+        """Goodput when the newest iteration was reported."""
 
     @property
     def goodput(self) -> Goodput:
-        """Return the goodput up to the newest record, without the median duration of iterations."""
+        """Return the goodput up to the newest record, but without the median duration of iterations."""
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:
-        """Return the goodput with the median; takes longer with more iterations."""
+        """Return the goodput with the median duration of iterations. The duration of this call grows with the run."""
         return self._meter.result()
 
     @property
     def survival(self) -> float | None:
-        """Return the probability that the job survives the next loss of one failure domain with the current
-        placement."""
+        """Return the probability that the job, with its current placement, survives the next loss of one failure
+        domain."""
         return self._lasting.get("replicas/single_loss_survival")
 
     @property
     def window_iterations(self) -> float | None:
-        """Return the planned length of a window: iterations that together capture every operator once."""
+        """Return the planned length of a window, in iterations."""
         return self._lasting.get("snapshot/window_iterations")
 
     def take(self, record: Record) -> None:
@@ -63,7 +63,8 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """Return all figures now. Each recovery's time is returned once."""
+        """Return all current figures by name. The duration of each recovery is returned only by the first call after
+        it."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,
@@ -76,7 +77,7 @@ class RunFigures:
 
     def _train(self) -> None:
         before, self._so_far = self._so_far, self._meter.so_far()
-        # The first iteration after a recovery ends it: only now is its time known.
+        # The first iteration after a recovery ends the recovery, so its duration is known only now.
         if self._so_far.num_interruptions > before.num_interruptions:
             strategy = self._strategy or "unknown"
             took = max(0.0, self._so_far.recovery_seconds - before.recovery_seconds)
@@ -87,7 +88,7 @@ class RunFigures:
         self.attempts.append(record)
         if record.resumed_from_iteration is None:
             self._strategy = self._strategy or "nothing"
-        # Placement, window and log of the earlier attempt are gone with its ranks.
+        # Placement, window and log of the previous attempt ended with its ranks.
         self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}
         self._lasting |= {"job/attempt": len(self.attempts), "job/world_size": record.world_size}
 
@@ -99,7 +100,7 @@ class RunFigures:
             "replicas/single_loss_survival": record.single_loss_survival,
         }
         for name, value in figures.items():
-            # A figure that the new placement does not have must not stay from the one before.
+            # A figure that the new placement lacks must not remain from the previous placement.
             self._lasting.pop(name, None)
             if value is not None:
                 self._lasting[name] = value
@@ -119,4 +120,4 @@ class RunFigures:
 _OF_THE_RUN = frozenset(
     f"snapshot/{name}" for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
 )
-"""Sums over all attempts. All other figures belong to the newest attempt."""
+"""Figures that are sums over all attempts. All other figures belong to the newest attempt."""

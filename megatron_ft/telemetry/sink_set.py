@@ -20,17 +20,18 @@ _LOGS = ("metrics", "events")
 
 
 class SinkSet:
-    """Checks records, adds the time and passes them to every sink. Any thread may call it.
+    """Checks records, adds the time and passes them to every sink. All methods are thread-safe.
 
-    An invalid record becomes a ``record_refused`` event. When a sink fails, the others get one ``sink_failed`` event,
-    and one ``sink_recovered`` event when the sink works again.
+    An invalid record becomes a ``record_refused`` event. When a sink fails, the other sinks receive one ``sink_failed``
+    event. When it works again, they receive one ``sink_recovered`` event.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """Keep ``sinks`` in the order of writing and closing. If one fails to close, only later ones get the event."""
+        """Store ``sinks`` in the order in which they are written and closed. If a sink fails to close, only sinks after
+        it receive the event."""
         self._sinks = tuple(sinks)
         self._clock = clock
-        # Reentrant: while a record is delivered, the failure of a sink is delivered to the others.
+        # The lock is reentrant, because a sink that fails on a record causes an event for the other sinks.
         self._lock = threading.RLock()
         self._failed: dict[str, str] = {}
         self._num_lost: dict[str, int] = {}
@@ -40,17 +41,17 @@ class SinkSet:
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Return the sinks that take no records now, each with the reason."""
+        """Return the sinks that currently accept no records, each with the reason."""
         return dict(self._failed)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
-        """Report ``record``, given in JSON form or as dataclass. Raises nothing."""
+        """Write ``record``, which is a JSON object or a dataclass, to all sinks. Never raises an exception."""
         with self._lock:
             self._deliver(self._checked(record))
             self._deliver_reports()
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Report the end of the run if that was not done, then close every sink. Raises nothing."""
+        """Report the end of the run unless a record of it exists, then close every sink. Never raises an exception."""
         with self._lock:
             if not self._ended:
                 ending = RunFinished if exit_code == 0 else RunStopped
@@ -62,7 +63,7 @@ class SinkSet:
     def _checked(self, report: Mapping[str, Any] | Record) -> Record:
         try:
             raw = report.to_record() if isinstance(report, Record) else report
-            # A record that has a time keeps it: it may have waited on its node while the controller was replaced.
+            # A record with a time keeps that time. It may have waited on its node while the controller was replaced.
             record = Record.from_record({"time_unix_seconds": self._clock()} | dict(raw))
             if isinstance(record, Metrics):
                 check_metrics(record.values)
@@ -79,7 +80,8 @@ class SinkSet:
 
     def _deliver(self, record: Record) -> None:
         for sink in self._sinks:
-            # A sink that retries gets every record: it keeps what it could not write, and reports when it works again.
+            # A sink that retries receives every record. It stores records that it could not write, and reports when it
+            # works again.
             if sink.retries or sink.name not in self._failed:
                 self._offer(sink, record)
 
@@ -95,7 +97,8 @@ class SinkSet:
         if sink.name in self._failed:
             return
         self._num_lost[sink.name] = sink.num_lost_records
-        # ``_failure`` marks the sink first, so its own failure to take this report does not lead here again.
+        # ``_failure`` marks the sink before this report, so that no endless loop starts if the sink fails on the report
+        # too.
         self._deliver(self._failure(sink, error))
 
     def _mark_working(self, sink: Sink) -> None:
@@ -126,8 +129,8 @@ def open_sinks(
     """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``. The terminal sink writes to ``stream``.
 
     Raises:
-        ConfigError: ``_target_`` is no sink, or does not take the other entries.
-        OSError: a log file of the run cannot be opened. Nothing has been written then.
+        ConfigError: ``_target_`` is no subclass of ``Sink``, or its ``open`` does not accept the other keys.
+        OSError: a log file of the run cannot be opened; in this case nothing has been written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     earlier = first_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else None
@@ -141,10 +144,10 @@ def open_sinks(
     )
     specs = {name: spec for name, spec in config.telemetry.sinks.items() if spec is not None}
     own = TelemetryConfig().sinks
-    # Closed in this order. A sink that cannot close is reported to those after it: the events file and the terminal,
-    # the last of the project's own sinks, learn of all others.
+    # Sinks are closed in this order. The failure of a sink is reported to the sinks after it. The events file and the
+    # terminal come last, so that they report failures of all other sinks.
     names = [name for name in specs if name not in own] + [name for name in own if name in specs]
-    # The log files come first: where one of them cannot be opened, no other sink has started anything.
+    # The log files are opened first. If one cannot be opened, no other sink has started anything.
     opened = {name: open_sink(name, specs[name], context) for name in sorted(names, key=lambda name: name not in _LOGS)}
     return SinkSet([sink for name in names if (sink := opened[name]) is not None], clock=clock)
 
@@ -156,10 +159,11 @@ def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink 
         raise ConfigError.of(f"{key}._target_", spec["_target_"], f"must name a subclass of {Sink.__qualname__}")
     options = {option: value for option, value in spec.items() if option != "_target_"}
     try:
-        # Before the call: a TypeError from inside ``open`` would be reported as an error of the configuration.
+        # Arguments are checked before the call, so that a TypeError inside ``open`` is not reported as a configuration
+        # error.
         inspect.signature(found.open).bind(context, **options)
     except TypeError as error:
         raise ConfigError.of(
-            key, dict(spec), f"must have the entries that {found.__name__}.open takes: {error}"
+            key, dict(spec), f"must have exactly the keys that {found.__name__}.open accepts: {error}"
         ) from None
     return found.open(context, **options)

@@ -1,4 +1,4 @@
-"""State of a run so far, computed from the records. The terminal and the summary show parts of it."""
+"""Computes the state of a run so far from its records. The terminal and the summary show parts of this state."""
 
 import math
 from collections import deque
@@ -19,9 +19,9 @@ from megatron_ft.events import (
 from megatron_ft.telemetry.run_figures import RunFigures
 
 NUM_RECENT_ITERATIONS = 20
-"""Number of newest metrics records that the pace is computed from."""
+"""Number of newest metrics records from which the pace is computed."""
 MAX_CURVE_BINS = 480
-"""Limit of the points of the loss curve in memory."""
+"""Limit of the number of points of the loss curve in memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,18 +31,18 @@ class RunState:
     time_opened_seconds: float
     """Wall-clock time at which this attempt began."""
     train_iterations: int
-    """Last iteration of the run."""
+    """Last iteration of the run according to its configuration."""
     started: RunStarted | None = None
-    """The start of this attempt."""
+    """Record of the start of this attempt."""
     iteration: int = 0
     """Newest reported iteration."""
     first_loss: float | None = None
-    """Loss of the run's first iteration, including older attempts."""
+    """Loss of the run's first iteration, which an earlier attempt may have reported."""
     latest: Metrics | None = None
     evaluation: Evaluation | None = None
     expert_load: ExpertLoad | None = None
     num_skipped: int = 0
-    """Iterations that this attempt skipped."""
+    """Number of iterations that this attempt skipped."""
     checkpoints: list[int] = field(default_factory=list)
     """Iterations of the checkpoints that this attempt saved."""
     num_tokens: int = 0
@@ -51,15 +51,15 @@ class RunState:
     """Sum of seconds in the metrics records of this attempt."""
     final_loss: float | None = None
     failed_sinks: dict[str, str] = field(default_factory=dict)
-    """Sinks that take no records now, each with the reason."""
+    """Sinks that currently accept no records, each with the reason."""
     num_refused_records: int = 0
-    """Number of invalid records of this attempt."""
+    """Number of records of this attempt that were refused because they are invalid."""
     run: RunFigures = field(default_factory=RunFigures)
-    """Goodput of this attempt, and protection of the run against losses."""
+    """Goodput of this attempt, and probability that the run survives a loss."""
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
-    """Time stamp and iteration of recent metrics."""
+    """Time and iteration of the newest metrics records."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of finite losses for each part of the run."""
+    """Sum and number of the finite losses in each part of the run."""
 
     def take(self, record: Record) -> None:
         """Add a record."""
@@ -89,11 +89,12 @@ class RunState:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return tokens divided by the time of their iterations for this attempt; None before the first iteration."""
+        """Return this attempt's tokens divided by the time of its iterations; None before the first iteration."""
         return self.num_tokens / self.training_seconds if self.training_seconds > 0 else None
 
     def remaining_seconds(self) -> float | None:
-        """Return the time left at the pace of the last iterations, including pauses between them; None if unknown."""
+        """Return the remaining time at the pace of the newest iterations, including pauses between them; None if it is
+        not known."""
         if len(self._recent) < 2:
             return None
         (start, first), (end, last) = self._recent[0], self._recent[-1]
@@ -103,7 +104,8 @@ class RunState:
         return max(0, self.train_iterations - self.iteration) * (end - start) / (last - first)
 
     def loss_curve(self, width: int) -> list[float | None]:
-        """Return the mean loss of each of ``width`` equal parts of the run; ``None`` for a part without losses."""
+        """Divide the run into ``width`` equal parts and return the mean loss of each; ``None`` for a part without
+        losses."""
         return [self._mean(position * self._num_bins // width) for position in range(width)]
 
     @property

@@ -1,1 +1,2 @@
-"""Harness for tests and benchmarks, and for tests of your own policies. Nothing else in the package imports it."""
+"""Harness for tests and benchmarks of this package, and for your tests of your own policies. No other folder of the
+package imports it."""

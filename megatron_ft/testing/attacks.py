@@ -1,4 +1,4 @@
-"""Attacks of hostile peers on every kind of listener of a job, each with an outcome that can be counted."""
+"""Sends what hostile peers may send to each kind of listener of a job, and classifies the response to each attack."""
 
 import contextlib
 import functools
@@ -14,7 +14,8 @@ import grpc  # type: ignore[import-untyped]
 
 SOCKET_SECONDS = 10.0
 REFUSED, ANSWERED, SILENT = "refused", "answered", "silent"
-"""Outcomes of a peer: it refused or closed; it gave a proper answer; it waits for more."""
+"""Responses of the attacked process. ``refused``: it sent an error or closed the connection. ``answered``: it sent a
+proper answer. ``silent``: it waits for more data."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 OVERSIZED_BYTES = 33 * 1024 * 1024
@@ -25,26 +26,26 @@ _SETTINGS = bytes.fromhex("000000040000000000")
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One thing to send, and its allowed outcomes."""
+    """One attack, with the responses that are allowed."""
 
     name: str
     send: Callable[[], str]
-    """Sends it; returns the outcome."""
+    """Runs the attack and returns the response."""
     allowed: frozenset[str]
 
 
 def frame(payload: bytes) -> bytes:
-    """Four bytes of length, then the bytes."""
+    """Return the payload after its length in four bytes, as the local sockets expect it."""
     return struct.pack(">I", len(payload)) + payload
 
 
 def say(message: Any) -> bytes:
-    """A message of the local sockets."""
+    """Return a JSON message in the format of the local sockets."""
     return frame(json.dumps(message).encode())
 
 
 def connect(address: str) -> socket.socket:
-    """``host:port`` or the path of a unix socket."""
+    """Connect to ``host:port`` or to the path of a unix socket."""
     if address.startswith("/"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(SOCKET_SECONDS)
@@ -55,7 +56,7 @@ def connect(address: str) -> socket.socket:
 
 
 def throw(address: str, data: bytes, *, wait_seconds: float = 0.3) -> str:
-    """Send ``data`` and see what comes back: an error message or the end of the connection is a refusal."""
+    """Send ``data`` and classify the response. An error message or the end of the connection counts as ``refused``."""
     with contextlib.closing(connect(address)) as sock:
         sock.settimeout(wait_seconds)
         try:
@@ -70,14 +71,15 @@ def throw(address: str, data: bytes, *, wait_seconds: float = 0.3) -> str:
 
 @contextlib.contextmanager
 def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
-    """``count`` connections held open, each after sending ``data``; returns how many were accepted."""
+    """Open up to ``count`` connections, send ``data`` on each, and keep them open in the block. Yields the number of
+    accepted connections."""
     held: list[socket.socket] = []
     try:
         for _ in range(count):
             try:
                 sock = connect(address)
             except OSError:
-                break  # the listener's queue is full: it takes no more, which is its right
+                break  # the listener's queue is full, so it may refuse more connections
             held.append(sock)
             with contextlib.suppress(OSError):
                 sock.sendall(data)
@@ -88,7 +90,7 @@ def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
 
 
 def headers_without_body(path: str, token: str | None = None) -> bytes:
-    """HTTP/2 up to the headers of a call whose body never comes."""
+    """Return HTTP/2 bytes up to the headers of a gRPC call whose body never follows."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     fields += [] if token is None else [(TOKEN_KEY, token)]
@@ -104,14 +106,14 @@ def _text(value: str) -> bytes:
 
 
 class Caller:
-    """Calls a gRPC server with bodies of any bytes."""
+    """gRPC client that can send arbitrary bytes as the body of a call."""
 
     def __init__(self, address: str) -> None:
         options = [("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
         self._channel = grpc.insecure_channel(address, options=options)
 
     def call(self, method: str, body: bytes, metadata: Sequence[tuple[str, str]], *, seconds: float = 10.0) -> str:
-        """The outcome of one call."""
+        """Make one call and return the response, one of ``refused``, ``answered`` and ``no answer (STATUS)``."""
         try:
             self._channel.unary_unary(method)(body, timeout=seconds, metadata=tuple(metadata))
         except grpc.RpcError as error:
@@ -120,7 +122,7 @@ class Caller:
         return ANSWERED
 
     def ask(self, method: str, body: Mapping[str, Any], metadata: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """A proper call's answer. Raises ``grpc.RpcError``."""
+        """Make a valid call and return its answer. Raise ``grpc.RpcError`` if the call fails."""
         stub = self._channel.unary_unary(method)
         answer: dict[str, Any] = json.loads(stub(json.dumps(body).encode(), timeout=10, metadata=tuple(metadata)))
         return answer
@@ -131,11 +133,12 @@ class Caller:
 
 
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
-"""The server has gone, hangs, or fell over the request."""
+"""Status codes which mean that the server is gone, hangs, or crashed because of the request."""
 
 
 def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_nodes: int) -> Iterator[Attack]:
-    """Calls without, with a wrong and with the right token."""
+    """Yield calls to the controller without a token, with a wrong token, and with the right token but invalid
+    content."""
     refused = frozenset((REFUSED,))
     methods = ("join", "poll", "deliver", "status", "drain", "add", "nothing")
     hostile: Mapping[str, list[tuple[str, str]]] = {
@@ -167,21 +170,23 @@ def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_no
     replayed = json.dumps({"node": 0, "session": 0, "first": 0, "items": [_exited(0)]}).encode()
     yield _call(caller, "replayed items", "deliver", replayed, mine, frozenset((ANSWERED,)))
     stale = json.dumps({"node": 0, "session": 7, "first": 0, "items": [_exited(0)]}).encode()
-    yield _call(caller, "a process that has no session", "deliver", stale, mine, refused)
+    yield _call(caller, "a process without a session", "deliver", stale, mine, refused)
     ahead = json.dumps({"node": 0, "session": 0, "first": 10**9, "items": [_record({"kind": "note"})]}).encode()
-    yield _call(caller, "items from the future", "deliver", ahead, mine, refused)
+    yield _call(caller, "items with a future number", "deliver", ahead, mine, refused)
 
 
 def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Sequence[Any]) -> str:
-    """Deliver ``items`` where node 0's next ones are expected. Those that its agent was faster with count for nothing,
-    so there are enough of them."""
+    """Deliver 100 copies of ``items``, beginning with the next number that the controller expects from node 0.
+
+    One copy is not enough: the node's agent may use that number first, and the controller ignores used numbers.
+    """
     answer = caller.ask("/Controller/deliver", {"node": 0, "session": 0, "first": 0, "items": []}, metadata)
     body = {"node": 0, "session": 0, "first": answer["next"], "items": list(items) * 100}
     return caller.call("/Controller/deliver", json.dumps(body).encode(), metadata)
 
 
 def malformed_bodies(rng: random.Random) -> dict[str, bytes]:
-    """Bodies that are no request, by name."""
+    """Return request bodies that no method accepts, by name."""
     return {
         "empty": b"",
         "no JSON": b"{",
@@ -192,12 +197,12 @@ def malformed_bodies(rng: random.Random) -> dict[str, bytes]:
         "a long number": b'{"node":' + b"9" * 100_000 + b"}",
         "an infinite node": b'{"node":Infinity}',
         "a node as a list": b'{"node":[0]}',
-        "a node that is none": b'{"node":-1,"session":0,"after":0,"first":0,"items":[],"wait_seconds":0}',
+        "a node that does not exist": b'{"node":-1,"session":0,"after":0,"first":0,"items":[],"wait_seconds":0}',
     }
 
 
 def malformed_items(num_nodes: int) -> dict[str, list[Any]]:
-    """Messages that node 0 cannot have sent, by name."""
+    """Return messages that node 0 cannot have sent, by name."""
     hello = {"op": "reported", "rank": 0, "start": 0, "generation": 0}
     position = {"rank": 0, "generation": 0, "completed": 10**6, "contributed": 3, "vote": None}
     broken = {"op": "broken", "rank": 0, "start": 0, "generation": 0, "at_seconds": 0.0, "position": position}
@@ -207,7 +212,7 @@ def malformed_items(num_nodes: int) -> dict[str, list[Any]]:
         "unknown op": [{**hello, "op": "end"}],
         "op as a list": [{**hello, "op": ["reported"]}],
         "another node's rank": [{**hello, "rank": num_nodes - 1}],
-        "a rank that is none": [{**hello, "rank": 10**6}],
+        "a rank that does not exist": [{**hello, "rank": 10**6}],
         "a rank as text": [{**hello, "rank": "0"}],
         "a rank as a fraction": [{**hello, "rank": 0.5}],
         "a generation to come": [{**hello, "generation": 7}],
@@ -216,11 +221,11 @@ def malformed_items(num_nodes: int) -> dict[str, list[Any]]:
         "a record that is missing": [{"op": "record", "rank": 0, "start": 0, "generation": 0}],
         "a record that is a list": [_record([])],
         "an exit without a code": [{k: v for k, v in _exited(0).items() if k != "returncode"}],
-        "an exit at no time": [{**_exited(0), "at_seconds": "now"}],
-        "an exit at infinity": [{**_exited(0), "at_seconds": float("nan")}],
-        "an exit in words": [{**_exited(0), "returncode": "0"}],
+        "an exit without a time": [{**_exited(0), "at_seconds": "now"}],
+        "an exit at an infinite time": [{**_exited(0), "at_seconds": float("nan")}],
+        "an exit code as text": [{**_exited(0), "returncode": "0"}],
         "a position from afar": [broken],
-        "a position that is none": [{**broken, "position": [1, 2]}],
+        "an invalid position": [{**broken, "position": [1, 2]}],
         "a position of another": [{**broken, "position": {**position, "rank": 1, "contributed": 10**6}}],
         "a raise without a time": [{"op": "raised", "rank": 0, "start": 0, "generation": 0}],
     }
@@ -249,7 +254,7 @@ def _call(
 
 
 def port_attacks(name: str, address: str, token: str, rng: random.Random) -> Iterator[Attack]:
-    """Bytes that are no HTTP/2, and HTTP/2 that breaks off, at a gRPC port."""
+    """Yield attacks on a gRPC port: bytes that are not HTTP/2, and HTTP/2 that is cut off."""
     anything = frozenset((REFUSED, ANSWERED, SILENT))
     whole = headers_without_body("/Controller/poll", token)
     for size in (1, 24, 1000, 100_000):
@@ -262,11 +267,11 @@ def port_attacks(name: str, address: str, token: str, rng: random.Random) -> Ite
 
 
 def greetings(rank: int) -> dict[str, bytes]:
-    """First words to a node agent's socket that are no rank's, by name."""
+    """Return invalid first messages of a rank to its node agent's socket, by name."""
     hello = {"op": "hello", "rank": rank, "start": 0, "generation": 0}
     return {
         "another rank 0": say(hello),
-        "a rank that is none": say({**hello, "rank": 10**6}),
+        "a rank that does not exist": say({**hello, "rank": 10**6}),
         "a rank as a list": say({**hello, "rank": [0]}),
         "a rank as an object": say({**hello, "rank": {}}),
         "a stale generation": say({**hello, "generation": -1}),
@@ -282,7 +287,7 @@ def greetings(rank: int) -> dict[str, bytes]:
 
 
 def requests() -> dict[str, bytes]:
-    """Requests that no agent sends to a fork server, by name."""
+    """Return invalid requests to a fork server, by name."""
     return {
         "spawn without a log": say({"op": "spawn", "rank": 0, "spec": {}}),
         "spawn of a list": say({"op": "spawn", "rank": [], "spec": []}),
@@ -299,7 +304,7 @@ def requests() -> dict[str, bytes]:
 
 
 def keeper_words(token: str) -> dict[str, bytes]:
-    """Invalid first frames to a snapshot server, by name."""
+    """Return invalid first messages to a snapshot server, by name."""
     hello = {"op": "hello", "token": token, "node": 1, "run_id": "x", "generation": 0, "replicates": True}
     return {
         "another token": say({**hello, "token": "0" * 64}),
@@ -318,7 +323,8 @@ def keeper_words(token: str) -> dict[str, bytes]:
 
 
 def stream_attacks(name: str, address: str, words: Mapping[str, bytes], rng: random.Random) -> Iterator[Attack]:
-    """Whole first messages, which must be refused; and random, cut and silent ones, which must have no effect."""
+    """Yield attacks on a socket. The complete messages ``words`` must be refused. Random bytes and cut-off messages
+    must have no effect."""
     for what, data in words.items():
         yield _throw(f"{name}: {what}", address, data, frozenset((REFUSED,)), wait_seconds=SOCKET_SECONDS)
     whole = say({"op": "hello", "rank": 0, "start": 0, "generation": 0, "token": "x"})

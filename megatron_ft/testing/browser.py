@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over a pair of pipes by its DevTools protocol."""
+"""Controls Chromium without a window through the DevTools protocol over two pipes."""
 
 import base64
 import contextlib
@@ -42,22 +42,23 @@ for number, wanted in ((read, 3), (write, 4)):
     os.set_inheritable(wanted, True)
 os.execv(command[0], command)
 """
-"""Becomes a command that reads its pipe as descriptor 3 and writes it as 4; a shell takes digits only."""
+"""Program that runs a command with its pipes as descriptors 3 and 4. A shell cannot do this, because it accepts only
+descriptors of one digit."""
 
 
 def chromium() -> str | None:
-    """The browser's path; None where there is none."""
+    """Return the path of the browser; None if it is not installed."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def why_impossible() -> str | None:
-    """Name the program that this machine lacks; None when it has a browser."""
+    """Name the program that is missing for a browser; None if the browser is installed."""
     return None if chromium() else "needs Chromium; Debian: apt-get install chromium"
 
 
 @dataclass
 class Tab:
-    """One page of a browser."""
+    """Open page of a browser."""
 
     _read: int
     _write: int
@@ -65,10 +66,10 @@ class Tab:
     _number: int = 0
     _unread: bytes = b""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Events of the page, in order."""
+    """Events of the page, in order of arrival."""
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
-        """Ask the browser; returns its answer."""
+        """Call a DevTools method and return its answer."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -88,7 +89,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def open(self, url: str, *, width: int = 1100, dark: bool = False) -> None:
-        """Load a page and wait until all of it is there."""
+        """Load ``url`` and wait until the page is complete."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -98,15 +99,15 @@ class Tab:
             self.events.append(self._next())
 
     def events_named(self, method: str) -> list[dict[str, Any]]:
-        """List the parameters of the events of that name since the page was opened."""
+        """Return the parameters of all events called ``method`` since the page was opened."""
         return [event["params"] for event in self.events if event.get("method") == method]
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Evaluate a JavaScript expression in the page and return its value."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def screenshot(self, path: Path, *, top: float = 0.0, bottom: float | None = None) -> None:
-        """The whole page as a PNG, or its pixels from ``top`` to ``bottom``."""
+        """Save the whole page as PNG, or only the pixel rows from ``top`` to ``bottom``."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         height = (size["height"] if bottom is None else bottom) - top
         clip = {"x": 0, "y": top, "width": size["width"], "height": height, "scale": 1}
@@ -128,7 +129,8 @@ class Tab:
 
 @contextlib.contextmanager
 def browse(folder: Path) -> Iterator[Tab]:
-    """A page of a browser that keeps all it writes in ``folder``; it and its processes are gone afterwards."""
+    """Start a browser that writes all its files to ``folder``, and yield a page of it. All its processes are ended
+    after the block."""
     path = chromium()
     assert path is not None, "there is a browser"
     theirs_in, ours_out = os.pipe()
@@ -153,7 +155,7 @@ def browse(folder: Path) -> Iterator[Tab]:
         os.close(ours_in)
         os.close(ours_out)
         try:
-            process.wait(timeout=TIMEOUT_SECONDS)  # it ends with the pipes, and its own processes with it
+            process.wait(timeout=TIMEOUT_SECONDS)  # the browser and its child processes end when the pipes close
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Demands of made-up jobs, for tests of snapshot policies."""
+"""Snapshot demands of made-up jobs, for tests of snapshot policies."""
 
 import random
 from collections.abc import Sequence
@@ -39,14 +39,15 @@ EMBEDDING = OperatorId(layer=0, kind="embedding")
 
 
 def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
-    """Operators of one size on one rank, without step counts: what algorithm 1 is about."""
+    """Make a demand of equally large operators on one rank, without step counts: the case that algorithm 1 of the paper
+    describes."""
     return Demand(
         shards_by_rank=(tuple(shard(expert(1, number), num_elements, full=MASTERS) for number in range(num_operators)),)
     )
 
 
 def one_huge_embedding() -> Demand:
-    """Most of the state is one operator, on both ranks."""
+    """Make a demand in which one operator, present on both ranks, is most of the state."""
     small = [expert(layer, number) for layer in (1, 2) for number in range(4)]
     return Demand(
         shards_by_rank=tuple(
@@ -56,13 +57,14 @@ def one_huge_embedding() -> Demand:
 
 
 def dense_model(num_layers: int = 6) -> Demand:
-    """No experts: embedding, layers, head, on two ranks that share them evenly."""
+    """Make a demand without experts: embedding, layers and head, shared evenly by two ranks."""
     operators = [EMBEDDING, *map(rest, range(1, num_layers + 1)), OperatorId(layer=num_layers + 1, kind="head")]
     return Demand(shards_by_rank=tuple(tuple(shard(operator, 1000) for operator in operators) for _ in range(2)))
 
 
 def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
-    """Experts on one rank each, the rest on some, of many sizes, a rank with next to nothing."""
+    """Make an uneven demand: each expert on one rank, other operators on several, many sizes, and one rank with almost
+    no state."""
     rng = random.Random(seed)
     ranks: list[list[StateShard]] = [[] for _ in range(num_ranks)]
     for layer in range(1, 5):
@@ -77,13 +79,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """A budget of ``share`` of the fullest rank's state."""
+    """Make a context whose budget per iteration is ``share`` of the state of the rank with most state."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """[ranks][shards], by hand."""
+    """Return the bytes of full state as [ranks][shards], computed without the code under test."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

@@ -1,6 +1,8 @@
-"""``python -m megatron_ft.testing.dummy_entry OVERRIDE ...``: as ``pretrain_moe.py``, with ranks that have no model.
+"""Runs like ``pretrain_moe.py``, but with ranks that have no model: ``python -m megatron_ft.testing.dummy_entry
+OVERRIDE ...``.
 
-The variable ``MFT_DUMMY_ENTRY`` names their function in ``megatron_ft/testing/dummy_rank.py``.
+The environment variable ``MFT_DUMMY_ENTRY`` names the function in ``megatron_ft/testing/dummy_rank.py`` that each rank
+runs.
 """
 
 import os
@@ -15,7 +17,7 @@ from megatron_ft.testing.dummy_job import FileSinks
 
 
 def main() -> int:
-    """Run the job."""
+    """Run the job and return its exit code."""
     try:
         config, config_yaml = pretrain_moe.compose(sys.argv[1:])
         config, config_yaml = pretrain_moe.read_failure_domains(config, config_yaml)

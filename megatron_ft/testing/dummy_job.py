@@ -1,6 +1,7 @@
-"""``python -m megatron_ft.testing.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
+"""Runs a job whose ranks have no model: ``python -m megatron_ft.testing.dummy_job SPEC.json``. Its sink is a file of
+JSON lines.
 
-``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``sidecars``.
+``SPEC.json`` contains ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``sidecars``.
 """
 
 import json
@@ -17,7 +18,8 @@ from megatron_ft.errors import MegatronFtError
 
 
 class FileSinks:
-    """Writes every record to ``records.jsonl``, a new file for each launcher, and a line to ``consoles`` for each."""
+    """Writes every record to ``records.jsonl``, which each launcher begins again, and adds one line per launcher to
+    ``consoles``."""
 
     def __init__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> None:
         self._file = (run_dir / "records.jsonl").open("w")
@@ -25,18 +27,18 @@ class FileSinks:
             consoles.write(f"{os.getpid()}\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take one record."""
+        """Write one record."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self, exit_code: int, reason: str) -> None:
-        """The run has ended."""
+        """Write a record of the end of the run, and close the file."""
         self.write({"kind": "closed", "exit_code": exit_code, "reason": reason})
         self._file.close()
 
 
 def main() -> int:
-    """Run the job that the file named on the command line describes."""
+    """Run the job that the file ``SPEC.json`` describes, and return its exit code."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     config = from_dict(spec["config"])
     command = ["python", "pretrain_moe.py"]

@@ -1,4 +1,4 @@
-"""Entry points of ranks without a model, which replace the training loop where a test needs only the control plane."""
+"""Functions that ranks without a model run instead of the training loop, for tests that need only the control plane."""
 
 import dataclasses
 import json
@@ -20,11 +20,12 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 ITERATION_SECONDS = 0.02
 LAST_COMPLETED = 4
-"""Iteration that every rank of ``run_surviving`` reports in generation 0; ten more in each later one."""
+"""Iteration that every rank of ``run_surviving`` reports as completed in generation 0. Each later generation adds
+10."""
 
 
 def run(config: JobConfig, context: RankContext) -> None:
-    """Count iterations, report them from rank 0, obey failpoints and stop requests."""
+    """Count iterations and report them from rank 0, with failpoints and stop requests as in training."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
@@ -47,7 +48,7 @@ def run(config: JobConfig, context: RankContext) -> None:
 
 
 def run_restarted(config: JobConfig, context: RankContext) -> None:
-    """Do as ``run``; each rank also reports what it was started with."""
+    """Call ``run`` after each rank has reported its rank, generation, port and checkpoint at the start."""
     names = ("rank", "generation", "master_port")
     resume_from = None if context.resume_from is None else str(context.resume_from)
     started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
@@ -56,9 +57,10 @@ def run_restarted(config: JobConfig, context: RankContext) -> None:
 
 
 def run_surviving(config: JobConfig, context: RankContext) -> None:
-    """Count iterations in one membership after the other, and report each that begins.
+    """Count iterations in one membership after another, and report the start of each membership.
 
-    A rank passes the phase ``replay`` before it reports its position, and ``build`` when it continues.
+    Failpoints of phase ``replay`` are hit before a rank reports its position, those of phase ``build`` when it
+    continues.
     """
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     if context.is_joining:
@@ -97,7 +99,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
 
 
 def run_in_domains(config: JobConfig, context: RankContext) -> None:
-    """Do as ``run_surviving``; each rank also reports the failure domains in its configuration and its node's peers."""
+    """Call ``run_surviving`` after each rank has reported its configured failure domains and the peers of its node."""
     peers = assign_peers(config.member_domains, config.snapshot.num_peer_copies).peers
     own = peers[context.node] if context.node < len(peers) else ()
     domains = config.topology.failure_domains
@@ -113,7 +115,7 @@ def _position(context: RankContext) -> Position:
 
 
 def _begin(context: RankContext, following: NextMembership) -> RankContext:
-    """The rank that this process is in the next membership, which it reports."""
+    """Return the context of this process's rank in the next membership, after reporting it."""
     rank = following.rank_on(context.node, context.local_rank)
     assert rank is not None
     context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
@@ -122,7 +124,8 @@ def _begin(context: RankContext, following: NextMembership) -> RankContext:
 
 
 def _wait_for_all(context: RankContext) -> None:
-    """Wait until reports of all ranks have reached the sink: ranks with a model wait for each other here as well."""
+    """Wait until the records of all ranks have reached the sink, because ranks with a model also wait for each other at
+    this point."""
     about = {"world_size": context.world_size, "nodes": list(context.nodes), "num_nodes": context.num_nodes}
     started = {"rank": context.rank, "node": context.node, "generation": context.generation, **about}
     context.worker.report({"kind": "started", **started})
@@ -136,7 +139,7 @@ def _wait_for_all(context: RankContext) -> None:
 
 
 def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
-    """Do as ``run``; each rank also reports the answer of its node's sidecar."""
+    """Call ``run`` after each rank has reported the answer of its node's sidecar."""
     service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(service["socket"])
@@ -148,24 +151,24 @@ def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
 
 
 def run_stubborn(config: JobConfig, context: RankContext) -> None:
-    """Run for ever; ignore stop requests."""
+    """Run for ever and ignore stop requests."""
     context.worker.report({"kind": "metrics", "iteration": 1, "loss": 1.0})
     while True:
         time.sleep(1.0)
 
 
 def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
-    """End with an error of the project's own."""
+    """Raise an error that stops training deliberately, as a configured policy does."""
     raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
 
 
 def run_chatty(config: JobConfig, context: RankContext) -> None:
-    """Report as fast as possible."""
+    """Report metrics as fast as possible."""
     for iteration in range(1, config.training.train_iterations + 1):
         context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
     Path(context.run_dir / f"chatty-{context.rank}").touch()
 
 
 def take_time() -> None:
-    """Delay a fork server that preloads this function."""
+    """Sleep, which delays a fork server that preloads this function."""
     time.sleep(2.0)

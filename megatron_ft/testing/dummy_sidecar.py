@@ -1,8 +1,9 @@
-"""A sidecar of a node for tests: sends its process id to ranks over its unix socket.
+"""Sidecar of a node for tests. It sends its process id to ranks over its unix socket.
 
-``DUMMY_SERVICE`` in the environment makes it misbehave: ``mute`` says no address, the keys of ``FIRST_LINES`` say
-something else, ``fails`` ends before it does, ``fails_if_full`` also where a file ``full`` is beside its log,
-``brittle`` ends at the first rank's call, ``stubborn`` outlives its standard input.
+The environment variable ``DUMMY_SERVICE`` makes it misbehave. ``mute``: it prints no address. A key of ``FIRST_LINES``:
+it prints that line in place of its address. ``fails``: it ends before it prints its address. ``fails_if_full``: the
+same, if a file ``full`` is beside its log. ``brittle``: it kills itself when the first rank connects. ``stubborn``: it
+does not end when its standard input closes.
 """
 
 import json
@@ -21,7 +22,7 @@ MANNER = os.environ.get("DUMMY_SERVICE", "")
 
 
 def main() -> int:
-    """Serve until standard input closes."""
+    """Serve ranks until standard input closes."""
     about = json.loads(sys.stdin.readline())
     if MANNER == "fails" or (
         MANNER == "fails_if_full" and Path(os.readlink("/proc/self/fd/2")).with_name("full").exists()
@@ -41,7 +42,7 @@ def main() -> int:
 
 
 def serve(listener: socket.socket, token: str) -> None:
-    """Answer one message per connection."""
+    """Answer one message on each connection until standard input closes."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(sys.stdin, selectors.EVENT_READ)

@@ -1,7 +1,8 @@
-"""Small training engines: tiny configurations, made-up samples, one process or several forked ranks.
+"""Builds small training engines from tiny configurations and made-up samples, in one process or in several forked
+ranks.
 
-``python -m megatron_ft.testing.engines SPEC OUTCOME`` is the runner behind ``run_scenarios``: it imports Megatron
-once and forks the ranks of each scenario from itself, one scenario after the other.
+``python -m megatron_ft.testing.engines SPEC OUTCOME`` is the process that ``run_scenarios`` starts. It imports Megatron
+once, then forks the ranks of one scenario after the other.
 """
 
 import contextlib
@@ -31,19 +32,20 @@ _generations = itertools.count()
 
 
 class MadeUpSamples:
-    """Sample ``index`` is a pure function of the index; sequences repeat a short pattern, so they can be learned."""
+    """Made-up samples. Each depends only on its index and repeats a short pattern, so that a model can learn it."""
 
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens of sample ``index``: int64 [seq_length + 1]."""
+        """Return the tokens of sample ``index``: int64 [seq_length + 1]."""
         pattern = np.random.default_rng(index).integers(0, VOCAB_SIZE, size=4)
         return np.resize(pattern, self.seq_length + 1).astype(np.int64)
 
 
 def micro_config(overrides: Mapping[str, Any] | None = None, *, world_size: int = 1) -> JobConfig:
-    """A configuration as small as a mixture can be; ``overrides`` are dotted keys. It passes ``validate``."""
+    """Return a valid configuration of a tiny MoE model. ``overrides`` maps keys such as ``model.num_layers`` to
+    values."""
     config = JobConfig()
     small = {
         "model.num_layers": 2,
@@ -72,7 +74,7 @@ def micro_config(overrides: Mapping[str, Any] | None = None, *, world_size: int 
 
 
 def install() -> None:
-    """Make Megatron usable in this process."""
+    """Prepare this process to use Megatron on the CPU."""
     from megatron_ft.mcore.device import cpu
 
     with warnings.catch_warnings():
@@ -83,7 +85,8 @@ def install() -> None:
 
 
 def be_ready_to_fork() -> None:
-    """Import what ranks import late, and leave what is there out of their garbage collections, which would copy it."""
+    """Import modules that ranks import late, and exclude existing objects from garbage collection. A collection in a
+    forked rank would copy their memory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("torch._dynamo", "scipy.optimize"):
@@ -96,7 +99,8 @@ def be_ready_to_fork() -> None:
 def groups_of(
     config: JobConfig, *, store: Any = None, rank: int = 0, world_size: int = 1, generation: int | None = None
 ) -> Iterator[Any]:
-    """Process groups of one generation, over a store of this process unless one is given."""
+    """Form the process groups of one generation, and dissolve them after the block. The default ``store`` works within
+    one process."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.groups import dissolve_groups, form_groups
@@ -118,7 +122,7 @@ def groups_of(
 
 
 def new_engine(config: JobConfig) -> Any:
-    """A ``TrainingEngine`` on the CPU over made-up samples, not built yet."""
+    """Return a ``TrainingEngine`` on the CPU with made-up samples. Its ``build`` has not been called."""
     import torch
 
     from megatron_ft.mcore.training.engine import TrainingEngine
@@ -137,7 +141,7 @@ def new_engine(config: JobConfig) -> Any:
 def engine_of(
     config: JobConfig, *, store: Any = None, rank: int = 0, world_size: int = 1, generation: int | None = None
 ) -> Iterator[Any]:
-    """A built engine; torn down, and its groups dissolved, at the end."""
+    """Yield a built ``TrainingEngine``. After the block, tear the engine down and dissolve its groups."""
     with groups_of(config, store=store, rank=rank, world_size=world_size, generation=generation) as groups:
         engine = new_engine(config)
         engine.build(groups)
@@ -149,14 +153,14 @@ def engine_of(
 
 
 def add_padding(engine: Any, multiple: int) -> None:
-    """Make every rank's microbatches a multiple of ``multiple`` by padding ones."""
+    """Add padding microbatches, so that every rank's number of microbatches is a multiple of ``multiple``."""
     import dataclasses
 
     engine.batch = dataclasses.replace(engine.batch, num_microbatches_multiple=multiple)
 
 
 def digests(engine: Any) -> dict[str, str]:
-    """Digest of every tensor of a rank's state by name."""
+    """Return the digest of every tensor of a rank's state, by name."""
     from megatron_ft.mcore.state.digest import tensor_digests
 
     return tensor_digests(engine.model_chunks, engine.optimizer)
@@ -168,14 +172,14 @@ def digests(engine: Any) -> dict[str, str]:
 def run_scenarios(
     scenarios: Mapping[str, tuple[str, int, Mapping[str, Any]]], *, timeout_seconds: float = 170.0
 ) -> dict[str, list[Any]]:
-    """Run scenarios one after the other; returns what each rank of each returned.
+    """Run scenarios one after the other. Return, for each scenario, the results of its ranks.
 
     Args:
-        scenarios: name -> (``module:function``, world size, keyword arguments). The function gets
-            ``rank``, ``world_size`` and ``store`` beside them and returns JSON.
+        scenarios: name -> (``module:function``, world size, keyword arguments). Each rank calls the function with these
+            arguments and ``rank``, ``world_size`` and ``store``; the function returns JSON.
 
     Raises:
-        AssertionError: a rank raised; its traceback is in the message.
+        AssertionError: a rank raised an exception; the message contains its traceback.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-ft-") as folder:
         spec, outcome = Path(folder, "spec.json"), Path(folder, "outcome.json")
@@ -195,7 +199,8 @@ def run_scenarios(
 
 
 def of_ranks(outcomes: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """Results of the ranks of a scenario, in rank order; fails with the first rank's error."""
+    """Return the results of the ranks of scenario ``name``, in rank order. Fails with the error of the first rank that
+    raised one."""
     errors = [rank["error"] for rank in outcomes[name] if isinstance(rank, dict) and "error" in rank]
     assert not errors, f"{name}: {errors[0]}"
     return outcomes[name]

@@ -1,4 +1,4 @@
-"""Starts jobs: real ones through the entry point, and jobs whose ranks have no model."""
+"""Starts jobs through the entry point ``pretrain_moe.py``, and jobs whose ranks have no model."""
 
 import contextlib
 import json
@@ -28,16 +28,16 @@ class JobResult:
     exit_code: int
     run_dir: Path
     output: str
-    """Standard output and error."""
+    """Standard output and standard error."""
 
     def records(self, file: str = "events.jsonl") -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl`` or ``events.jsonl``."""
+        """Return the records of ``events.jsonl`` or ``metrics.jsonl``, in order."""
         path = self.run_dir / file
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def losses(self) -> list[float]:
-        """Loss of each iteration, in order."""
+        """Return the loss of each iteration, in order."""
         return [record["loss"] for record in self.records("metrics.jsonl") if "loss" in record]
 
 
@@ -49,14 +49,15 @@ def run_job(
     timeout_seconds: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> JobResult:
-    """Run ``pretrain_moe.py`` to its end.
+    """Run ``pretrain_moe.py`` until it ends.
 
     Args:
-        overrides: Hydra overrides; ``run.dir`` is set from ``runs``.
-        forkserver: socket of a warm fork server, see the fixture ``warm_forkserver``.
+        overrides: Hydra overrides. ``run.dir`` is set to ``runs``.
+        forkserver: Socket of a fork server that has already imported its modules; the fixture ``warm_forkserver``
+            starts one.
 
     Raises:
-        AssertionError: it did not end in time; it has been ended, and its output is in the message.
+        AssertionError: the job did not end in time. It has been killed, and the message contains its output.
     """
     words = [*overrides, f"run.dir={runs}"]
     if forkserver is not None:
@@ -68,7 +69,7 @@ def run_job(
 
 
 def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """Start a command in the repository, in a process group of its own; its output is collected."""
+    """Start a command in the repository, in its own process group, and collect its output."""
     return subprocess.Popen(
         list(command),
         cwd=REPOSITORY,
@@ -82,10 +83,10 @@ def start(command: Sequence[str], *, environment: Mapping[str, str] | None = Non
 
 
 def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
-    """Wait for the end of a command; returns its output.
+    """Wait until the command ends, and return its output.
 
     Raises:
-        AssertionError: it did not end in time.
+        AssertionError: the command did not end in time.
     """
     try:
         return process.communicate(timeout=timeout_seconds)[0]
@@ -93,11 +94,11 @@ def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output = process.communicate()[0]
-        raise AssertionError(f"no end within {timeout_seconds} s; output so far:\n{output}") from None
+        raise AssertionError(f"the command did not end within {timeout_seconds} s; output so far:\n{output}") from None
 
 
 def _run_dir(runs: Path, known: set[Path], overrides: Sequence[str]) -> Path:
-    """The folder that the job created; ``runs`` itself when it created none."""
+    """Return the folder that the job created; ``runs`` if it created none."""
     for word in overrides:
         if match := re.fullmatch(r"run\.name=(.+)", word):
             return runs / match.group(1)
@@ -114,12 +115,12 @@ def start_dummy_job(
     sidecars: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[str]":
-    """Start a job of dummy ranks.
+    """Start a job whose ranks have no model.
 
     Args:
-        entry: function of ``megatron_ft/testing/dummy_rank.py``.
-        overrides: dotted key to value, e.g. ``{"launch.num_nodes": 2}``.
-        sidecars: name to module of sidecars of the nodes.
+        entry: Function of ``megatron_ft/testing/dummy_rank.py`` that each rank runs.
+        overrides: Values by key, e.g. ``{"launch.num_nodes": 2}``.
+        sidecars: Module of each sidecar by the sidecar's name.
     """
     config = JobConfig()
     for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
@@ -135,7 +136,8 @@ def start_dummy_job(
 
 @contextlib.contextmanager
 def forkserver(*modules: str) -> Iterator[str]:
-    """A fork server that has imported ``modules`` (or is about to: a job waits for it); gives its socket."""
+    """Start a fork server that imports ``modules``, and yield its socket. Imports may still be running; a job waits for
+    their end."""
     directory = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
     path = directory / "warm.sock"
     arguments = ["--socket", str(path), "--preload", *modules]

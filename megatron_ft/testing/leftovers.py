@@ -1,4 +1,4 @@
-"""Processes that outlive what started them, found by a mark in the environment they inherit."""
+"""Finds processes that continue after their starter has ended, by a mark in the environment that they inherit."""
 
 import os
 import uuid
@@ -10,21 +10,24 @@ MARK = "MEGATRON_FT_MARK"
 
 
 def mark(environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, str]]:
-    """A fresh mark, and the environment with which to start a process that carries it beside older marks."""
+    """Return a new mark, and an environment that contains it beside older marks. Start a process with this environment
+    to mark it."""
     value = uuid.uuid4().hex
     inherited = dict(os.environ if environment is None else environment)
     return value, {**inherited, MARK: ",".join([*filter(None, [inherited.get(MARK)]), value])}
 
 
 def marked(value: str) -> list[psutil.Process]:
-    """Living processes, this one left out, that were started under the mark, at any depth, orphans included."""
+    """Return all living processes except this one that were started with the mark, directly or by others that have
+    it."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _carries(process, value)]
 
 
 def _carries(process: psutil.Process, value: str) -> bool:
-    """Whether a process carries the mark. Other users' processes cannot be read and are not ours.
+    """Return whether a process has the mark. Processes of other users, whose environment cannot be read, count as
+    unmarked.
 
-    This process's own resource tracker (module multiprocessing) ends with it and is left out.
+    The resource tracker of Python's ``multiprocessing`` ends together with this process and does not count either.
     """
     try:
         if process.ppid() == os.getpid() and any("multiprocessing.resource_tracker" in w for w in process.cmdline()):
@@ -35,7 +38,7 @@ def _carries(process: psutil.Process, value: str) -> bool:
 
 
 def outlive(value: str, *, grace_seconds: float) -> list[str]:
-    """Command lines of marked processes that still live after the grace; they are ended."""
+    """Wait for marked processes to end, then kill those that remain. Return their command lines."""
     _, alive = psutil.wait_procs(marked(value), timeout=grace_seconds)
     lines = [line for line in map(_describe, alive) if line]
     end(alive)
@@ -43,7 +46,7 @@ def outlive(value: str, *, grace_seconds: float) -> list[str]:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    """Kill these processes, by their own ids."""
+    """Kill these processes by their process ids."""
     for process in processes:
         try:
             process.kill()
@@ -53,7 +56,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 def _describe(process: psutil.Process) -> str:
-    """Process id and command line; empty when it is gone by now."""
+    """Return process id and command line; empty if the process has ended."""
     try:
         return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Made-up runs, written as ranks and the control plane write them."""
+"""Writes folders of made-up runs, in the formats that ranks and the control plane use."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from megatron_ft.telemetry.report.model import RunReport, build
 from megatron_ft.telemetry.report.page import render
 
 ZERO = 1_700_000_000.0
-"""Time at which made-up runs begin."""
+"""Wall-clock time at which made-up runs begin."""
 ITERATION_SECONDS = 0.5
 RUN_STARTED = {"kind": "run_started", "run_name": "trial", "model": "moe_micro", "world_size": 2}
 PLAN = PlacementPlan(
@@ -27,7 +27,7 @@ PLAN = PlacementPlan(
 
 
 def metrics_record(iteration: int, loss: float | str | None = None) -> dict[str, object]:
-    """Metrics of one iteration; the loss falls with it."""
+    """Return the metrics of one iteration. The default loss falls with the iteration."""
     return {
         "kind": "metrics",
         "iteration": iteration,
@@ -41,7 +41,8 @@ def metrics_record(iteration: int, loss: float | str | None = None) -> dict[str,
 
 
 def run_records(first: int, last: int, *, loss_offset: float = 0.0) -> Iterator[dict[str, object]]:
-    """Metrics and expert load of iterations ``first`` to ``last``, an evaluation of every fourth."""
+    """Yield metrics and expert load of iterations ``first`` to ``last``, and an evaluation after every fourth
+    iteration."""
     for iteration in range(first, last + 1):
         yield metrics_record(iteration, 5.0 / iteration + loss_offset)
         yield {"kind": "expert_load", "iteration": iteration, "layers": [[1, 2, 3, 2], [8, 0, 0, 0]]}
@@ -50,7 +51,7 @@ def run_records(first: int, last: int, *, loss_offset: float = 0.0) -> Iterator[
 
 
 class MadeUpRun:
-    """The folder of a run; times are seconds after it began."""
+    """Folder of a made-up run. All times are in seconds after the start of the run."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -59,12 +60,13 @@ class MadeUpRun:
             (path / name).touch()
 
     def say(self, at: float, *records: Record) -> None:
-        """Write events."""
+        """Write events with the time ``at``."""
         for record in records:
             self.line("events.jsonl", {**record.to_record(), "time_unix_seconds": ZERO + at})
 
     def train(self, first: int, last: int, at: float) -> float:
-        """Write metrics of iterations that follow each other from ``at`` on; returns when they ended."""
+        """Write metrics of consecutive iterations, the first of which begins at ``at``. Return the end of the last
+        iteration."""
         for iteration in range(first, last + 1):
             at += ITERATION_SECONDS
             values = {"loss": 5.0 / iteration, "iteration_seconds": ITERATION_SECONDS}
@@ -73,7 +75,7 @@ class MadeUpRun:
         return at
 
     def decide(self, at: float, generation: int, reason: str, **about: object) -> None:
-        """Write a decision of the control plane, with positions and votes, which a page leaves out."""
+        """Write a decision of the controller, including positions and votes, which a report page does not show."""
         positions = [{"rank": 0, "generation": generation, "completed": 4, "contributed": 4, "vote": None}]
         head = {"generation": generation, "time_unix_seconds": ZERO + at, "reason": reason, "positions": positions}
         self.line("decisions.jsonl", head | about)
@@ -93,7 +95,7 @@ class MadeUpRun:
 
 
 def started(world_size: int = 4, resumed_from_iteration: int | None = None, name: str = "trial") -> events.RunStarted:
-    """A start on a node for each rank."""
+    """Return a start of the run with one rank per node."""
     return events.RunStarted(
         run_name=name,
         model="moe_micro",
@@ -107,14 +109,15 @@ def started(world_size: int = 4, resumed_from_iteration: int | None = None, name
 
 
 def next_membership(generation: int, previous_ranks: Sequence[int | None], nodes: Sequence[int]) -> dict[str, object]:
-    """The next membership, as decisions have it."""
+    """Return the next membership in the format of ``decisions.jsonl``."""
     target = {"iteration": 12, "vote": None}
     about = {"generation": generation, "previous_ranks": list(previous_ranks), "nodes": list(nodes), "target": target}
     return about | {"master_addr": "127.0.0.1", "master_port": 1, "reason": ""}
 
 
 def stage_recovery(rank: int, role: str, *, began: float, seconds: float, **about: int) -> events.StageRecovery:
-    """Report of a rank of two stages of two ranks; one that replays does iterations 8 to 12."""
+    """Return a rank's report about a recovery in a job with two ranks per pipeline stage. With role ``replays``, the
+    rank replays iterations 8 to 12."""
     replays = role == "replays"
     return events.StageRecovery(
         generation=about.get("generation", 1),
@@ -132,9 +135,10 @@ def stage_recovery(rank: int, role: str, *, began: float, seconds: float, **abou
 
 
 def localized(run: MadeUpRun, *, ends: bool = True) -> None:
-    """Rank 2 of four dies in iteration 13; a spare, node 4, takes its place, and its stage replays.
+    """Write a run in which rank 2 of 4 dies in iteration 13, spare node 4 replaces its node, and the pipeline stage
+    replays.
 
-    As ranks do it, what each did is written before the membership is reported.
+    Each rank's work is written before the new membership is reported, as in a real run.
     """
     run.say(0.0, started(), events.RanksReady(seconds=0.1, world_size=4))
     run.train(1, 12, 0.1)
@@ -155,7 +159,7 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
 
 
 def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first") -> Path:
-    """Have ``PLAN`` take over, and keep it as a file."""
+    """Write ``PLAN`` as the placement that the run uses from now on, as an event and as a file. Return the file."""
     about = {"moved_bytes": 3_000_000, "imbalance_before": 2.5, "imbalance_after": 1.25, "gain": 0.5, "seconds": 0.04}
     changed = about if reason != "first" else {}
     run.say(at, events.PlacementInForce(iteration=iteration, reason=reason, stages=(PLAN.summary(),), **changed))
@@ -166,7 +170,8 @@ def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first
 
 
 def elastic(run: MadeUpRun) -> None:
-    """Node 1 of three is lost in iteration 5, and joins again before iteration 9; experts have replicas."""
+    """Write a run with expert replicas in which node 1 of 3 is lost in iteration 5 and joins again before iteration
+    9."""
     run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
     placed(run, 1, at=0.05)
     run.say(0.06, events.AlertRaised(alert="single_loss_survival", value=0.5, limit=1.0, iteration=1))
@@ -190,7 +195,8 @@ def _goes_on(run: MadeUpRun, at: float, generation: int, nodes: tuple[int, ...],
 
 
 def restarted(run: MadeUpRun) -> None:
-    """Rank 1 of three dies in iteration 9; going on is declined, and two ranks start again from iteration 6."""
+    """Write a run in which rank 1 of 3 dies in iteration 9. Continuing without a restart is declined, and two ranks
+    restart from iteration 6."""
     run.say(0.0, started(3), events.RanksReady(seconds=0.1, world_size=3))
     run.train(1, 8, 0.0)
     run.say(4.2, events.RankFailed(rank=1, node=1, signal="SIGKILL", first=True, iteration=9))

@@ -1,4 +1,5 @@
-"""Runs a function as every rank of a small gloo job, forked from this process, and trainers for such ranks."""
+"""Runs a function as every rank of a small gloo job whose ranks are forked from this process, and makes trainers for
+them."""
 
 import json
 import multiprocessing
@@ -38,10 +39,11 @@ RankFunction = Callable[[JobConfig, Rank], Any]
 def run_ranks(
     function: RankFunction, config: JobConfig, *, world_size: int, run_dir: Path, timeout_seconds: float = 300.0
 ) -> list[Any]:
-    """Call ``function`` in ``world_size`` processes at once; their JSON-able results, in rank order.
+    """Call ``function`` in ``world_size`` processes at the same time. Return their results, which must fit JSON, in
+    rank order.
 
     Raises:
-        RuntimeError: a rank raised; the message is its traceback.
+        RuntimeError: a rank raised an exception; the message is its traceback.
     """
     warm()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def _result(pipe: Connection, process: Any, timeout_seconds: float) -> Any:
 
 
 def compose(*overrides: str) -> JobConfig:
-    """Compose the configuration that the entry point would make of ``overrides``."""
+    """Return the configuration that ``pretrain_moe.py`` composes from ``overrides``."""
     from pretrain_moe import compose as compose_job
 
     config, _ = compose_job([f"data.cache_dir={REPOSITORY / '.cache' / 'data'}", *overrides])
@@ -91,12 +93,12 @@ def compose(*overrides: str) -> JobConfig:
 
 
 def with_parallel(config: JobConfig, **sizes: Any) -> JobConfig:
-    """``config`` with other parallel sizes."""
+    """Return a copy of ``config`` with other parallel sizes."""
     return replace(config, parallel=replace(config.parallel, **sizes))
 
 
 class RecordFile:
-    """A worker client that writes each record to a file, as an agent would receive it; nodes never join or leave."""
+    """Replaces the client of the node agent: it writes each record of a rank to a file. Nodes never join or leave."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -107,7 +109,7 @@ class RecordFile:
         self._file.flush()
 
     def progress(self, iteration: int, phase: str) -> None:
-        """Write the position of the rank."""
+        """Write a record with the iteration and phase of the rank."""
         self.report({"iteration": iteration, "phase": phase})
 
     def stop_requested(self) -> bool:
@@ -120,7 +122,7 @@ class RecordFile:
 
     @property
     def can_survive(self) -> bool:
-        """False: a rank that is lost ends the others."""
+        """Return False: if a rank is lost, the other ranks end."""
         return False
 
     def close(self) -> None:
@@ -129,7 +131,7 @@ class RecordFile:
 
 
 def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
-    """Make this process a rank: (its trainer, built, and its groups)."""
+    """Make this process a rank. Return its built trainer and its process groups."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     groups, transformer_impl = join_groups(config, rank)
@@ -141,7 +143,8 @@ def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
 
 
 def join_groups(config: JobConfig, rank: Rank) -> tuple[Any, str]:
-    """Make Megatron usable in this process of one thread and form its groups: (the groups, what builds layers)."""
+    """Make Megatron usable with one thread in this process. Return the process groups and the implementation of
+    transformer layers."""
     torch.set_num_threads(1)
     _, transformer_impl = install(config)
     from megatron_ft.mcore.groups import form_groups

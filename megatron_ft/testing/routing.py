@@ -1,4 +1,4 @@
-"""Made-up routings and placements for dispatch tests, and a group of ranks in one process."""
+"""Makes routings and placements for dispatch tests, and emulates a process group within one process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """One layer over N ranks: ``maps`` N of bool [T, E], ``replicas`` int64 [E, N]."""
+    """Routing of one layer over N ranks. ``maps`` has one bool tensor [T, E] per rank; ``replicas`` is int64 [E, N]."""
 
     maps: list[torch.Tensor]
     replicas: torch.Tensor
 
     @property
     def counts(self) -> torch.Tensor:
-        """int64 [E, N]: tokens each rank routes to each expert."""
+        """Return the number of tokens that each rank routes to each expert: int64 [E, N]."""
         return torch.stack([routing_map.sum(0) for routing_map in self.maps], dim=1)
 
     def local_experts(self, rank: int) -> list[int]:
-        """Distinct experts of ``rank``, ascending."""
+        """Return the distinct experts of ``rank``, in rising order."""
         return self.replicas[:, rank].nonzero().flatten().tolist()
 
     def to(self, device: torch.device | str) -> "Routing":
-        """The same on another device."""
+        """Return a copy on another device."""
         return Routing(maps=[each.to(device) for each in self.maps], replicas=self.replicas.to(device))
 
 
 def make_routing(
     *, num_ranks: int, topk: int, num_experts: int, tokens: Sequence[int], skew: float, seed: int, drop: float = 0.0
 ) -> Routing:
-    """Zipf-like loads of exponent ``skew``; every third expert gets no token where ``topk`` leaves room.
+    """Make a routing with Zipf-like loads of exponent ``skew``. Every third expert gets no token if ``topk`` allows it.
 
-    ``tokens``: per rank, cycled. ``drop``: share of the (token, expert) pairs removed, as a capacity does.
-    Every expert has a copy on some rank, some several, also several on one rank; the last of several ranks holds
-    none when it can.
+    ``tokens`` gives the number of tokens per rank and is repeated if there are more ranks. ``drop`` is the share of
+    (token, expert) pairs to remove, as a capacity limit does. Every expert has at least one copy; some have several,
+    even on the same rank. If there are several ranks, the last one has no expert.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = (1.0 + torch.arange(num_experts, dtype=torch.float64)) ** -skew
@@ -60,7 +60,7 @@ def make_routing(
 
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
-    """The handle of every rank."""
+    """Return the dispatch handle of every rank."""
     schedule = backend.schedule(routing.counts, routing.replicas)
     return [
         backend.plan(routing_map, schedule, rank, routing.local_experts(rank))
@@ -69,6 +69,7 @@ def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]
 
 
 def swap(rows: Sequence[torch.Tensor], splits: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """An all-to-all in one process: ``rows[i]`` cut by ``splits[i]`` -> what each rank gets, by source."""
+    """Emulate an all-to-all in one process. ``rows[i]`` is divided by ``splits[i]``; the result has the rows that each
+    rank receives, ordered by sender."""
     parts = [list(each.split(list(cut))) for each, cut in zip(rows, splits, strict=True)]
     return [torch.cat([part[receiver] for part in parts]) for receiver in range(len(rows))]

@@ -1,4 +1,5 @@
-"""Jobs that ``slurm/pretrain_array.sbatch`` starts on the cluster of a test: each node is a task of an array."""
+"""Runs jobs on a test's cluster through ``slurm/pretrain_array.sbatch``. Each node of such a job is a task of a job
+array."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,38 +11,39 @@ from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
 from megatron_ft.testing.slurm_jobs import SOON, Site, SlurmJob
 
 SLOW_SECONDS = 120.0
-"""Within it Slurm has found a node dead and started its task again, on a loaded machine too."""
+"""Time in which Slurm detects a dead node and starts its task again, even on a loaded machine."""
 
 
 @dataclass(frozen=True)
 class SlurmArray(SlurmJob):
-    """An array and where it writes; ``log`` is that of task 0."""
+    """Submitted job array. ``log`` is the log of task 0."""
 
     def tasks(self) -> dict[int, str]:
-        """State of each task that Slurm has in its queue."""
+        """Return the state of each task in Slurm's queue."""
         lines = self.cluster.run("squeue", "-h", "-r", "-o", "%F %K %T").splitlines()
         found = [line.split() for line in lines]
         return {int(index): state for array, index, state in found if array == self.number}
 
     def hosts(self) -> dict[int, int]:
-        """The node of the cluster that each running task is on."""
+        """Return the cluster's node on which each running task runs."""
         lines = self.cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%F %K %N").splitlines()
         found = [line.split() for line in lines]
         return {int(index): int(host.removeprefix("node")) for array, index, host in found if array == self.number}
 
     def host_of(self, node: int) -> int:
-        """Node of the cluster that its task runs on."""
+        """Return the cluster's node on which the task of the job's node ``node`` runs."""
         return self.hosts()[node]
 
     def will(self, condition: Callable[[], bool]) -> bool:
-        """Whether ``condition`` holds already; it has to before the job ends."""
+        """Return whether ``condition`` is true. Fails if the array has ended and the condition is false."""
         tasks = self.tasks()
         holds = condition()
         assert holds or (tasks and not self.marker.exists()), f"the array has ended\n{self.words()}"
         return holds
 
     def await_records(self, kind: str, count: int, *, seconds: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until that many have been reported; a job that has ended will report none."""
+        """Wait until ``count`` records of a kind have been reported, and return them. Fails if the array ends before
+        that."""
         try:
             wait_until(f"{count} records {kind}", lambda: self.has(kind, count), seconds=seconds)
         except AssertionError as error:
@@ -49,11 +51,11 @@ class SlurmArray(SlurmJob):
         return self.records(kind)
 
     def stop(self, task: int) -> None:
-        """Send the signal that Slurm sends when a task's time limit is near."""
+        """Send the signal that Slurm sends shortly before a task's time limit."""
         self.cluster.run("scancel", "--batch", "--signal=USR1", f"{self.number}_{task}")
 
     def end(self, *, seconds: float = SLOW_SECONDS) -> dict[str, Any]:
-        """Wait for the job's marker and for the array to leave the queue; what the marker says."""
+        """Wait until the array has left Slurm's queue. Return the content of the file that marks the job's end."""
         wait_until(f"array {self.number} is over\n{self.words()}", lambda: not self.tasks(), seconds=seconds)
         assert self.marker.exists(), self.words()
         return dict(json.loads(self.marker.read_text()))
@@ -65,7 +67,7 @@ def submit_array(
     """Submit an array through the script that users submit.
 
     Args:
-        tasks: as ``sbatch --array`` has them.
+        tasks: Tasks in the format of ``sbatch --array``.
     """
     options = ["--parsable", f"--array={tasks}", f"--output={site.folder}/slurm-%A_%a.log"]
     words = [*options, "slurm/pretrain_array.sbatch", f"run.name={name}", *SOON, *overrides]

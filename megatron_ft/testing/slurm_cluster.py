@@ -1,7 +1,7 @@
-"""A real Slurm cluster on this machine: slurmctld here, and for each node a slurmd in namespaces of its own.
+"""Runs a real Slurm cluster on this machine: one slurmctld, and for each node a slurmd in its own Linux namespaces.
 
-A node has its own process ids, host name, network and mounts; it shares this machine's files. Killing its first process
-ends everything that runs on it, as pulling a plug does. Needs root, Linux namespaces, and Debian's packages
+A node has its own process ids, host name, network and mounts, and shares the machine's files. Killing its first process
+ends all its processes, as a loss of power does. This module needs root, Linux namespaces, and Debian's packages
 ``slurmctld slurmd slurm-client munge``.
 """
 
@@ -22,7 +22,7 @@ import psutil
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "squeue", "scancel", "unshare", "ip")
 START_SECONDS = 30.0
 DOWN_SECONDS = 60.0
-"""Within it Slurm takes a dead node for down, on a loaded machine too."""
+"""Time in which Slurm marks a dead node as down, even on a loaded machine."""
 _PAUSE_SECONDS = 0.05
 _DAEMON_FOLDERS = "/usr/sbin:/sbin"
 
@@ -74,13 +74,13 @@ ip link set eth0 up && ip addr add "$3.$((10 + $2))/24" dev eth0 && ip route add
 slurmd -N "node$2" || exit 1
 while :; do sleep 3600 & wait $!; done
 """
-"""A node's first process; its loop reaps what others leave."""
+"""Script of a node's first process. Its last line reaps processes that others leave behind."""
 
 
 def why_impossible() -> str | None:
-    """Name what this machine lacks for a cluster; None when it lacks nothing."""
+    """Name what this machine lacks for a cluster; None if nothing is missing."""
     if os.geteuid() != 0:
-        return "needs root: namespaces and bridges are made"
+        return "needs root, to create namespaces and network bridges"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_search_path()) is None]
     if missing:
         return f"needs {', '.join(missing)}; Debian: make slurm-packages"
@@ -92,15 +92,15 @@ def why_impossible() -> str | None:
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=_environment(), check=False)
         if done.returncode != 0:
-            return f"{' '.join(command)} is refused here: {done.stderr.strip()}"
+            return f"{' '.join(command)} is not permitted on this machine: {done.stderr.strip()}"
     return None
 
 
 def wait_until(what: str, condition: Callable[[], object], *, seconds: float = DOWN_SECONDS) -> None:
-    """Wait for a condition.
+    """Wait until ``condition`` is true.
 
     Raises:
-        AssertionError: it does not come true in time.
+        AssertionError: the condition was not true in time.
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -110,12 +110,13 @@ def wait_until(what: str, condition: Callable[[], object], *, seconds: float = D
 
 @dataclass
 class SlurmCluster:
-    """A cluster that runs between ``start`` and ``stop``."""
+    """Slurm cluster that runs between ``start`` and ``stop``."""
 
     num_nodes: int
     slurmd_timeout_seconds: int = 6
     topology: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Leaf switches and the nodes on them, below one more switch; without it the cluster has no topology."""
+    """Leaf switches with the nodes connected to each. A further switch connects all leaf switches. If empty, the
+    cluster has no topology."""
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="mft-slurm-")))
     _nodes: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _inits: dict[int, psutil.Process] = field(default_factory=dict)
@@ -128,14 +129,14 @@ class SlurmCluster:
 
     @property
     def address(self) -> str:
-        """Address of this machine in the network of the nodes."""
+        """Return the address of this machine in the network of the nodes."""
         return f"{self.network}.1"
 
     def start(self) -> None:
-        """Start everything and wait until all nodes are idle.
+        """Start all daemons and wait until all nodes are idle.
 
         Raises:
-            AssertionError: a daemon does not start, or a node does not come up.
+            AssertionError: a daemon did not start, or a node did not become idle in time.
         """
         for name in ("etc", "state", "spool", "log", "run"):
             (self.folder / name).mkdir()
@@ -153,8 +154,8 @@ class SlurmCluster:
         wait_until("all nodes are idle", lambda: len(self.nodes_in("idle")) == self.num_nodes, seconds=START_SECONDS)
 
     def stop(self) -> None:
-        """End every process, remove the network and the folder."""
-        with contextlib.ExitStack() as ending:  # each of them, whatever becomes of the others
+        """End every process of the cluster, and remove its network and its folder."""
+        with contextlib.ExitStack() as ending:  # each callback runs, even if another one fails
             ending.callback(shutil.rmtree, self.folder)
             ending.callback(self._remove_bridge)
             for daemon in ("munged", "slurmctld"):
@@ -169,7 +170,7 @@ class SlurmCluster:
     # --- nodes -----------------------------------------------------------------------------------------------------
 
     def boot(self, node: int) -> None:
-        """Start a node, also one that has died."""
+        """Start a node, for the first time or after it was killed."""
         assert node not in self._nodes, f"node{node} runs"
         (self.folder / "spool" / f"node{node}").mkdir(exist_ok=True)
         isolate = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts", "--net"]
@@ -188,7 +189,8 @@ class SlurmCluster:
         process.stdin.close()
 
     def kill_node(self, node: int) -> None:
-        """Pull a node's cable, so that no farewell gets out, and kill its first process, which ends all others."""
+        """Cut a node off the network, so that it cannot report its end, then kill its first process, which ends all its
+        processes."""
         process, init = self._nodes.pop(node), self._inits.pop(node, None)
         if Path(f"/sys/class/net/{self._cable(node)}").exists():
             self.run("ip", "link", "del", self._cable(node))
@@ -200,14 +202,14 @@ class SlurmCluster:
         process.wait()
 
     def stop_controller(self) -> None:
-        """Kill slurmctld; jobs run on."""
+        """Kill slurmctld. Running jobs continue."""
         daemon = psutil.Process(int((self.folder / "run" / "slurmctld.pid").read_text()))
         daemon.kill()
         gone = lambda: not daemon.is_running() or daemon.status() == psutil.STATUS_ZOMBIE  # noqa: E731
         wait_until("slurmctld has ended", gone, seconds=START_SECONDS)
 
     def start_controller(self) -> None:
-        """Start it again, with what it had saved."""
+        """Start slurmctld again with the state that it saved."""
         self.run("slurmctld")
         wait_until("slurmctld answers", self._answers, seconds=START_SECONDS)
 
@@ -216,23 +218,23 @@ class SlurmCluster:
         return done.returncode == 0 and "is UP" in done.stdout
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """Processes of a node, by their ids on this machine."""
+        """Return the processes of a node. Their ids are those of this machine."""
         return self._inits[node].children(recursive=True)
 
     def drain(self, node: int) -> None:
-        """Drain a node, as an administrator does."""
+        """Drain a node as an administrator does."""
         self.run("scontrol", "update", f"nodename=node{node}", "state=drain", "reason=test")
 
     def cut(self, node: int) -> None:
-        """Partition a node from all others; its processes run on."""
+        """Cut a node off the network of the others. Its processes continue."""
         self.run("ip", "link", "set", self._cable(node), "down")
 
     def heal(self, node: int) -> None:
-        """End its partition."""
+        """Connect a node that ``cut`` has cut off."""
         self.run("ip", "link", "set", self._cable(node), "up")
 
     def nodes_in(self, *states: str) -> set[str]:
-        """Names of the nodes in any of these states; ``sinfo`` names them."""
+        """Return the names of the nodes that are in any of these states of ``sinfo``."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %T").split("\n")
         pairs = [line.split() for line in lines if line]
         return {name for name, state in pairs if state.rstrip("*$~#+-") in states}
@@ -241,14 +243,14 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of every command of Slurm, and so of its jobs."""
+        """Return the environment for Slurm's commands and the jobs that they submit."""
         return {**_environment(), "SLURM_CONF": str(self.folder / "etc" / "slurm.conf")}
 
     def run(self, *command: str, extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Run a command of Slurm to its end; its standard output.
+        """Run a command of Slurm until it ends, and return its standard output.
 
         Raises:
-            AssertionError: it fails.
+            AssertionError: the command failed.
         """
         done = subprocess.run(
             command,
@@ -264,7 +266,7 @@ class SlurmCluster:
         return done.stdout
 
     def state_of(self, job: str) -> str:
-        """``RUNNING``, ``COMPLETED`` and so on, as ``scontrol`` shows it."""
+        """Return the state of a job, such as ``RUNNING``, as ``scontrol`` shows it."""
         words = self.run("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
 
@@ -294,7 +296,7 @@ class SlurmCluster:
         return f"{self._bridge}n{node}"
 
     def _has_network(self, node: int) -> bool:
-        """Whether a node's first process is there, in a network namespace of its own."""
+        """Return whether the node's first process runs in its own network namespace."""
         process = self._nodes[node]
         log = self.folder / "log" / f"boot.node{node}"
         assert process.poll() is None, f"node{node} did not start: {log.read_text()}"
@@ -308,7 +310,7 @@ class SlurmCluster:
             return False
 
     def _end(self, pid_file: Path) -> None:
-        """End the daemon that a file names, and wait until it is gone."""
+        """End the daemon whose process id a file contains, and wait until it has ended."""
         if not pid_file.exists():
             return
         try:
@@ -321,7 +323,7 @@ class SlurmCluster:
 
 
 def _free_network() -> int:
-    """A number whose network 10.77.N.0/24 no cluster of this machine has."""
+    """Return a number N such that no cluster of this machine uses the network 10.77.N.0/24."""
     taken = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     free = [number for number in range(1, 200) if f"10.77.{number}.1" not in taken]
     return secrets.choice(free)
@@ -332,14 +334,14 @@ def _search_path() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what a surrounding job of Slurm has set."""
+    """Return this process's environment without the variables of a surrounding Slurm job."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "SRUN"))}
     return {**inherited, "PATH": _search_path()}
 
 
 @contextlib.contextmanager
 def slurm_cluster(num_nodes: int, topology: Mapping[str, Sequence[int]] | None = None) -> Iterator[SlurmCluster]:
-    """A running cluster; it is taken down whatever happens."""
+    """Start a cluster, and stop it after the block, even after an error."""
     cluster = SlurmCluster(num_nodes, topology=topology or {})
     try:
         cluster.start()

@@ -1,4 +1,4 @@
-"""Jobs that ``slurm/pretrain.sbatch`` starts on the cluster of a test, with a model or without."""
+"""Runs jobs on a test's cluster through ``slurm/pretrain.sbatch``, with or without a model."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from megatron_ft.testing.jobs import REPOSITORY, JobResult
 from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
 
 SOON = ["detector.heartbeat_interval_seconds=0.5", "detector.heartbeat_timeout_seconds=3"]
-"""Overrides: lost nodes are seen soon."""
+"""Overrides with which a job detects lost nodes within a few seconds."""
 OVER = (
     "COMPLETED",
     "CANCELLED",
@@ -23,15 +23,15 @@ OVER = (
     "DEADLINE",
     "OUT_OF_MEMORY",
 )
-"""States of a job that comes to no other."""
+"""Final states of a job in Slurm."""
 START_SECONDS = 180.0
-"""Six nodes of a small machine have imported what they need, and trained for a while."""
+"""Time in which six nodes of a small machine finish their imports and train for a while."""
 END_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job that was submitted, and where it writes."""
+    """Submitted Slurm job and its files."""
 
     cluster: SlurmCluster
     number: str
@@ -39,27 +39,29 @@ class SlurmJob:
     log: Path
 
     def host_of(self, node: int) -> int:
-        """Node of the cluster: allocations begin with its first."""
+        """Return the cluster's node that runs the job's node ``node``. They are equal, because allocations begin with
+        the first node."""
         return node
 
     @property
     def num_consoles(self) -> int:
-        """Consoles that a job without a model has had."""
+        """Return the number of launchers that a job without a model has had."""
         return (self.run_dir / "consoles").read_text().count("\n")
 
     @property
     def num_controllers(self) -> int:
-        """Controllers that there have been: one for each console, and more where one has died alone."""
+        """Return the number of controllers that the job has had: one per launcher, and one more for each that died
+        alone."""
         return int((self.run_dir / "control" / "epoch").read_text())
 
     def lines(self, file: str) -> list[dict[str, Any]]:
-        """Whole lines of a log of its run."""
+        """Return the parsed lines of a file in the run's folder. An unfinished last line is left out."""
         path = self.run_dir / file
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """Records of one kind: reports of ranks without a model, or events of a run that has one."""
+        """Return the records of one kind: reports of ranks without a model, or events of a job with a model."""
         return [
             record
             for file in ("records.jsonl", "events.jsonl")
@@ -68,66 +70,66 @@ class SlurmJob:
         ]
 
     def has(self, kind: str, count: int) -> bool:
-        """Whether that many have been reported; a job that has ended will report none."""
+        """Return whether ``count`` records of a kind have been reported. Fails if the job has ended with fewer."""
         return self.will(lambda: len(self.records(kind)) >= count)
 
     @property
     def iteration(self) -> int:
-        """Newest that has been reported."""
+        """Return the newest reported iteration."""
         return max((line["iteration"] for line in self.lines("metrics.jsonl")), default=0)
 
     def will(self, condition: Callable[[], bool]) -> bool:
-        """Whether ``condition`` holds already; it has to before the job ends."""
+        """Return whether ``condition`` is true. Fails if the job has ended and the condition is false."""
         state = self.cluster.state_of(self.number)
         holds = condition()
         assert holds or (state not in OVER and not self.marker.exists()), f"{state}:\n{self.words()}"
         return holds
 
     def await_iteration(self, iteration: int) -> None:
-        """Wait until an iteration has been reported."""
+        """Wait until ``iteration`` has been reported."""
         reached = lambda: self.will(lambda: self.iteration >= iteration)  # noqa: E731
         wait_until(f"iteration {iteration} of job {self.number}", reached, seconds=START_SECONDS)
 
     @property
     def marker(self) -> Path:
-        """File that exists once the job has ended."""
+        """Return the path of the file that marks the end of the job."""
         return self.run_dir / "slurm" / f"{self.number}.json"
 
     def end(self, *, seconds: float = END_SECONDS) -> dict[str, Any]:
-        """Wait for the job's marker; what it says."""
+        """Wait for the file that marks the job's end, and return its content."""
         over = lambda: self.marker.exists() or self.cluster.state_of(self.number) == "FAILED"  # noqa: E731
         wait_until(f"job {self.number} has ended", over, seconds=seconds)
         assert self.marker.exists(), self.words()
         return dict(json.loads(self.marker.read_text()))
 
     def result(self) -> JobResult:
-        """Wait for the end of the job; returns its result."""
+        """Wait for the end of the job, and return its result."""
         return JobResult(self.end()["exit_code"], self.run_dir, self.log.read_text())
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Consoles that have ended, as the job keeps them."""
+        """Return the records that the job wrote about launchers that have ended."""
         return self.lines("slurm/attempts.jsonl")
 
     def words(self) -> str:
-        """Its logs, for messages."""
+        """Return the job's logs, for error messages."""
         logs = [self.log, *sorted(self.run_dir.glob("logs/*.log"))]
         return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}" for path in logs if path.exists())
 
 
 @dataclass(frozen=True)
 class Site:
-    """A site's values, and where its jobs write."""
+    """Settings of a Slurm site, and the folder for the files of its jobs."""
 
     folder: Path
     spares: int = 0
     ranks_per_node: int = 1
     dummy: str | None = None
-    """Function of ``megatron_ft/testing/dummy_rank.py`` that is every rank; None trains a model."""
+    """Function of ``megatron_ft/testing/dummy_rank.py`` that every rank runs; None to train a model."""
     extra: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables that ``slurm/site.env`` leaves to a site."""
+        """Return the variables that a site sets for ``slurm/site.env``."""
         dummy = {"MFT_COMMAND": "-m megatron_ft.testing.dummy_entry", "MFT_DUMMY_ENTRY": self.dummy}
         return {
             "MFT_INTERFACE": "eth0",

@@ -1,4 +1,5 @@
-"""Real keepers on the loopback interface, and ranks that write recognisable windows into their memory."""
+"""Starts real snapshot servers on the loopback interface, and clients that write recognisable windows into their
+memory."""
 
 import contextlib
 import json
@@ -27,7 +28,7 @@ TOKEN = secrets.token_hex(32)
 
 @dataclass
 class Node:
-    """A keeper's process."""
+    """Process of a snapshot server."""
 
     number: int
     socket_path: str
@@ -35,38 +36,38 @@ class Node:
     address: str
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
+        """Kill the process with SIGKILL and wait until it has ended."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(WAIT_SECONDS)
 
     @property
     def num_descriptors(self) -> int:
-        """Open files."""
+        """Return the number of open files."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     @property
     def num_threads(self) -> int:
-        """Threads."""
+        """Return the number of threads."""
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory that is no file: what leaks would grow."""
+        """Return the resident memory that belongs to no file. It would grow if memory leaked."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
-        raise AssertionError("the kernel counts no RssAnon")
+        raise AssertionError("the kernel does not report RssAnon in /proc/PID/status")
 
 
 @dataclass
 class Cluster:
-    """Keepers of a job."""
+    """Snapshot servers of one job."""
 
     directory: Path
     nodes: dict[int, Node] = field(default_factory=dict)
 
     def start(self, number: int, **spec: object) -> Node:
-        """Start a keeper, perhaps in the place of one that was killed."""
+        """Start the snapshot server of node ``number``, for the first time or after it was killed."""
         folder = Path(tempfile.mkdtemp(dir=self.directory))
         path = str(folder / "keeper.sock")
         content = {"socket_path": path, "interface": "127.0.0.1", "token": TOKEN, "node": number, **spec}
@@ -77,12 +78,12 @@ class Cluster:
         process.stdin.write(json.dumps(content).encode() + b"\n")
         process.stdin.flush()
         line = process.stdout.readline()
-        assert line, f"keeper {number} ended with {process.wait(WAIT_SECONDS)}"
+        assert line, f"snapshot server {number} ended with {process.wait(WAIT_SECONDS)}"
         self.nodes[number] = Node(number, path, process, json.loads(line)["address"])
         return self.nodes[number]
 
     def stop(self) -> None:
-        """End all keepers by closing their standard input."""
+        """End all snapshot servers by closing their standard input."""
         for node in self.nodes.values():
             for stream in (node.process.stdin, node.process.stdout):
                 assert stream is not None
@@ -91,7 +92,7 @@ class Cluster:
             node.process.wait(WAIT_SECONDS)
 
     def hello(self, rank: int, *, node: int, peer_nodes: list[int], **changes: object) -> dict[str, Any]:
-        """A greeting."""
+        """Return the first message of a rank to its snapshot server."""
         return {
             "token": TOKEN,
             "rank": rank,
@@ -109,14 +110,14 @@ class Cluster:
         }
 
     def client(self, rank: int, *, node: int, peer_nodes: list[int], **changes: object) -> KeeperClient:
-        """A rank's connection to its node's keeper."""
+        """Connect a rank to its node's snapshot server."""
         hello = self.hello(rank, node=node, peer_nodes=peer_nodes, **changes)
         return KeeperClient(self.nodes[node].socket_path, hello=hello)
 
 
 @contextlib.contextmanager
 def cluster(num_nodes: int, **spec: object) -> Iterator[Cluster]:
-    """Keepers that end with the block."""
+    """Start ``num_nodes`` snapshot servers, and end them after the block."""
     with tempfile.TemporaryDirectory() as directory:
         started = Cluster(Path(directory))
         try:
@@ -134,7 +135,7 @@ def content(rank: int, iteration: int, num_bytes: int) -> bytes:
 
 
 def slice_of(iteration: int, num_bytes: int = PAGE, *, offset: int = 0) -> Slice:
-    """A slice of float32 with two pieces that cover it."""
+    """Return a slice of float32 that consists of two pieces."""
     half = num_bytes // 8 * 4
     pieces = (
         Piece("decoder.a", 0, "master", "float32", 0, half // 4, 0, half),
@@ -145,14 +146,14 @@ def slice_of(iteration: int, num_bytes: int = PAGE, *, offset: int = 0) -> Slice
 
 
 def begin(client: KeeperClient, buffer: int, start: int, *, num_slices: int = 2) -> None:
-    """Begin a window."""
+    """Begin a window of ``num_slices`` slices that starts at iteration ``start``."""
     client.begin(buffer, start_iteration=start, num_slices=num_slices, plan={"start": start})
 
 
 def capture(
     client: KeeperClient, arena: Arena, rank: int, buffer: int, start: int, index: int, *, num_bytes: int = PAGE
 ) -> None:
-    """Write a slice and say so."""
+    """Write slice ``index`` of a window into the shared memory, and report it to the snapshot server."""
     offset = index * -(-num_bytes // PAGE) * PAGE
     arena.buffer(buffer)[offset : offset + num_bytes] = content(rank, start + index, num_bytes)
     client.captured(buffer, index, slice_of(start + index, num_bytes, offset=offset))
@@ -168,14 +169,14 @@ def window(
     num_slices: int = 2,
     num_bytes: int = PAGE,
 ) -> None:
-    """Begin a window and capture all of it."""
+    """Begin a window and capture all its slices."""
     begin(client, buffer, start, num_slices=num_slices)
     for index in range(num_slices):
         capture(client, arena, rank, buffer, start, index, num_bytes=num_bytes)
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_SECONDS) -> None:
-    """Wait for a condition, with a bound."""
+    """Wait until ``condition`` is true, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {seconds} s waiting for: {what}"
@@ -188,12 +189,12 @@ def wait_replicated(arena: Arena, start: int) -> None:
 
 
 def find(windows: list[StoredWindow], **wanted: object) -> list[StoredWindow]:
-    """Entries of an inventory with these values."""
+    """Return the entries of an inventory whose fields have the values ``wanted``."""
     return [entry for entry in windows if all(getattr(entry, name) == value for name, value in wanted.items())]
 
 
 def fetch(client: KeeperClient, rank: int, start: int, *, node: int, generation: int = 1) -> list[bytes]:
-    """The slices of a window, each checked."""
+    """Fetch all slices of a window from the snapshot server of ``node``, and verify each."""
     key = WindowKey(start_iteration=start, generation=generation)
     found, payload = client.fetch(rank, key, node=node)
     assert found.key == key and found.rank == rank

@@ -1,4 +1,4 @@
-"""Small windows and dense checkpoints whose every byte is known, for scripts that damage them."""
+"""Writes small windows and dense checkpoints with known bytes, for scripts that damage them."""
 
 import random
 import struct
@@ -21,7 +21,7 @@ from megatron_ft.snapshot.window import ITEM_BYTES, Slice, Window
 
 WORLD_SIZE = 2
 OLD, NEW = 20, 30
-"""Iterations of the sample that is there and of the one that is written after it."""
+"""Iterations of the sample that exists first, and of the sample that is written after it."""
 COMPONENTS = (
     ("weight", "bfloat16", 700),
     ("master", "float32", 700),
@@ -36,36 +36,37 @@ class Loaded:
     """Result of a load."""
 
     iteration: int | None
-    """None when nothing there verifies."""
+    """Iteration of the loaded sample; None if no sample passed verification."""
     is_equal: bool
-    """Whether every byte is the one that was saved."""
+    """Whether every loaded byte equals the saved one."""
     reasons: tuple[str, ...]
-    """Why newer ones were passed over."""
+    """Reasons why newer samples were not loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of file this project writes, and how it is saved, loaded and retired."""
+    """Kind of file that this project writes, with functions that save, load and delete samples of it."""
 
     name: str
     save: Callable[[Path, int], None]
     load: Callable[[Path], Loaded]
     retire: Callable[[Path], None]
-    """Delete what is older than the newest."""
+    """Deletes all samples older than the newest one."""
     files: Callable[[Path, int], list[Path]]
-    """All files of one sample."""
+    """Returns all files of one sample."""
     pointer_leads_nowhere: Callable[[Path], bool] = lambda folder: False
-    """Whether the pointer to the newest, where the kind has one, is damaged or names something incomplete."""
+    """Returns whether the file that points to the newest sample is damaged or names an incomplete sample. False for
+    kinds without such a file."""
 
 
 def sample_name(start_iteration: int) -> str:
-    """Name of a sample window's directory."""
+    """Return the name of a sample window's directory."""
     return window_name(WindowKey(start_iteration=start_iteration, generation=0))
 
 
 @lru_cache
 def sample_window(start_iteration: int, rank: int) -> tuple[Window, tuple[bytes, ...]]:
-    """Two slices of pieces of all components; (window, bytes of each slice)."""
+    """Return a window of two slices with pieces of all components, and the bytes of each slice."""
     generator = random.Random(f"{start_iteration}/{rank}")
     window = Window(
         run_id="run-1",
@@ -119,7 +120,7 @@ def _sample_slice(generator: random.Random) -> tuple[tuple[Piece, ...], bytes]:
 def forge(
     manifest: bytes, payload: bytes, *, version: int = 2, length: int | None = None, magic: bytes = MAGIC
 ) -> bytes:
-    """A window's file with a right checksum around any manifest."""
+    """Return a window file with any manifest and a valid checksum."""
     digest = xxhash.xxh3_128_digest(manifest)
     head = struct.pack("<8sIQ16s", magic, version, len(manifest) if length is None else length, digest) + manifest
     return head + bytes(align(len(head)) - len(head)) + payload
@@ -159,7 +160,7 @@ def _window_files(folder: Path, iteration: int) -> list[Path]:
 
 @lru_cache
 def sample_checkpoint(iteration: int) -> dict[str, bytes]:
-    """Content of the files of a dense checkpoint by name, the manifest left out."""
+    """Return the content of each file of a dense checkpoint by name, except the manifest."""
     generator = random.Random(iteration)
     return {name: generator.randbytes(num_bytes) for name, num_bytes in _DENSE_FILES.items()}
 
@@ -225,4 +226,4 @@ KINDS: Sequence[Kind] = (
         pointer_leads_nowhere=_latest_leads_nowhere,
     ),
 )
-"""Everything these scripts damage."""
+"""All kinds of files that the scripts damage."""

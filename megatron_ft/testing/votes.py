@@ -1,10 +1,10 @@
-"""Settled votes of made-up iterations."""
+"""Makes settled votes of made-up iterations."""
 
 from megatron_ft.planning.commit import Vote
 
 
 def vote_of(iteration: int, generation: int = 0) -> Vote:
-    """An unremarkable vote; votes of two iterations differ in more than their number."""
+    """Return a normal vote. Votes of two iterations differ in more than the iteration number."""
     return Vote(
         generation=generation,
         iteration=iteration,

@@ -79,7 +79,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert (code, answer["rung"], answer["seconds_to_continue"]) == (0, "replicas", None)
 
     assert drain.main([str(run_dir), "2"]) == 0
-    assert "node 2 is to leave" in capsys.readouterr().out
+    assert "node 2 will leave" in capsys.readouterr().out
     wait_for(lambda: asked()["members"] == [0, 1])
     assert drain.main([str(run_dir), "1"]) == 8
     assert "recovery.min_nodes" in capsys.readouterr().err

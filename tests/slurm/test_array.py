@@ -31,7 +31,7 @@ def test_a_chain_is_submitted_and_ends_when_the_run_is_done(cluster: SlurmCluste
         cluster, numbers[1], tmp_path / "runs" / "dummy", tmp_path / "runs" / f"slurm-{numbers[1]}_0.log"
     )
     assert array.end()["exit_code"] == 0, array.words()
-    assert f"its end   {array.marker}" in said
+    assert f"result    {array.marker}" in said
     started = array.records("started")
     assert sorted((record["node"], record["rank"]) for record in started) == [(0, 0), (1, 1), (2, 2)]
     wait_until("the chain's next is cancelled", lambda: cluster.run("squeue", "-h") == "")

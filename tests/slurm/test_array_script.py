@@ -171,7 +171,7 @@ def test_a_spare_in_the_slot_of_task_0_goes_back_when_slurm_answers_again(tmp_pa
     assert process.wait(timeout=30) == 0
     assert (tmp_path / "requeued").read_text() == "requeue 17_1\n"
     assert (tmp_path / "slept").read_text() == "5\n" * 3
-    assert (tmp_path / "said").read_text().count("squeue is asked again: no answer") == 1, "one line, not three"
+    assert (tmp_path / "said").read_text().count("squeue is called again: no answer") == 1, "one line, not three"
     assert not (tmp_path / "joined").exists()
 
 
@@ -190,6 +190,6 @@ def test_a_node_without_an_answer_frees_a_slot_that_may_be_that_of_task_0(tmp_pa
     assert process.wait(timeout=30) == ControlError.exit_code
     said = (tmp_path / "said").read_text()
     assert said.count("no answer") == 2
-    assert "task 1 ends, for its slot may be task 0's: squeue failed 60 times, 5 s apart: no answer" in said
+    assert "task 1 ends, because task 0 may need its slot: squeue failed 60 times, 5 s apart: no answer" in said
     assert len((tmp_path / "states").read_text().splitlines()) == 60
     assert not (tmp_path / "joined").exists() and not (tmp_path / "requeued").exists()

@@ -60,7 +60,7 @@ def test_it_says_where_a_run_is_that_has_a_folder_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("most_jobs", "said"), [(2, "\nof 3 jobs these were submitted and remain: 17, 18\n"), (0, "\n")]
+    ("most_jobs", "said"), [(2, "\nof 3 jobs, these were submitted and remain in the queue: 17, 18\n"), (0, "\n")]
 )
 def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: Path, most_jobs: int, said: str) -> None:
     done = submit(tmp_path, "--chain=3", most_jobs=most_jobs)
@@ -71,7 +71,7 @@ def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--queued=1"], "--queued needs --shape array"),
+        (["--queued=1"], "--queued: can only be used with --shape array"),
         (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1 \(MFT_SPARE_NODES\)"),
         (["--shape=array", "--chain=0"], "--chain=0: must be at least 1"),
     ],
@@ -99,9 +99,9 @@ def test_a_check_submits_and_writes_nothing_and_prints_the_command(tmp_path: Pat
 
 def test_a_check_names_what_is_refused(tmp_path: Path) -> None:
     done = submit(tmp_path, "--check", MFT_PYTHON="false")
-    assert (done.returncode, done.stderr) == (2, "the dry run refuses this job: nothing was submitted\n")
+    assert (done.returncode, done.stderr) == (2, "the dry run refuses this job, so it was not submitted\n")
 
 
 def test_a_machine_without_slurm_is_named_before_the_dry_run(tmp_path: Path) -> None:
     done = submit(tmp_path, has_slurm=False, MFT_PYTHON="false")
-    assert done.returncode == 2 and done.stderr.startswith("sbatch: must be a command here")
+    assert done.returncode == 2 and done.stderr.startswith("sbatch: must be installed")

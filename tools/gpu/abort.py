@@ -1,7 +1,7 @@
-"""Stage ``abort``: kills or stops a rank inside an all-reduce.
+"""Stage ``abort`` of a GPU day: kills or stops a rank inside an all-reduce.
 
 The other ranks must abort their communicators, continue in the same process, and form groups again without the lost
-rank. A stopped rank stands for a peer that does not answer over NVLink or InfiniBand, where nothing closes a
+rank. A stopped rank simulates a peer that does not answer over NVLink or InfiniBand, where a lost peer closes no
 connection.
 """
 
@@ -22,7 +22,8 @@ from tools.gpu.transports import Transport, find_transport, join
 
 WORLD_SIZE, SHORT_WORLD_SIZE = 4, 3
 NUM_ELEMENTS = 1 << 25
-"""Number of elements of the all-reduce in which a rank is lost. It is far more than sockets buffer."""
+"""Number of elements of the all-reduce in which a rank is lost. Socket buffers are far smaller, so that the operation
+cannot complete."""
 UNTOUCHED_ELEMENTS, SHORT_UNTOUCHED_ELEMENTS = 1 << 28, 1 << 16
 TRIAL_SECONDS = 60.0
 BLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
@@ -31,7 +32,7 @@ _PAUSE_SECONDS = 0.005
 
 
 def run(day: Day) -> None:
-    """Run every trial."""
+    """Run all trials: each way to lose a rank."""
     transport, ours = find_transport(day), surviving()
     for how in SIGNALS:
         with day.part(how):
@@ -44,8 +45,8 @@ def run(day: Day) -> None:
 
 
 def surviving() -> dict[str, str]:
-    """Return environment variables for a CUDA job that may lose nodes. With torch's defaults, a rank ends with its
-    communicators."""
+    """Return the environment variables for a CUDA job that must survive the loss of nodes. With torch's defaults, a
+    rank ends when its communicators are aborted."""
     job = JobConfig()
     job.training.device = "cuda"
     job.launch.num_nodes, job.recovery.min_nodes = 2, 1
@@ -53,8 +54,8 @@ def surviving() -> dict[str, str]:
 
 
 def _record_defaults(day: Day, transport: Transport) -> None:
-    """Record what happens to the other ranks under torch's defaults, to show why other settings are needed. Not
-    judged."""
+    """Record what happens to the other ranks with torch's default settings. These figures are not judged; they show why
+    other settings are needed."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
     except RuntimeError as error:
@@ -65,10 +66,10 @@ def _record_defaults(day: Day, transport: Transport) -> None:
 def run_trial(
     day: Day, transport: Transport, how: str, variables: dict[str, str], *, judged: bool = True
 ) -> dict[str, Any]:
-    """Lose the last rank inside a collective. Return the figures of the slowest remaining rank.
+    """Lose the last rank inside a collective, and return the figures of the slowest remaining rank.
 
     Raises:
-        RuntimeError: a remaining rank raised, ended or did not answer.
+        RuntimeError: a remaining rank raised an exception, ended or did not answer.
     """
     world_size = WORLD_SIZE if day.has_gpu else SHORT_WORLD_SIZE
     untouched = UNTOUCHED_ELEMENTS if day.has_gpu else SHORT_UNTOUCHED_ELEMENTS
@@ -106,10 +107,13 @@ def run_trial(
 def _judge(day: Day, how: str, reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         where = f"{how}, rank {rank}"
-        day.check(report["was_inside"], f"{where}: the all-reduce had completed before the rank was lost")
-        day.check(report["device_works"], f"{where}: the device computes other results after the abort")
-        day.check(report["same_bits"], f"{where}: tensors outside of collectives have changed")
-        day.check(report["sum_is_right"], f"{where}: the new group gives a wrong sum")
+        day.check(
+            report["was_inside"],
+            f"{where}: the all-reduce completed before the rank was lost, so the trial shows nothing",
+        )
+        day.check(report["device_works"], f"{where}: the device computes different results after the abort than before")
+        day.check(report["same_bits"], f"{where}: the abort changed tensors that no collective used")
+        day.check(report["sum_is_right"], f"{where}: an all-reduce in the new group gives a wrong sum")
 
 
 def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,10 +126,10 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None:
-    """Wait until the rank is gone or, if ``how`` stops it, until the process is stopped.
+    """Wait until the rank has ended or, if ``how`` is a stop, until its process is stopped.
 
     Raises:
-        RuntimeError: the rank continues.
+        RuntimeError: the rank continued to run.
     """
     while time.monotonic() < deadline:
         if how == "killed" and not lost.process.is_alive():
@@ -137,14 +141,14 @@ def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None
 
 
 def _state(process_id: int | None) -> str:
-    """Read the state of a process from ``/proc/<pid>/stat``."""
+    """Return the state of a process from ``/proc/<pid>/stat``."""
     return Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 def be_rank(
     place: ranks.Place, pipe: Connection, *, backend: str, device_type: str, how: str, untouched: int
 ) -> dict[str, Any]:
-    """Run one rank of a trial. The last rank is lost and never returns."""
+    """Run one rank of a trial. The last rank is lost in the trial and never returns."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +161,7 @@ def be_rank(
     votes = dist.new_group(backend="gloo")
     transports = Transports.among(open_sockets() - before, store_port=place.port)
     small = torch.ones(8, device=device)
-    dist.all_reduce(small)  # communicators are made at their first use
+    dist.all_reduce(small)  # communicators are created at their first use
     dist.barrier(group=votes)
     tensor = torch.full((NUM_ELEMENTS,), float(place.rank + 1), device=device)
     bytes_before = _used_bytes(device)
@@ -204,7 +208,8 @@ def be_rank(
 
 
 class _Breaker(threading.Thread):
-    """Aborts all communicators of this process on request, while the main thread waits in a collective."""
+    """Aborts all communicators of this process on request. Its thread does this while the main thread waits in a
+    collective."""
 
     def __init__(self, pipe: Connection, transports: Any) -> None:
         super().__init__(name="breaker", daemon=True)
@@ -212,7 +217,7 @@ class _Breaker(threading.Thread):
         self.began = self.ended = 0.0
 
     def run(self) -> None:
-        """Wait for the request, then break the connections of gloo and the communicators of NCCL."""
+        """Wait for the request, then close the connections of gloo and abort the communicators of NCCL."""
         import torch.distributed as dist
 
         self._pipe.recv()
@@ -223,8 +228,7 @@ class _Breaker(threading.Thread):
 
 
 def _wait_for(tensor: Any, device: Any) -> str:
-    """Run an all-reduce with a rank that is lost in it. Return the type of the exception; empty if it returns
-    normally."""
+    """Run an all-reduce in which one rank is lost. Return the type of the exception; empty if there was none."""
     import torch.distributed as dist
 
     try:
@@ -249,7 +253,7 @@ def _is_untouched(bystander: Any) -> bool:
 
 
 def _used_bytes(device: Any) -> int:
-    """Return the memory in use on the device by all processes. On a CPU, return that of this process."""
+    """Return the device memory that all processes use. For a CPU, return the memory of this process."""
     import psutil
     import torch
 

@@ -1,4 +1,4 @@
-"""Stages of the call ``speed``. Each measures the claim of the same name, keeps the result and judges it.
+"""Stages of the call ``speed`` of a GPU day. Each measures the claim of the same name, stores the result and judges it.
 
 Without a GPU, a stage runs the quick variant of the claim on the CPU and does not judge the result.
 """
@@ -12,11 +12,11 @@ from benchmarks.prove import FIELDS, prove
 from tools.gpu.day import Day
 
 RESERVE_SECONDS = 15.0
-"""Time reserved to stop a script that takes too long, and to write the result."""
+"""Time reserved for stopping a script that takes too long, and for writing the result."""
 
 
 def run(day: Day) -> None:
-    """Measure the claim with the stage's name."""
+    """Measure the claim that has the stage's name."""
     claim = load_claims()[day.folder.name]
     if day.has_gpu:
         seconds = min(claim.timeout_seconds, day.remaining_seconds - RESERVE_SECONDS)
@@ -28,8 +28,14 @@ def run(day: Day) -> None:
     importlib.import_module(claim.module).main(["--quick", "--out", str(out)])
     result = json.loads(out.read_text(encoding="utf-8"))
     day.record(quick_figure=result["figure"], counts=result["counts"])
-    day.check(all(field in result for field in FIELDS), f"a result has {', '.join(FIELDS)}; this one {sorted(result)}")
-    day.check(result["id"] == claim.id, f"the result belongs to {result['id']}")
-    day.check(result["threshold"] == claim.threshold, f"measured against {result['threshold']!r}")
+    day.check(
+        all(field in result for field in FIELDS),
+        f"the result must have the fields {', '.join(FIELDS)}, but has {sorted(result)}",
+    )
+    day.check(result["id"] == claim.id, f"the result is that of another claim, {result['id']}")
+    day.check(
+        result["threshold"] == claim.threshold,
+        f"the result was measured against another threshold, {result['threshold']!r}",
+    )
     day.check(not result["details"].get("problems"), f"{result['details'].get('problems')}")
-    day.lacks("the claim", "the claim is measured on a GPU")
+    day.lacks("the claim", "the claim can only be measured on a GPU")

@@ -1,6 +1,6 @@
-"""Context and reports of a stage: figures, problems, and parts that cannot run on this machine.
+"""Gives each stage of a GPU day its context, and stores its reports: figures, problems, and parts that could not run.
 
-All three are appended to a file at once, so that the findings of a killed stage remain.
+Each report is appended to a file immediately, so that the reports of a stage that is killed are not lost.
 """
 
 import contextlib
@@ -14,22 +14,23 @@ from pathlib import Path
 from typing import Any
 
 GPU_DAY = "MEGATRON_FT_GPU_DAY"
-"""Environment variable. With 1, a part that cannot run counts as failed. It is set for every stage that sees a GPU."""
+"""Environment variable. If it is 1, a part that cannot run counts as a problem. It is set for every stage that sees a
+GPU."""
 REPORT = "report.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """Context of one stage."""
+    """Context of one stage of a GPU day."""
 
     device_type: str
     """``cuda`` or ``cpu``. On a CPU, stages run the same code with small sizes."""
     folder: Path
     """Folder of this stage: its log, its report and its files."""
     shared: Path
-    """Folder of the whole call, with files for later stages."""
+    """Folder of the whole call. Files in it are available to later stages."""
     deadline: float
-    """Time of ``time.monotonic()`` at which the stage is killed."""
+    """Time at which the stage is killed, by ``time.monotonic()``."""
 
     @property
     def has_gpu(self) -> bool:
@@ -42,18 +43,19 @@ class Day:
         return self.deadline - time.monotonic()
 
     def record(self, **figures: Any) -> None:
-        """Report figures by name, as JSON values."""
+        """Report figures by name. The values must fit JSON."""
         self._append({"figures": figures})
         print(json.dumps(figures, default=str), flush=True)
 
     def check(self, holds: bool, problem: str) -> None:
-        """Report a problem unless ``holds``. The stage continues but has failed."""
+        """Report ``problem`` unless ``holds``. The stage continues, but counts as failed."""
         if not holds:
             self._append({"problem": problem})
             print(f"PROBLEM {problem}", flush=True)
 
     def lacks(self, part: str, reason: str) -> None:
-        """Report that a part cannot run here. With ``MEGATRON_FT_GPU_DAY=1`` this is a problem."""
+        """Report that a part of the stage cannot run on this machine. If ``MEGATRON_FT_GPU_DAY=1``, this is a
+        problem."""
         if os.environ.get(GPU_DAY) == "1":
             self.check(False, f"{part} was not run: {reason}")
         else:
@@ -61,7 +63,7 @@ class Day:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Report exceptions in a part of the stage as problems, so that the other parts still run."""
+        """Report an exception in the block as a problem, so that the next parts of the stage still run."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the day continues and the report names it
@@ -74,13 +76,14 @@ class Day:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error by type and message. Only the end of a long message is kept, because it has the cause."""
+    """Describe an error by its type and message. Of a long message only the end is returned, because it contains the
+    cause."""
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= 1000 else f"{text[:200]} ... {text[-800:]}"
 
 
 def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return figures, problems and skipped parts that a stage has reported so far."""
+    """Return the figures, problems and skipped parts that a stage has reported so far."""
     figures: dict[str, Any] = {}
     problems, not_run = [], []
     path = folder / REPORT
@@ -93,7 +96,8 @@ def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
 
 
 def find_device_type() -> str:
-    """Return ``cuda`` if torch sees a GPU. Asks the driver's library, so that this process can still be forked."""
+    """Return ``cuda`` if torch reports a GPU, otherwise ``cpu``. The check does not initialise CUDA, so that this
+    process can still be forked."""
     import torch
 
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -102,5 +106,5 @@ def find_device_type() -> str:
     try:
         return "cuda" if torch.version.cuda is not None and torch.cuda.is_available() else "cpu"
     finally:
-        # Left in place, it would make the CPU layer's own count of devices look like a GPU.
+        # If the variable remained set, the device count of Megatron's layer for CPUs would be mistaken for a GPU.
         os.environ.pop(name) if before is None else os.environ.update({name: before})

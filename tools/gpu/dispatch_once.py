@@ -1,4 +1,4 @@
-"""Runs one small dispatch with every kernel under a sanitizer, and compares the result with the reference.
+"""Runs one small dispatch with every kernel, for use under a sanitizer, and compares the result with the reference.
 
 python -m tools.gpu.dispatch_once cuda
 """
@@ -15,13 +15,13 @@ HIDDEN = 40
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a dispatch with the named backend. Return 0 if it gives the same bits as the reference."""
+    """Run a dispatch with the named backend. Return 0 if all its bits equal those of the reference."""
     name = arguments[0]
     return 0 if dispatch(name, "cuda" if name == "cuda" else "cpu") else 1
 
 
 def dispatch(name: str, device: str) -> bool:
-    """Compare schedule, plan, rows and sums of a backend with those of the reference."""
+    """Return whether schedule, plan, rows and sums of a backend equal those of the reference."""
     routing = make_routing(num_ranks=4, topk=3, num_experts=16, tokens=(50, 1, 0, 33), skew=1.0, seed=5)
     backend, reference = open_backend(name), open_backend("reference")
     generator = torch.Generator().manual_seed(1)

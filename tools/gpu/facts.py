@@ -1,4 +1,5 @@
-"""Stage ``facts``: reports software, imports, and the upper limits with which all other figures are compared."""
+"""Stage ``facts`` of a GPU day: reports software versions and import times, and measures the upper limits for all other
+figures."""
 
 import mmap
 import os
@@ -27,14 +28,17 @@ _TICK_SECONDS = 0.001
 
 
 def run(day: Day) -> None:
-    """Report versions, imports and upper limits."""
+    """Report versions and imports, and measure the upper limits."""
     day.record(hardware=hardware.describe(), software=_software(), limits=_limits())
     with day.part("imports"):
         _imports(day)
     with day.part("the devices"):
         found = num_visible_gpus()
         day.record(visible_gpus=found)
-        day.check((found > 0) == day.has_gpu, f"the driver's files show {found} GPUs, but torch finds another number")
+        day.check(
+            (found > 0) == day.has_gpu,
+            f"the driver's files show {found} GPUs, but torch reports the device {day.device_type}",
+        )
     device = torch.device(day.device_type)
     with day.part("the device's context"):
         began = time.perf_counter()
@@ -72,7 +76,7 @@ def _last_line(*command: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> list[str]:
-    """Return the lines that a program prints; empty if it is not installed or fails."""
+    """Return the lines that a program prints; empty if the program is not installed or fails."""
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -94,15 +98,15 @@ def _imports(day: Day) -> None:
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
     day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
-    # The parent is the fork server; in an interpreter of its own, this process has imported by itself.
+    # The parent is the fork server, unless this process runs in a new interpreter and has imported the packages itself.
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     day.record(fork_server_threads=threads)
     day.check(threads == 1, f"{threads} threads run after the imports, so the process must not be forked")
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Measure bytes per second from the device into pageable memory, into pinned memory, and with the project's
-    probe."""
+    """Measure copies from the device to the host in bytes per second: into pageable memory, into pinned memory, and as
+    ``copier.capture_bandwidth`` measures them."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
     if device.type == "cuda":
@@ -117,8 +121,8 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Measure the costs of a window's memory: populate, pin, copy, unpin. Also measure whether other threads run
-    meanwhile."""
+    """Measure the seconds per GiB to allocate and to pin a file in memory, and the bytes per second of copies into it.
+    Also check whether other threads run while the memory is pinned."""
     descriptor = os.memfd_create("facts")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -148,7 +152,7 @@ def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 class _Ticks:
-    """Measures the longest time within a block in which another thread did not run."""
+    """Measures the longest time within a ``with`` block in which another thread did not run."""
 
     def __enter__(self) -> "_Ticks":
         self.longest_seconds = 0.0
@@ -170,8 +174,8 @@ class _Ticks:
 
 
 def _ceilings(device: torch.device, num_bytes: int, size: int) -> dict[str, float]:
-    """Measure bytes per second of a copy on the device (read and written) and operations per second of a bf16
-    product."""
+    """Measure the memory bandwidth of the device in bytes per second, and its bf16 matrix product in operations per
+    second."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Stage ``parallel``: trains in several parallel layouts on the device.
+"""Stage ``parallel`` of a GPU day: trains in several parallel layouts on the device.
 
-Each layout must give the numbers of one rank on the CPU, and the same bits when it runs twice. This includes layouts
-that reduce gradients during the backward pass.
+Each layout must give the losses of one rank on the CPU within a tolerance, and the same bits when it runs twice. Some
+layouts reduce gradients during the backward pass.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ LAYOUTS: dict[str, Layout] = {
 }
 SHORT_LAYOUTS = ("EP=2",)
 FIRST_TOLERANCE = 1e-5
-"""Tolerance of the first iteration, relative. All runs have the same state before it."""
+"""Relative tolerance of the first iteration, before which all runs have the same state."""
 TOLERANCE = 1e-2
-"""Tolerance of all iterations, relative. Runs differ because rounding can change the choice of an expert."""
+"""Relative tolerance of all iterations. Runs differ because rounding can change which expert a token is routed to."""
 
 
 def run(day: Day) -> None:
-    """Train in every layout twice."""
+    """Train twice in every layout, and compare the results."""
     transport = find_transport(day)
     with day.part("one rank on the CPU"):
         expected = _on_cpu(day)
@@ -38,7 +38,7 @@ def run(day: Day) -> None:
 
 
 def _on_cpu(day: Day) -> dict[str, Any]:
-    """Train one rank on the CPU, in a process without a GPU."""
+    """Train one rank on the CPU, in a process that does not see the GPU."""
     config, seconds = ranks.config_for("cpu", MODEL), day.remaining_seconds - 10
     if day.has_gpu:
         jobs = {"one": {"config": config, "world_size": 1}}
@@ -54,10 +54,15 @@ def _compare(day: Day, transport: Transport, name: str, expected: dict[str, Any]
     day.record(
         **{name: {"difference": worst, "first": at_first, "same_bits": all(same), "seconds": first[0]["seconds"]}}
     )
-    day.check(at_first <= FIRST_TOLERANCE, f"{name}: the first loss differs by {at_first:.2e} from that of one rank")
-    day.check(worst <= TOLERANCE, f"{name}: losses differ by {worst:.2e} from those of one rank")
     day.check(
-        all(same), f"{name}: the ranks {[rank for rank, equal in enumerate(same) if not equal]} differ between two runs"
+        at_first <= FIRST_TOLERANCE,
+        f"{name}: the first loss differs by {at_first:.2e} from that of one rank on the CPU",
+    )
+    day.check(worst <= TOLERANCE, f"{name}: the losses differ by {worst:.2e} from those of one rank on the CPU")
+    day.check(
+        all(same),
+        f"{name}: the results of ranks {[rank for rank, equal in enumerate(same) if not equal]} "
+        "differ between two runs",
     )
 
 

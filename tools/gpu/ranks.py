@@ -1,7 +1,7 @@
 """Runs a function on every rank of a small job on one device. Most stages run ``train``, a few iterations.
 
-``python -m tools.gpu.ranks SPEC OUT`` runs a job in another interpreter. A machine with a GPU needs this for the CPU
-job with which others are compared: a process set up for one device cannot use another.
+``python -m tools.gpu.ranks SPEC OUT`` runs a job in another interpreter. A machine with a GPU needs this for the
+reference job on the CPU, because a process that is set up for one device cannot use another one.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ITERATIONS = 5
 JOB_SECONDS = 120.0
-"""Limit of one job in another interpreter."""
+"""Time limit of a job that runs in another interpreter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Rank and job of a process."""
+    """Place of a process in its job."""
 
     rank: int
     world_size: int
     port: int
-    """Port of the store on rank 0."""
+    """Port of the store that rank 0 serves."""
 
 
 class RankProcess:
-    """A rank as a forked process with a pipe to this one."""
+    """Rank that runs as a forked process, with a pipe to this process."""
 
     def __init__(self, entry: str, place: Place, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         fork = multiprocessing.get_context("fork")
@@ -59,7 +59,8 @@ class RankProcess:
         """Receive the next report of the rank.
 
         Raises:
-            RuntimeError: the rank raised (the message is its traceback), ended, or reported nothing by the deadline.
+            RuntimeError: the rank raised an exception (the message contains its traceback), ended, or reported nothing
+                until the deadline.
         """
         if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
             raise RuntimeError(f"rank {self.rank} did not report in time")
@@ -73,7 +74,7 @@ class RankProcess:
         return answer["result"]
 
     def end(self) -> None:
-        """Kill the rank, whatever its state."""
+        """Kill the rank's process."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -82,7 +83,8 @@ class RankProcess:
 def start_ranks(
     entry: str, *, world_size: int, arguments: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ()
 ) -> list[RankProcess]:
-    """Fork all ranks. ``entry`` is ``module:function``. The function gets the place, the pipe and the arguments."""
+    """Fork all ranks. Each calls ``entry``, given as ``module:function``, with its ``Place``, its pipe and
+    ``arguments``."""
     port = free_port("127.0.0.1")
     places = [Place(rank=rank, world_size=world_size, port=port) for rank in range(world_size)]
     sets = environments or [{}] * world_size
@@ -97,10 +99,11 @@ def run_ranks(
     seconds: float,
     environments: Sequence[Mapping[str, str]] = (),
 ) -> list[Any]:
-    """Run all ranks. Return the results in rank order.
+    """Run all ranks until they end. Return their results in rank order.
 
     Raises:
-        RuntimeError: a rank raised, ended or took longer than ``seconds``. The error of the first such rank is raised.
+        RuntimeError: a rank raised an exception, ended or took longer than ``seconds``. The message is that of the
+            first such rank.
     """
     deadline = time.monotonic() + seconds
     ranks = start_ranks(entry, world_size=world_size, arguments=arguments, environments=environments)
@@ -115,8 +118,8 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
     """Receive the next report of each rank, in rank order.
 
     Raises:
-        RuntimeError: a rank raised or ended, or some rank reported nothing by the deadline. The first rank that raised
-            or ended is named, because others may wait for it.
+        RuntimeError: a rank raised an exception, ended, or reported nothing until the deadline. The message names the
+            first rank that raised or ended, because other ranks may only be waiting for that rank.
     """
     waiting, results = {rank.pipe: rank for rank in ranks}, {}
     while waiting:
@@ -136,11 +139,12 @@ def run_apart(
     """Train jobs in another interpreter. Return the results of the ranks by job name.
 
     Args:
-        jobs: Job name to ``config``, ``world_size`` and, if ranks need variables, ``environments``.
+        jobs: By job name, the job's ``config``, its ``world_size``, and optionally ``environments`` with variables for
+            each rank.
         sees_gpu: If False, the jobs run on the CPU even on a machine with a GPU.
 
     Raises:
-        RuntimeError: a job failed. The message is the end of the job's output.
+        RuntimeError: a job failed. The message contains the end of the job's output.
     """
     spec, out = folder / "jobs.json", folder / "jobs-done.json"
     spec.write_text(json.dumps(jobs), encoding="utf-8")
@@ -166,11 +170,11 @@ def _be_rank(
         answer = {"error": traceback.format_exc()[-3000:]}
     pipe.send(answer)
     sys.stdout.flush()
-    os._exit(0)  # groups of ranks that are gone would hold up an orderly end
+    os._exit(0)  # process groups with lost ranks would block an orderly exit
 
 
 def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:
-    """Configure a small job on a device, for ``train``."""
+    """Return the configuration of a small job on a device, for ``train``."""
     from megatron_ft.testing.engines import micro_config
 
     device = {"training.device": device_type, "launch.ranks_per_gpu": world_size}
@@ -178,7 +182,8 @@ def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: in
 
 
 def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
-    """Make this process a rank of ``job`` on the job's device. Build the engine with generated samples."""
+    """Make this process a rank of ``job`` on the job's device, and build a ``TrainingEngine`` with generated
+    samples."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install, take_device
@@ -218,7 +223,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
 
 
 def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
-    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return results and durations."""
+    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return the results and their durations."""
     import torch
 
     engine = open_engine(place, from_dict(config))
@@ -244,7 +249,7 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures that are equal in runs with equal bits."""
+    """Return those figures of a result that two runs with equal bits share."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 
@@ -260,7 +265,7 @@ def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the jobs of a file and write the results of the ranks."""
+    """Train the jobs that a file describes, and write the results of the ranks to another file."""
     from megatron_ft.mcore.rank_main import warm, warm_cuda
     from tools.gpu.day import find_device_type
 

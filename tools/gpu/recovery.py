@@ -1,7 +1,7 @@
-"""Stage ``recovery``: runs the real program on the device.
+"""Stage ``recovery`` of a GPU day: runs the real program on the device.
 
-Ranks are killed and continue from the window in the memory of the node. Another run is stopped and continues from its
-checkpoint. Both must give the bits of an undisturbed run.
+In one run, ranks are killed and continue from the window in the node's memory. Another run is stopped and continues
+from its checkpoint. Both runs must give the same bits as an undisturbed run.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""Slice size for ``moe_micro`` that makes a window several iterations long."""
+"""Bytes that an iteration captures of ``moe_micro``. They are few, so that a window has several iterations."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -48,13 +48,14 @@ Kills = Sequence[tuple[str, int]]
 
 
 def run(day: Day) -> None:
-    """Run the jobs and compare the records."""
+    """Run the jobs and compare their records."""
     kills, num_iterations = (KILLS, NUM_ITERATIONS) if day.has_gpu else (SHORT_KILLS, SHORT_ITERATIONS)
     run_kills(day, kills, num_iterations=num_iterations, also_stops=True)
 
 
 def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool = False) -> None:
-    """Compare two jobs with an undisturbed one: one whose rank is killed, and one that is stopped and resumed."""
+    """Compare a job whose rank is killed with an undisturbed one. If ``also_stops``, compare also a job that is stopped
+    and resumed."""
     with rank_server(day.device_type) as socket, ThreadPoolExecutor(2) as pool:
         jobs = Jobs(day, socket, num_iterations)
         left_alone = pool.submit(jobs.run, "left-alone", [])
@@ -73,9 +74,9 @@ def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool =
 
 @contextlib.contextmanager
 def rank_server(device_type: str) -> Iterator[str]:
-    """Run the project's fork server for ranks on a device. Yields the socket of the server.
+    """Start the project's fork server for ranks on a device, and yield its socket.
 
-    The server is forked from this process, which has already imported everything that ranks need.
+    The server is forked from this process, which has already imported all modules that ranks need.
     """
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -105,12 +106,12 @@ def _serve(path: str, device_type: str, held: int, ends: int, says: Any) -> None
 
 
 def job_words(device_type: str, num_iterations: int) -> list[str]:
-    """Return the overrides of every job."""
+    """Return the overrides that all jobs have in common."""
     return [*_JOB, f"training.device={device_type}", f"training.train_iterations={num_iterations}"]
 
 
 def windows(slice_bytes: int) -> list[str]:
-    """Return overrides for sparse windows with ``slice_bytes`` per iteration and without peer copies."""
+    """Return overrides for sparse windows that capture ``slice_bytes`` per iteration and have no peer copies."""
     return [
         "snapshot=sparse_window",
         f"snapshot.policy={_POLICY}",
@@ -141,14 +142,14 @@ class Jobs:
         return result
 
     def stop_and_resume(self) -> JobResult:
-        """Stop a job early with a checkpoint, then continue it."""
+        """Stop a job early, after which it has a checkpoint, then resume it."""
         saves = ["checkpoint.save_at_end=true"]
         self.run("stopped", [*saves, f"training.exit_at_iteration={STOPPED_AT}"])
         return self.run("stopped", [*saves, "run.resume=auto"])
 
 
 def failpoints(kills: Kills) -> str:
-    """Return an override that kills the rank once in each generation."""
+    """Return an override that kills the rank once in each generation, as listed in ``kills``."""
     texts = [
         f"'kill(at_iteration={at},phase=\"{phase}\",generation={number})'" for number, (phase, at) in enumerate(kills)
     ]
@@ -156,20 +157,25 @@ def failpoints(kills: Kills) -> str:
 
 
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:
-    """Check that every kill happened, that the job continued from a window in memory each time, and that all bits are
-    equal."""
+    """Check that every kill happened, that the job continued from a window in memory after each, and that all bits are
+    equal to ``reference``."""
     generations = generations_of(run)
-    day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts after {len(kills)} kills")
+    day.check(
+        len(generations) == len(kills) + 1, f"the job restarted {len(generations) - 1} times after {len(kills)} kills"
+    )
     hits = [(hit["phase"], hit["iteration"]) for generation in generations for hit in generation.hits]
     day.check(hits == list(kills), f"ranks were killed at {hits}, not at {list(kills)}")
     chosen = [generation.newest("recovery_started") or {"source": None} for generation in generations[1:]]
     sources = [choice["source"] for choice in chosen]
-    day.check(set(sources) == {"memory"}, f"continued from {sources}")
+    day.check(set(sources) == {"memory"}, f"the job continued from {sources}, not only from memory")
     planned = [
         event for generation in generations for event in generation.events if event["kind"] == "snapshot_planned"
     ]
     windows = sorted({event["window_iterations"] for event in planned})
-    day.check(min(windows, default=0) >= MIN_WINDOW_ITERATIONS, f"windows have {windows} iterations")
+    day.check(
+        min(windows, default=0) >= MIN_WINDOW_ITERATIONS,
+        f"windows have {windows} iterations, but need at least {MIN_WINDOW_ITERATIONS}",
+    )
     differences = _differences(generations, reference)
     day.check(not differences, f"killed: {differences[:3]}")
     day.record(kills=len(hits), continued_from=[choice.get("iteration") for choice in chosen], windows=windows)
@@ -177,12 +183,12 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
 
 
 def judge_resumed(day: Day, run: JobResult, reference: Generation) -> None:
-    """Check that the resumed run has all iterations and the bits of the undisturbed run."""
+    """Check that the resumed run has all iterations, and that all bits are equal to ``reference``."""
     found = generations_of(run)
     differences = _differences(found, reference)
     day.check(not differences, f"stopped: {differences[:3]}")
     saved = sorted(path.name for path in (Path(run.run_dir) / "checkpoints").glob("iter_*"))
-    day.check(bool(saved), "there is no checkpoint after the stop")
+    day.check(bool(saved), "the stopped run has no checkpoint")
     day.record(resumed_at=STOPPED_AT, seconds_per_iteration_resumed=iteration_seconds(run))
 
 
@@ -192,6 +198,6 @@ def _differences(generations: Sequence[Generation], reference: Generation) -> li
 
 
 def iteration_seconds(run: JobResult) -> Any:
-    """Return the median of the reported iteration times."""
+    """Return the median of the iteration times that the run reported."""
     rows = [record["iteration_seconds"] for record in run.records("metrics.jsonl") if "iteration_seconds" in record]
     return statistics.median(rows) if rows else None

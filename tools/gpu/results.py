@@ -1,4 +1,5 @@
-"""Keeps the results of a call: a line for each stage at once, then one record, an archive of logs, and a table."""
+"""Stores the results of a call of a GPU day: one line per stage at once, later one record, an archive of logs and a
+table."""
 
 import datetime
 import io
@@ -19,7 +20,7 @@ _LOG_TAIL = 2000
 
 
 def append_line(path: Path, outcome: Outcome) -> None:
-    """Write and print the line of a stage that has ended. A long log goes only to the archive."""
+    """Write and print the line of a stage that has ended. A long log is only stored in the archive."""
     entry = asdict(outcome) | {"log": outcome.log[-_LOG_TAIL:] if outcome.failed else ""}
     line = json.dumps(without_paths(entry))
     with path.open("a", encoding="utf-8") as file:
@@ -30,7 +31,7 @@ def append_line(path: Path, outcome: Outcome) -> None:
 def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path) -> None:
     """Write ``<call>.json`` and ``<call>-logs.tar.gz`` to ``out``. The archive includes the results of claims.
 
-    On a GPU, the record is also written to ``results_dir``.
+    If the stages ran on a GPU, the record is also written to ``results_dir``.
     """
     record = make_record(call, outcomes)
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
@@ -42,7 +43,7 @@ def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
             for path in sorted(results_dir.glob(f"{outcome.stage}_*_{record['date']}.json")):
-                archive.add(path, f"results/{path.name}")  # the stage has proved a claim
+                archive.add(path, f"results/{path.name}")  # the stage has measured a claim
     if record["hardware"]["class"] != "cpu":
         results_dir.mkdir(parents=True, exist_ok=True)
         name = f"{record['id']}_{record['hardware']['class']}_{record['date']}.json"
@@ -50,7 +51,7 @@ def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path
 
 
 def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Convert a call to the form of a claim's result, without names or paths of the machine."""
+    """Convert the outcomes of a call to the format of a claim's result. Names and paths of the machine are left out."""
     passed = [outcome.stage for outcome in outcomes if not outcome.failed]
     others = [f"{outcome.stage} {outcome.status}" for outcome in outcomes if outcome.failed]
     record = {
@@ -70,7 +71,7 @@ def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def without_paths(value: Any) -> Any:
-    """Shorten every absolute path in the texts of ``value`` to the last part."""
+    """Replace every absolute path in the texts of ``value`` by its last part."""
     if isinstance(value, str):
         return _PATH.sub(lambda match: f"<path>/{match.group().rstrip('/').rpartition('/')[2]}", value)
     if isinstance(value, dict):
@@ -81,7 +82,7 @@ def without_paths(value: Any) -> Any:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Format a line for each stage: status, seconds, name, question, and first problem."""
+    """Return a table with one line per stage: status, seconds, name, question and first problem."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{outcome.status:<10}{outcome.seconds:>7.1f} s  {outcome.stage:<22}{outcome.about}")

@@ -1,4 +1,5 @@
-"""Runs stages within a time budget. Each stage is a process forked from one that has imported all packages."""
+"""Runs the stages of a GPU day within a time budget. All stages are forked from one process that has imported all
+packages."""
 
 import contextlib
 import importlib
@@ -19,38 +20,38 @@ from tools.gpu.stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
-"""Part of the budget that is reserved for results and the table."""
+"""Part of the budget that is reserved for writing results and the table."""
 LEAST_SECONDS = 5.0
-"""Shortest remaining budget with which a stage is started."""
+"""Shortest remaining budget with which another stage is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of a stage."""
+    """Outcome of one stage."""
 
     stage: str
     about: str
     status: str
-    """``passed``, ``failed`` (it reported a problem or raised), ``timed out``, ``died`` (by a signal or an exit) or
-    ``no time`` (not started)."""
+    """``passed``, ``failed`` (the stage reported a problem or raised an exception), ``timed out``, ``died`` (by a
+    signal or an exit) or ``no time`` (not started)."""
     seconds: float
     device_type: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-    """Parts that make no sense on this machine."""
+    """Parts that cannot run on this machine."""
     log: str = ""
 
     @property
     def failed(self) -> bool:
-        """Return whether this stage makes the call fail."""
+        """Return whether the stage makes the call fail."""
         return self.status != "passed"
 
 
 def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Outcome]:
-    """Run stages one after the other. Yields each outcome as soon as it is known.
+    """Run stages one after the other, and yield the outcome of each as soon as it is known.
 
-    Processes that a stage leaves behind are ended. Logs lie in a folder that is removed after the last outcome.
+    Processes that a stage leaves behind are killed. Logs are in a folder that is removed after the last outcome.
     """
     ends = time.monotonic() + budget_seconds - RESERVE_SECONDS
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
@@ -58,7 +59,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
         is_warm = False
         for stage in stages:
             if not is_warm and ends - time.monotonic() >= LEAST_SECONDS:
-                _start(_do_nothing, ()).join()  # imports are paid for by the budget, not by the first stage
+                _start(_do_nothing, ()).join()  # imports count towards the budget, not towards the first stage
                 is_warm = True
             left = ends - time.monotonic()
             if left < LEAST_SECONDS:
@@ -70,7 +71,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
 def _prepare_environment() -> None:
     """Set the environment that the fork server and all stages inherit."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # wherever a process starts
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # valid in any folder
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
     # Options for a run of pytest at a terminal would select other tests, or end stages whose tests have passed.
@@ -86,14 +87,14 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
     process = _start(_be_stage, arguments)
     process.join(max(0.0, began + limit_seconds - time.monotonic()))
     timed_out = process.exitcode is None
-    process.kill()  # also where it did not get as far as leading a group
+    process.kill()  # needed if the process has not created its process group yet
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # of all that it has forked
+        os.killpg(process.pid, signal.SIGKILL)  # the group contains all processes that the stage has forked
     process.join()
     left = leftovers.outlive(mark, grace_seconds=0.0 if timed_out else 2.0)
     figures, problems, not_run = read_report(folder)
     device_type = figures.pop("device_type", "")
-    problems += [f"left a process behind: {line}" for line in left if not timed_out]
+    problems += [f"the stage left a process behind: {line}" for line in left if not timed_out]
     return Outcome(
         stage=stage.name,
         about=stage.about,
@@ -108,11 +109,11 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
 
 
 def _do_nothing() -> None:
-    """End at once, which shows that the fork server has started."""
+    """Return at once. A process that runs this function shows that the fork server has started."""
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """Start a process from the fork server. If the server cannot run (e.g. an import kills it), start a new
+    """Start a process from the fork server. If the server cannot run, e.g. because an import kills it, start a new
     interpreter."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.gpu.warm"])
@@ -134,7 +135,7 @@ def _status(timed_out: bool, exit_code: int | None, problems: Sequence[str]) -> 
 
 
 def _be_stage(entry: str, folder: str, shared: str, deadline: float, mark: str) -> None:
-    """Run a stage in this process."""
+    """Run a stage in this process, which has just been started for it."""
     os.setsid()
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -1,4 +1,4 @@
-"""Stage ``sanitizer``: runs a dispatch with every kernel under compute-sanitizer."""
+"""Stage ``sanitizer`` of a GPU day: runs a dispatch with every kernel under compute-sanitizer."""
 
 import shutil
 import subprocess
@@ -14,11 +14,9 @@ _FOUND = 99
 
 
 def run(day: Day) -> None:
-    """Run every check; without a GPU, the dispatch alone."""
+    """Run every check of compute-sanitizer. Without a GPU, run only the dispatch."""
     if not day.has_gpu:
-        day.check(
-            dispatch("reference", "cpu"), "the dispatch under the sanitizer gives other results than the reference"
-        )
+        day.check(dispatch("reference", "cpu"), "the results of the dispatch differ from those of the reference")
     for check in CHECKS:
         if not day.has_gpu or shutil.which(PROGRAM) is None:
             day.lacks(check, f"needs a GPU and {PROGRAM}")

@@ -1,4 +1,4 @@
-"""Stages of each call of a GPU day, by priority. A short budget leaves out the last ones."""
+"""Lists the stages of each call of a GPU day by priority. If the budget is short, the last stages are left out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One process of a call."""
+    """Stage of a call, which runs in its own process."""
 
     name: str
     entry: str
-    """``module:function``; the function takes a ``Day`` and reports through it."""
+    """Function of the stage as ``module:function``. It is called with a ``Day``, to which it reports."""
     seconds: float
-    """Time limit."""
+    """Time limit in seconds."""
     about: str
-    """Question that the stage answers, for the table."""
+    """Question that the stage answers, shown in the table of results."""
 
 
 _FIRST = (

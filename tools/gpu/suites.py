@@ -1,7 +1,7 @@
-"""Stages ``dispatch``, ``snapshots`` and ``engine``: run the tests that need a GPU with pytest in the process of the
-stage.
+"""Stages ``dispatch``, ``snapshots`` and ``engine`` of a GPU day: run the tests that need a GPU with pytest in the
+stage's process.
 
-Without a GPU these tests are skipped. A few tests that can run on a CPU then replace them.
+Without a GPU these tests are skipped. A few tests that can run on a CPU run instead.
 """
 
 import xml.etree.ElementTree as ElementTree
@@ -21,17 +21,17 @@ def run_dispatch(day: Day) -> None:
 
 
 def run_snapshots(day: Day) -> None:
-    """Run the tests of copies of state off the GPU."""
+    """Run the tests of copying state from the GPU to the host."""
     run_tests(day, SNAPSHOTS if day.has_gpu else ("tests/unit/snapshot/capture/test_window_memory.py",))
 
 
 def run_engine(day: Day) -> None:
-    """Run the tests of Transformer Engine. Without a GPU, run the tests that check whether it is installed."""
+    """Run the tests of Transformer Engine. Without a GPU, run the tests of the check whether it is installed."""
     run_tests(day, (ENGINE,) if day.has_gpu else ("tests/unit/mcore/device/test_software.py",))
 
 
 def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
-    """Run pytest and report counts and failures. Without a GPU, also report which tests replaced the GPU tests."""
+    """Run pytest, and report counts and failures. Without a GPU, also report which tests replaced the GPU tests."""
     import pytest
 
     junit = day.folder / "junit.xml"
@@ -47,7 +47,7 @@ def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
 
 
 def read_junit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the numbers of passed, failed and skipped tests, and name and first line of each failure."""
+    """Return the numbers of passed, failed and skipped tests, and for each failure its name and first line."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):

@@ -1,4 +1,4 @@
-"""Times work on a device."""
+"""Measures the duration of work on a device."""
 
 import statistics
 import time
@@ -11,13 +11,13 @@ Result = TypeVar("Result")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its queued work; a CPU has none."""
+    """Wait until the device has completed its queued work. On a CPU, return at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """Return the result of ``call`` and its duration in seconds, including its work on the device."""
+    """Call ``call``. Return its result and its duration in seconds, including its work on the device."""
     synchronize(device)
     began = time.perf_counter()
     result = call()
@@ -26,6 +26,7 @@ def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, flo
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Return the median duration in seconds of ``call`` including its work on the device, after one uncounted call."""
+    """Return the median duration of ``call`` in seconds, including its work on the device. A first call is not
+    counted."""
     rows = [timed(call, device)[1] for _ in range(repeats + 1)]
     return statistics.median(rows[1:])

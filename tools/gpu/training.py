@@ -1,5 +1,5 @@
-"""Stage ``training``: trains one rank on the device in every precision. It must give the CPU's numbers, and the same
-bits twice."""
+"""Stage ``training`` of a GPU day: trains one rank on the device in every precision. It must give the CPU's losses
+within a tolerance, and the same bits twice."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "grouped queries": ({"model.num_query_groups": 2}, 1e-4),
     "shared expert": ({"model.moe_shared_expert_intermediate_size": 32}, 1e-4),
 }
-"""Overrides, and the largest relative difference from the CPU in fp32, of each variant."""
+"""Overrides of each variant, and the largest allowed relative difference from the CPU in fp32."""
 ON_SHORT_DAYS = ("bf16",)
 _SECONDS = 60.0
 
 
 def run(day: Day) -> None:
-    """Train every variant on the device twice, and in fp32 on the CPU."""
+    """Train every variant twice on the device, and once in fp32 on the CPU."""
     names = list(VARIANTS) if day.has_gpu else list(ON_SHORT_DAYS)
     jobs = {name: _job("cpu", fp32(VARIANTS[name][0])) for name in names}
     with day.part("training on the CPU"):
@@ -55,9 +55,9 @@ def _compare(day: Day, name: str, expected: dict[str, Any]) -> None:
             }
         }
     )
-    day.check(first["device"] == day.device_type, f"{name}: trained on {first['device']}")
+    day.check(first["device"] == day.device_type, f"{name}: trained on {first['device']}, not on {day.device_type}")
     day.check(worst <= tolerance, f"{name}: differs by {worst:.2e} from the CPU, at most {tolerance:g} is allowed")
-    day.check(same, f"{name}: two runs differ: {_where(first, second)}")
+    day.check(same, f"{name}: two runs on the device differ: {_where(first, second)}")
 
 
 def _where(first: dict[str, Any], second: dict[str, Any]) -> str:
@@ -70,5 +70,5 @@ def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the variant that the CPU trains: the same overrides in fp32."""
+    """Return the overrides with which the CPU trains a variant: the same, but in fp32."""
     return {key: value for key, value in overrides.items() if key != "precision.params_dtype"}

@@ -1,8 +1,8 @@
-"""Finds a way of communication for several ranks that share one GPU, by trying on this machine.
+"""Finds a transport for several ranks that share one GPU, by trying each transport on this machine.
 
-NCCL refuses two ranks on one device of one host. If each rank has another ``NCCL_HOSTID``, NCCL treats them as ranks on
-different hosts. With direct transports off, it uses sockets of the loopback interface. This is slow, but it is the real
-library with real aborts.
+NCCL refuses two ranks on one device of one host. If each rank has a different ``NCCL_HOSTID``, NCCL treats them as
+ranks on different hosts. With direct transports switched off, NCCL uses sockets of the loopback interface. This is
+slow, but it tests the real library with real aborts.
 """
 
 import json
@@ -22,7 +22,7 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Limit of one attempt. Three attempts that hang leave time to report."""
+"""Time limit of one attempt, so that time remains to report after three attempts that hang."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of process groups."""
 _FILE = "transport.json"
@@ -30,17 +30,17 @@ _FILE = "transport.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """A way to communicate."""
+    """Transport between the ranks of a job."""
 
     name: str
     backend: str
     """Backend of torch's process groups for tensors on the device."""
     variables: Mapping[str, str] = field(default_factory=dict)
     host_ids: bool = False
-    """Whether each rank claims to be on another host."""
+    """Whether each rank pretends to be on a different host."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-        """Return the variables of each rank."""
+        """Return the environment variables of each rank."""
         found = []
         for rank in range(world_size):
             own = {"NCCL_HOSTID": f"megatron-ft-rank-{rank}"} if self.host_ids else {}
@@ -51,19 +51,19 @@ class Transport:
 TRANSPORTS = (
     Transport(name="nccl, a host id for each rank", backend="nccl", variables=SOCKETS_ONLY, host_ids=True),
     Transport(
-        name="nccl, several ranks on a GPU allowed",
+        name="nccl, with several ranks per GPU allowed",
         backend="nccl",
         variables={**SOCKETS_ONLY, "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
     ),
-    Transport(name="gloo on the device's tensors", backend="gloo"),
+    Transport(name="gloo with tensors on the device", backend="gloo"),
 )
 
 
 def find_transport(day: Day) -> Transport:
-    """Return the first transport that works. Uses the result of an earlier stage of this call if there is one.
+    """Return the first transport that works. If an earlier stage of this call has found one, return that one.
 
     Raises:
-        RuntimeError: none works.
+        RuntimeError: no transport works.
     """
     path = day.shared / _FILE
     if path.exists():
@@ -83,7 +83,7 @@ def find_transport(day: Day) -> Transport:
 
 
 def _probe(day: Day, transport: Transport) -> None:
-    """Sum a tensor over two ranks. Raises RuntimeError if this fails or gives a wrong sum."""
+    """Sum a tensor over two ranks. Raise a RuntimeError if this fails or gives a wrong sum."""
     sums = ranks.run_ranks(
         "tools.gpu.transports:add_up",
         world_size=2,
@@ -96,7 +96,7 @@ def _probe(day: Day, transport: Transport) -> None:
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:
-    """Sum the numbers of all ranks, counted from 1."""
+    """All-reduce the number of this rank, counted from 1, and return the sum."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> 
 
 
 def join(place: ranks.Place, backend: str, *, prefix: str = "first", store: Any = None) -> Any:
-    """Form the default group over the store of rank 0. Return the store."""
+    """Form the default process group over the store of rank 0, and return the store."""
     import datetime
 
     import torch.distributed as dist

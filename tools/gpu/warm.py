@@ -1,8 +1,8 @@
 """Imports once, in the fork server, all packages that stages need.
 
-The import of this module does the work, because ``multiprocessing`` can only preload modules in a fork server.
-``problem`` names the package that could not be imported; a stage that needs it fails by itself. ``device_type`` is
-decided before the CPU layer is installed, because that layer reports a device of its own.
+Importing this module imports those packages, because a fork server of ``multiprocessing`` can only preload modules.
+``problem`` describes the import that failed; a stage that needs the package then fails itself. ``device_type`` is set
+before Megatron's layer for CPUs is installed, because that layer changes the device that torch reports.
 """
 
 import signal
@@ -12,7 +12,7 @@ import warnings
 from importlib import import_module
 
 MAX_SECONDS = 240
-"""Limit of all imports. If one hangs, the fork server ends, and stages start without it."""
+"""Time limit of all imports. If an import hangs, the fork server ends, and stages start without it."""
 problem = ""
 device_type = "cpu"
 seconds: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """Builds HTML and SVG as a tree of elements, with tables, scales, axes and marks.
 
-All text and attributes are escaped here, whatever the files of a run contain.
+This module escapes all text and attributes, because the files of a run may contain anything.
 """
 
 import html
@@ -15,7 +15,7 @@ _UNSHOWN = re.compile(
 """Characters that a page must not contain, that UTF-8 cannot encode, or that change the direction of text."""
 _VOID = frozenset({"meta"})
 CHARACTER_WIDTH = 6.4
-"""Width in pixels to reserve for a character of a drawing; most characters need a little less."""
+"""Width in pixels to reserve for a character of a drawing. Most characters are a little narrower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Element:
     children: tuple["Element | str", ...]
 
     def render(self) -> str:
-        """Return the element as text that HTML and XML parsers read."""
+        """Return the element as text that both HTML and XML parsers can read."""
         attributes = "".join(f' {name}="{html.escape(clean(value))}"' for name, value in self.attributes)
         if self.name in _VOID:
             return f"<{self.name}{attributes}/>"
@@ -36,10 +36,10 @@ class Element:
 
 
 def element(tag: str, /, *children: "Element | str | None", **attributes: "str | float | None") -> Element:
-    """Make an element. ``None`` leaves a child or an attribute out.
+    """Make an element. A child or an attribute that is ``None`` is left out.
 
-    An underscore at the end of an attribute's name is removed; other underscores become hyphens. ``short`` writes
-    numbers.
+    In an attribute's name, a final underscore is removed and other underscores become hyphens. Numbers are formatted by
+    ``short``.
     """
     pairs = tuple(
         (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else short(value))
@@ -55,7 +55,7 @@ def clean(text: str) -> str:
 
 
 def short(value: float) -> str:
-    """Write a number of a drawing, rounded to a hundredth."""
+    """Format a number of a drawing, rounded to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
@@ -71,11 +71,11 @@ def table(
     numbers: Set[int] = frozenset(),
     words: int | None = None,
 ) -> Element:
-    """Make a table.
+    """Make an HTML table.
 
     Args:
         numbers: Columns, counted from 0, that are aligned to the right.
-        words: Column with long text.
+        words: Column, counted from 0, that contains long text.
     """
 
     def cell(name: str, column: int, content: Element | str) -> Element:
@@ -102,12 +102,12 @@ class Scale:
     low: float
     high: float
     begin: float
-    """Pixel of ``low``."""
+    """Pixel at which ``low`` is drawn."""
     end: float
-    """Pixel of ``high``."""
+    """Pixel at which ``high`` is drawn."""
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of ``value``, limited to the drawing."""
+        """Return the pixel of ``value``; values outside the scale are drawn at its nearer end."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 
@@ -121,7 +121,7 @@ class Scale:
 
 
 def _round_step(least: float) -> float | None:
-    # 1, 2 or 5 times a power of ten, at least ``least``; None where there is no such.
+    # Returns the smallest step of 1, 2 or 5 times a power of ten that is at least ``least``; None if there is none.
     # Steps below this would vanish in the rounding of floats.
     if not math.isfinite(least) or least < 1e-12:
         return None
@@ -130,7 +130,7 @@ def _round_step(least: float) -> float | None:
 
 
 def figure(value: float) -> str:
-    """Write the figure of a tick: ``0.25``, ``1,200``, ``3e+06``."""
+    """Format a figure of an axis or a table: ``0.25``, ``1,200``, ``3e+06``."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}"
@@ -139,10 +139,10 @@ def figure(value: float) -> str:
 def drawing(
     name: str, *shapes: Element | None, width: int, height: int, title: str, description: str, role: str = "img"
 ) -> Element:
-    """Make an SVG of fixed size.
+    """Make an SVG of fixed size that contains ``shapes``.
 
     Args:
-        name: Unique on the page.
+        name: Name of the drawing, unique on the page.
         description: Describes the drawing for readers who do not see it.
         role: ``group`` if the drawing contains links, ``img`` otherwise.
     """
@@ -162,7 +162,7 @@ def drawing(
 
 
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "start") -> Element:
-    """Make a text; ``y`` is the baseline."""
+    """Make an SVG text with its baseline at ``y``."""
     return element("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
 
@@ -171,7 +171,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Element:
 
 
 def cross(x: float, y: float, words: str, size: float = 4.5) -> Element:
-    """Make the mark of a failure; ``words`` appear while the pointer is on it."""
+    """Make the mark of a failure. The browser shows ``words`` while the pointer is on the mark."""
     path = f"M{x - size:.2f} {y - size:.2f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
     return element("path", element("title", words), d=path, class_="failure")
 
@@ -191,7 +191,7 @@ def x_axis(
     words: Callable[[float], str] = figure,
     top: float | None = None,
 ) -> Element:
-    """Draw ticks and figures below ``y``, and grid lines up to ``top`` if it is given."""
+    """Draw ticks and figures below ``y``. Also draw grid lines up to ``top`` if it is given."""
     parts = []
     for tick in scale.ticks(most):
         x = scale(tick)
@@ -205,7 +205,7 @@ def x_axis(
 
 
 def y_axis(scale: Scale, left: float, right: float, *, label: str, most: int = 6) -> Element:
-    """Draw figures left of ``left`` and grid lines to ``right``. ``label`` stands above, over marks of 30 pixels."""
+    """Draw figures left of ``left`` and grid lines to ``right``. ``label`` is written above the axis."""
     parts = [
         part
         for tick in scale.ticks(most)

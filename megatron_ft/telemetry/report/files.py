@@ -16,12 +16,12 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to
 DECISIONS_FILE = "decisions.jsonl"
 PLACEMENTS_FOLDER = "placements"
 MAX_PLAN_BYTES = 64 * 2**20
-"""Limit of the size of a placement file; files of real runs are smaller."""
+"""Limit of the size of a placement file. The files of real runs are smaller."""
 MAX_EXPERTS = 2**16
 POLL_SECONDS = 0.5
-"""Interval between checks of the files while the page follows a run."""
+"""Interval between checks whether the run's files have grown."""
 MAX_SHARE = 0.1
-"""Limit of the share of time that writing pages takes."""
+"""Limit of the share of time spent on writing pages."""
 _LARGEST = 2**63 - 1
 
 _Parsed = TypeVar("_Parsed")
@@ -29,12 +29,12 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Answer of the controller to a loss or to a request to join or leave: a line of ``decisions.jsonl``."""
+    """Decision of the controller after a loss, or after a request to join or leave: a line of ``decisions.jsonl``."""
 
     generation: int
     """Generation of the membership that ended."""
     time_unix_seconds: float
-    """Time of the decision by the controller's wall clock."""
+    """Time of the decision on the controller's wall clock."""
     reason: str
     """Reason why the membership ended."""
     lost_nodes: tuple[int, ...] = ()
@@ -43,15 +43,16 @@ class Decision:
     """Nodes that left on request."""
     joined_nodes: tuple[int, ...] = ()
     declined: str | None = None
-    """Reason why the ranks could not continue in their processes; None if they could."""
+    """Reason why the ranks could not continue in their existing processes; None if they could."""
     previous_ranks: tuple[int | None, ...] = ()
-    """Previous rank of each rank of the next membership; None for a new process. Empty if ``declined``."""
+    """Previous rank of each rank of the next membership; None for a new process. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
-    """Node of each rank of the next membership. Empty if ``declined``."""
+    """Node of each rank of the next membership. Empty if ``declined`` is set."""
 
     @classmethod
     def of(cls, line: Mapping[str, JsonValue]) -> "Decision":
-        """Read a line; entries that a page does not show (positions, votes, addresses) are ignored.
+        """Parse a decision from a line of the file. Fields that a page does not show (positions, votes, addresses) are
+        ignored.
 
         Raises:
             ValueError: a field is missing or of another type; the message names it.
@@ -77,18 +78,18 @@ class RunFiles:
     folder: str
     events: tuple[Record, ...] = ()
     metrics: tuple[Metrics, ...] = ()
-    """Metrics of all attempts. An iteration that ran again has one entry for each time."""
+    """Metrics of all attempts. An iteration that ran several times has several entries."""
     decisions: tuple[Decision, ...] = ()
     plans: tuple[PlacementPlan, ...] = ()
-    """Newest placement of each pipeline stage; empty if the folder holds none."""
+    """Newest placement of each pipeline stage; empty if the run's folder contains none."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read the folder of a run. The run may still be going on.
+    """Read the folder of a run, which may still be running.
 
     Raises:
-        DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
-            and line.
+        DataError: there is no such run, or a line is damaged; the message names file and line. An unfinished last line
+            is no error.
     """
     try:
         events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))
@@ -102,15 +103,17 @@ def read_run(run_dir: Path) -> RunFiles:
             plans=_newest_plans(run_dir, events),
         )
     except (OSError, ValueError) as error:
-        raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from None
+        raise DataError(
+            f"run_dir={run_dir}: must be the folder of a run with intact files metrics.jsonl and events.jsonl: {error}"
+        ) from None
 
 
 def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
-    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take unbounded time.
+    # No number of a run needs more than 64 bits, and arithmetic with larger numbers could take unbounded time.
     def checked(values: dict[str, JsonValue]) -> _Parsed:
         for name, value in values.items():
             if type(value) is int and abs(value) > _LARGEST:
-                raise ValueError(f"{name}: must fit 64 bits")
+                raise ValueError(f"{name}: must be an integer of at most 64 bits")
         return parse(values)
 
     return checked
@@ -127,7 +130,7 @@ def _newest_plans(run_dir: Path, records: Sequence[Record]) -> tuple[PlacementPl
         content = parse_json(path.read_bytes())
         stages = content.get("stages") if isinstance(content, dict) else None
         if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-            raise ValueError("stages: must be a placement for each pipeline stage")
+            raise ValueError("stages: must contain one placement per pipeline stage")
         return tuple(map(_plan, stages))
     except (ValueError, ConfigError) as error:
         raise ValueError(f"{path}: {error}") from None
@@ -139,7 +142,7 @@ def _plan(stage: dict[str, Any]) -> PlacementPlan:
         raise ValueError(f"stages.{missing[0]}: is required")
     hints = get_type_hints(PlacementPlan)
     plan = PlacementPlan(**{name: decode(hints[name], stage[name], f"stages.{name}") for name in names})
-    # ``validate`` makes a set of this size, so the bound comes before it.
+    # ``validate`` makes a set of this size, so the bound is checked first.
     if not 0 < plan.num_experts <= MAX_EXPERTS:
         raise ValueError(f"stages.num_experts={plan.num_experts}: must be 1 to {MAX_EXPERTS}")
     plan.validate()
@@ -155,19 +158,20 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Write the page now and after each new report, until the run has ended. Return whether it has ended.
+    """Write the page at once and after each new report, until the run ends or ``patience_seconds`` pass without a
+    record. Return whether the run has ended.
 
     Args:
         write: Writes the page and returns whether the run has ended.
         every_seconds: Shortest time between two pages.
-        patience_seconds: Longest time without a new record; after it the function returns False.
+        patience_seconds: Time without a new record after which the function stops and returns False.
     """
     while True:
-        # Before the page is written: what is appended meanwhile has to lead to another page.
+        # Sizes are read before the page is written, so that records appended meanwhile cause another page.
         seen, began = sizes(run_dir), clock()
         if write():
             return True
-        # The page of a long run takes long to write: at most a tenth of the time goes into it.
+        # Writing the page of a long run takes long. The pause limits this to ``MAX_SHARE`` of the time.
         due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
         until = max(due, clock() + patience_seconds)
         while clock() < due or sizes(run_dir) == seen:
@@ -177,7 +181,7 @@ def follow(
 
 
 def sizes(run_dir: Path) -> tuple[int, ...]:
-    """Return the sizes in bytes of the files that grow during a run; 0 for a missing one."""
+    """Return the sizes in bytes of the files that grow during a run. The size of a missing file is 0."""
 
     def size(path: Path) -> int:
         try:

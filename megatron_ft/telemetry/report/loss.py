@@ -21,11 +21,12 @@ from megatron_ft.telemetry.report.recoveries import ranges
 WIDTH, HEIGHT = 1000, 330
 LEFT, RIGHT, TOP, BOTTOM = 64, 984, 54, 280
 MAX_POINTS = 900
-"""Limit of drawn iterations. Above it, only the lowest and highest loss of neighbours are drawn."""
+"""Limit of drawn iterations. In a longer run, each group of neighbouring iterations is drawn by its lowest and its
+highest loss."""
 
 
 def loss_plot(report: RunReport) -> Element:
-    """Draw training and validation loss over iterations, failures as crosses, and recoveries as numbered lines."""
+    """Draw training and validation loss over iterations. Failures are crosses, and recoveries are numbered lines."""
     x, y = _scales(report)
     points = [(x(iteration), y(loss)) for iteration, loss in thinned(report.loss)]
     return drawing(
@@ -54,7 +55,8 @@ def _described(report: RunReport) -> str:
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Reduce ``points`` to about ``most``. Keeps the lowest and highest of neighbours, so that no spike is lost."""
+    """Reduce ``points`` to about ``most``. Each group of neighbours is replaced by its lowest and its highest point, so
+    that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -98,7 +100,8 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
 
 
 def badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
-    """Return (numbers, pixel) of the badges for (pixel, number). Badges that would overlap are merged."""
+    """Merge numbered marks that would overlap. ``places`` has (pixel, number) of each mark; the result has (numbers,
+    pixel) of each merged one."""
     found: list[tuple[tuple[int, ...], float]] = []
     for at, number in sorted(places):
         numbers: tuple[int, ...] = (number,)
@@ -123,14 +126,14 @@ def _badge(numbers: Sequence[int], at: float) -> Element:
 
 
 def sampled(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return ``most`` points at even distances, including the first and the last."""
+    """Return ``most`` points at even distances, including the first and the last point."""
     if len(points) <= most:
         return list(points)
     return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
 
 
 def legend_mark(kind: str) -> Element:
-    """Draw the mark of a legend entry."""
+    """Draw the symbol of a legend entry."""
     shapes = {
         "curve": line(0, 6, 22, 6, "curve"),
         "failure": cross(11, 6, "", 4.0),

@@ -1,4 +1,4 @@
-"""Draws maps for each layer: the load of experts over iterations, and the ranks that hold each expert."""
+"""Draws one map for each layer: the load of its experts over iterations, or the ranks that have each expert."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +15,10 @@ NUM_BESIDE = 2
 LEFT, GUTTER = 40, 16
 TOP, BOTTOM = 26, 26
 MAX_HEIGHT, MAX_CELL = 176, 15
-"""Largest height of a map and of one row, in pixels."""
+"""Largest height of a map, and largest height of one row, in pixels."""
 _LEAST_WITH_GAP = 4.0
 NUM_OPEN = 8
-"""Number of maps that a page shows unfolded."""
+"""Number of maps that a page shows unfolded; the rest is in a section that the reader opens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Panel:
     num_rows: int
     num_columns: int
     runs: tuple[tuple[str, int, int, int], ...]
-    """Class, row, first column and number of columns of each run of equal cells."""
+    """Runs of equal neighbouring cells: class, row, first column and number of columns of each run."""
     rows: tuple[str, str]
     """Labels of the first and the last row."""
     columns: tuple[str, str]
@@ -37,7 +37,8 @@ class Panel:
 
 
 def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
-    """Merge neighbouring cells of the same class. Cells without a class stay empty."""
+    """Merge neighbouring cells of the same class into (class, row, first column, number of columns). Skip cells without
+    a class."""
     for row, classes in enumerate(rows):
         begin = 0
         for column in range(1, len(classes) + 1):
@@ -48,10 +49,10 @@ def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, in
 
 
 def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
-    """Draw all maps. Those after the first few are folded under the title ``more``.
+    """Draw all maps. The first ``NUM_OPEN`` are shown; the rest is folded under the title ``more``.
 
     Args:
-        name: Unique on the page.
+        name: Name of the drawings, unique on the page.
     """
     yield _sheet(name, maps[:NUM_OPEN], title, description)
     rest = [maps[begin : begin + NUM_OPEN] for begin in range(NUM_OPEN, len(maps), NUM_OPEN)]
@@ -86,7 +87,7 @@ def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
     for class_, row, column, count in panel.runs:
         box = short(count * across - gap)
         start = f"M{short(left + column * across)} {short(top + row * down)}"
-        # One path for each class: tens of thousands of elements would make the page slow.
+        # All cells of a class form one path, because tens of thousands of elements would make the page slow.
         paths.setdefault(class_, []).append(f"{start}h{box}v{short(down - gap)}h-{box}z")
     for class_, parts in sorted(paths.items()):
         yield element("path", d="".join(parts), class_=class_)
@@ -101,11 +102,11 @@ def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
 
 
 MAX_COLUMNS = 60
-"""Limit of the columns of a map. Neighbouring iterations are summed into one column."""
+"""Limit of the columns of a map. If there are more iterations, a column is the sum of neighbouring ones."""
 MAX_ROWS = 64
-"""Limit of the rows of a map. The busiest expert stands for a group of neighbours."""
+"""Limit of the rows of a map. If there are more experts, a row shows the busiest of a group of neighbours."""
 MAX_CELLS = 60_000
-"""Limit of the cells of all layers together. Above it, maps have fewer columns."""
+"""Limit of the cells of all layers together. If there would be more, maps have fewer columns."""
 _MIN_COLUMNS = 10
 
 
@@ -114,22 +115,23 @@ class LayerLoads:
     """Load of the experts of one MoE layer."""
 
     number: int
-    """Layer number of Megatron, from 1."""
+    """Layer number in Megatron, counted from 1."""
     columns: tuple[tuple[float, ...], ...]
-    """Tokens divided by the mean over experts, for each column of iterations and each row: 1 is even."""
+    """Load for each column of iterations and each row: tokens divided by the mean over experts, so that 1 is even."""
     busiest: int
     """Expert with the most tokens in the newest column of iterations."""
     max_over_even: float
     """Tokens of the busiest expert divided by the mean."""
     min_over_even: float
-    """Tokens of the expert with the fewest, divided by the mean."""
+    """Tokens of the least busy expert divided by the mean."""
     herfindahl: float
-    """Sum of squared shares in the newest column of iterations."""
+    """Herfindahl-Hirschman index (HHI), the sum of squared shares, in the newest column of iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """Loads of all MoE layers. The newest record decides the shape; records of another shape are left out."""
+    """Loads of the experts of all MoE layers. Records whose layers or experts differ from the newest record are left
+    out."""
 
     num_experts: int
     experts_per_row: int
@@ -139,12 +141,13 @@ class ExpertLoads:
 
 
 def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
-    """Return the loads of a run; None without records. The newest record of an iteration counts."""
+    """Compute the expert loads of a run; None if no record contains any. Only the newest record of an iteration
+    counts."""
     loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
     if not loads:
         return None
     newest = loads[-1]
-    # By iteration, so that of repeated ones the newest counts.
+    # Records are stored by iteration, so that the newest record of a repeated iteration counts.
     of_its_shape = {record.iteration: record for record in loads if _shape(record) == _shape(newest)}
     if len({len(row) for row in newest.layers}) != 1:
         return None
@@ -203,26 +206,28 @@ _LEVELS = (
     (4.0, "load-5", "2 to 4 times"),
     (float("inf"), "load-6", "4 times and more"),
 )
-"""Upper limit, class and description of each colour."""
+"""Upper limit, CSS class and description of each colour."""
 
 
 def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
-    """Draw how the tokens of each layer spread over the experts, from the first iterations to the newest."""
+    """Draw for each layer how its tokens spread over the experts, from the first iterations to the newest."""
     if loads is None:
         return
     yield element("h2", "Expert load", id="expert-load")
     maps = [_load_panel(loads, layer) for layer in loads.layers]
     first, last = loads.stretches[0][0], loads.stretches[-1][1]
-    per_row = "" if loads.experts_per_row == 1 else f" (the busiest of {loads.experts_per_row} neighbours in a row)"
+    per_row = (
+        "" if loads.experts_per_row == 1 else (f" (each row shows the busiest of {loads.experts_per_row} neighbours)")
+    )
     down = f"experts 0 to {loads.num_experts - 1} from top to bottom{per_row}"
     words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
-    yield element("p", f"{words} Colours show tokens over the even share.")
+    yield element("p", f"{words} Colours show an expert's tokens divided by the mean over experts.")
     yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
     yield from panels(
         "expert-load",
         maps,
         title="Load of experts",
-        description=f"{words} The table below lists how uneven the newest are.",
+        description=f"{words} The table below lists how uneven the newest loads are.",
         more="Layers not shown above",
     )
     rows = [
@@ -238,7 +243,7 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     header = ("layer", "busiest expert", "its load", "lowest load", "HHI")
     first, last = loads.stretches[-1]
     span = f"iterations {first:,} to {last:,}" if last > first else f"iteration {first:,}"
-    found = table(f"Tokens over the even share, {span}", header, rows, numbers={0, 1, 2, 3, 4})
+    found = table(f"Tokens of an expert divided by the mean, {span}", header, rows, numbers={0, 1, 2, 3, 4})
     yield element("details", element("summary", "Present unevenness"), found)
     even = f"{1 / loads.num_experts:.3f}"
     words = f"HHI: sum of squared shares; {even} is even, 1 means that one expert has all tokens."
@@ -246,7 +251,7 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
 
 
 def level(load: float) -> str:
-    """Return the class of the colour for tokens divided by the mean."""
+    """Return the CSS class of the colour for a load, which is tokens divided by the mean."""
     return next(class_ for end, class_, _ in _LEVELS if load < end or end == float("inf"))
 
 
@@ -264,26 +269,30 @@ def _load_panel(loads: ExpertLoads, layer: LayerLoads) -> Panel:
 
 
 MAX_PLACEMENT_CELLS = 200_000
-"""Limit of experts times ranks of all layers. Larger placements are not drawn."""
+"""Limit of experts times ranks, summed over all layers. Larger placements are not drawn."""
 MAX_CHANGES = 40
 _PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
 _PLACEMENT_LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one set of weights, more tokens"))
 
 
 def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[PlacementPlan]) -> Iterator[Element]:
-    """Draw which ranks hold the replicas of each expert now, and list each placement that came into force."""
+    """Draw which ranks have the replicas of each expert now, and list all placements that the run has used."""
     if not placements:
         return
     newest = placements[-1]
     yield element("h2", "Placement", id="placement")
-    yield element("p", f"In force since iteration {newest.iteration:,} ({newest.reason}).")
+    yield element("p", f"Used since iteration {newest.iteration:,} ({newest.reason}).")
     yield element("ul", *(element("li", line, class_="words") for line in newest.stages[:64]))
     maps = [_placement_panel(plan, layer) for plan in plans for layer in range(len(plan.layer_numbers))]
     num_cells = sum(plan.num_experts * len(plan.ranks) * len(plan.slots) for plan in plans)
     if not maps:
-        yield element("p", "Its slots are not drawn, because the run's folder has no plan of it.", class_="soft")
+        yield element(
+            "p",
+            "The slots are not drawn, because the run's folder does not contain this placement's plan.",
+            class_="soft",
+        )
     elif num_cells > MAX_PLACEMENT_CELLS:
-        yield element("p", "Its slots are not drawn, because there are too many.", class_="soft")
+        yield element("p", "The slots are not drawn, because there are too many.", class_="soft")
     else:
         yield element("p", _PLACEMENT_WORDS)
         yield element(
@@ -293,7 +302,8 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
             "placement-map",
             maps,
             title="Placement",
-            description=f"{_PLACEMENT_WORDS} A filled cell: the rank has the expert. The list above sums up the maps.",
+            description=f"{_PLACEMENT_WORDS} A filled cell means that the rank has the expert. The list "
+            "above sums up the maps.",
             more="Layers not shown above",
         )
         yield element("details", element("summary", "Ranks and failure domains"), _ranks(plans))
@@ -332,7 +342,7 @@ def _ranks(plans: Sequence[PlacementPlan]) -> Element:
 def _changes(placements: Sequence[PlacementInForce]) -> Element:
     shown = placements[-MAX_CHANGES:]
     more = len(placements) - len(shown)
-    caption = "Placements that were in force" + (f"; {more:,} earlier ones are left out" if more else "")
+    caption = "Placements that the run has used" + (f"; {more:,} earlier ones are left out" if more else "")
     header = ("from iteration", "why", "moved", "took", "busiest rank over mean, before", "after", "predicted gain")
     return table(caption, header, [_change(record) for record in shown], numbers={0, 2, 3, 4, 5, 6}, words=1)
 

@@ -1,4 +1,4 @@
-"""Content of a page as plain values, made from the records of a run."""
+"""Content of a report page as plain values, computed from the records of a run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ from megatron_ft.telemetry.report.maps import ExpertLoads, expert_loads
 from megatron_ft.telemetry.report.recoveries import Recovery, find_recoveries
 
 _HIGHEST = 1e30
-"""Limit of drawn losses."""
+"""Limit of the losses that are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """State in which the run ended according to the records."""
+    """Outcome of the run according to its records."""
 
     level: str
     """``good``, ``bad`` or ``open``."""
@@ -47,14 +47,14 @@ class RunReport:
     name: str
     model: str | None
     size: str | None
-    """Ranks, nodes and device at the newest start."""
+    """Description of the number of ranks and nodes and of the device, at the newest start."""
     outcome: Outcome
     iteration: int | None
     """Newest reported iteration."""
     train_iterations: int | None
-    """Last iteration of the run by its configuration."""
+    """Last iteration of the run according to its configuration."""
     loss: tuple[tuple[int, float], ...]
-    """(iteration, loss in nats per token), each iteration once, without losses that are not finite."""
+    """(iteration, loss in nats per token) of each iteration once. Losses that are not finite are left out."""
     evaluations: tuple[tuple[int, float], ...]
     """(iteration, validation loss in nats per token)."""
     marks: tuple[Mark, ...]
@@ -63,15 +63,15 @@ class RunReport:
     goodput: Goodput
     """Parts of the wall time of all jobs."""
     loads: ExpertLoads | None
-    """Load of the experts of each layer; None if it was not reported."""
+    """Load of the experts of each layer; None if no record contains any."""
     placements: tuple[events.PlacementInForce, ...]
-    """Each placement of expert replicas that came into force."""
+    """All placements of expert replicas that the run has used."""
     plans: tuple[PlacementPlan, ...]
-    """Newest placement of each pipeline stage; empty if the folder holds none."""
+    """Newest placement of each pipeline stage; empty if the run's folder contains none."""
     others: tuple[OtherRecord, ...]
-    """Events of kinds that this package does not define, in the order of writing."""
+    """Events whose kinds this package does not define, in the order of writing."""
     num_jobs: int
-    """Number of jobs that this run has had."""
+    """Number of jobs of this run so far."""
     num_events: int
     num_metrics: int
     newest_unix_seconds: float | None
@@ -82,7 +82,8 @@ def build(files: RunFiles) -> RunReport:
     """Compute the content of the page."""
     newest = newest_of_each(files.metrics)
     started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
-    # All metrics, not the newest of each iteration: those that were run again show what a failure cost.
+    # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost of a
+    # failure.
     found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
     times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
     return RunReport(
@@ -132,7 +133,7 @@ def _outcome(records: Sequence[Record]) -> Outcome:
         return Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
     if last is None:
         return Outcome(level="open", text="nothing reported yet")
-    return Outcome(level="open", text="no end reported: it still runs, or ended without a record")
+    return Outcome(level="open", text="no end reported: the run continues, or it ended without a record")
 
 
 def _points(metrics: Sequence[Metrics]) -> Iterator[tuple[int, float]]:

@@ -1,5 +1,5 @@
-"""Page of a run: heading, alerts, loss, goodput, recoveries, loads and placement. Each drawing has a table beside
-it."""
+"""Builds the report page of a run: heading, alerts, loss, goodput, recoveries, loads and placement. Each drawing has a
+table beside it."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
@@ -16,30 +16,30 @@ from megatron_ft.telemetry.report.recoveries import Recovery
 from megatron_ft.telemetry.report.style import STYLE
 from megatron_ft.telemetry.report.timeline import timelines
 
-# Texts of a page come from files of a run. Even if one were not escaped, the page would run and load nothing.
+# Texts of a page come from files of a run. This policy forbids scripts and requests, even if a text were not escaped.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _ROWS_OF_LOSS = 24
 MAX_ALERTS = 100
 _MARKS = (
-    ("failure", "ranks failed in this iteration"),
-    ("recovery", "the run continued after this iteration, by number"),
-    ("change", "nodes joined or left on request, or another job continued the run"),
+    ("failure", "iteration in which ranks failed"),
+    ("recovery", "iteration after which the run continued, with the number of the recovery"),
+    ("change", "iteration at which nodes joined or left on request, or another job continued the run"),
 )
 _SHARES = (
-    ("useful_seconds", "useful", "iterations that count"),
-    ("stalled_seconds", "stalled", "waiting for captures, checkpoints, moves of experts"),
+    ("useful_seconds", "useful", "useful iterations"),
+    ("stalled_seconds", "stalled", "waiting for captures, checkpoints or moving experts"),
     ("again_seconds", "again", "iterations that were lost and run again"),
-    ("skipped_seconds", "skipped", "iterations that the vote did not commit"),
+    ("skipped_seconds", "skipped", "iterations that the commit vote rejected"),
     ("recovery_seconds", "recovering", "recoveries, changes of membership, jobs that continue the run"),
     ("between_jobs_seconds", "between", "between jobs"),
     ("other_seconds", "rest", "starts, evaluations, time between iterations"),
 )
-"""Field of ``Goodput``, class of the colour, and description."""
+"""Field of ``Goodput``, CSS class of the colour, and description of each share of the wall time."""
 _ETTR = (
-    "ETTR, the effective training time ratio, is the time of iterations that count divided by wall time. The "
-    "formula (MoEvement, section 2.4) uses this run's waiting time per iteration, mean time between "
-    "interruptions and mean time lost to one. It leaves out starts, evaluations and time between jobs, so a "
-    "large difference comes from these."
+    "ETTR, the effective training time ratio, is the time of useful iterations (committed and not lost "
+    "later) divided by wall time. The formula (MoEvement, section 2.4) uses this run's waiting time per "
+    "iteration, mean time between interruptions and mean time lost per interruption. It leaves out starts, "
+    "evaluations and time between jobs. These cause any large difference between the two figures."
 )
 _HEADER = (
     "#",
@@ -53,17 +53,17 @@ _HEADER = (
     "trained again",
 )
 _COLUMNS = (
-    "Seconds: from the decision until all ranks were ready. Pause: from the first failure until the first "
-    "iteration after it was reported. Replayed: iterations computed again from windows or logs. Trained again: "
+    "Seconds: from the decision until all ranks were ready. Pause: from the first failure until the next "
+    "iteration was reported. Replayed: iterations computed again from windows or logs. Trained again: "
     "iterations that had been reported before."
 )
 
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
-    """Return the page as HTML that loads nothing else; the text is also well-formed XML.
+    """Return the page as HTML that loads no other files. The text is also well-formed XML.
 
     Args:
-        refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
+        refresh_seconds: Interval at which the browser reloads the page; None for a page that does not change.
     """
     again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(
@@ -129,7 +129,7 @@ def _alerts(alerts: Sequence[AlertRaised | AlertCleared]) -> Iterator[Element]:
     if not alerts:
         return
     yield element("h2", "Alerts", id="alerts")
-    # The last report of each alert decides whether it is in force.
+    # The last report of each alert determines whether the alert is still active.
     newest = {record.alert: record for record in alerts}
     standing = [record for record in newest.values() if isinstance(record, AlertRaised)]
     if standing:
@@ -156,7 +156,7 @@ def _loss(report: RunReport) -> Iterator[Element]:
     kinds += [(kind, words) for kind, words in _MARKS if any(mark.kind == kind for mark in report.marks)]
     yield element("ul", *(element("li", legend_mark(kind), words) for kind, words in kinds), class_="legend")
     rows = [(f"{iteration:,}", figure(value)) for iteration, value in sampled(report.loss, _ROWS_OF_LOSS)]
-    found = table("Some of its iterations", ("iteration", "loss (nats per token)"), rows, numbers={0, 1})
+    found = table("Loss of some iterations", ("iteration", "loss (nats per token)"), rows, numbers={0, 1})
     yield element("details", element("summary", "The curve as a table"), found)
 
 
@@ -181,14 +181,17 @@ def _goodput(found: Goodput) -> Iterator[Element]:
 
 def _goodput_figures(found: Goodput) -> Iterator[tuple[str, str]]:
     yield "ETTR, measured", "not known" if found.ettr is None else _percent(found.ettr)
-    yield "ETTR, by the formula", "not known" if found.predicted_ettr is None else _percent(found.predicted_ettr)
+    yield (
+        ("ETTR, predicted by the formula"),
+        "not known" if found.predicted_ettr is None else _percent(found.predicted_ettr),
+    )
     if found.num_tokens and found.tokens_per_second is not None:
         yield "goodput", f"{figure(float(f'{found.tokens_per_second:.4g}'))} tokens/s"
     yield "wall time", seconds(found.wall_seconds)
     yield "interruptions", f"{found.num_interruptions:,}"
     if found.num_interruptions:
         yield "time between interruptions", seconds(found.mtbf_seconds)
-        yield "time lost to each", seconds(found.lost_per_interruption_seconds)
+        yield "time lost per interruption", seconds(found.lost_per_interruption_seconds)
 
 
 def _share_bar(shares: Sequence[tuple[str, str, float]]) -> Element:
@@ -250,7 +253,7 @@ def _others(records: Sequence[OtherRecord]) -> Iterator[Element]:
     yield element("h2", "Other events", id="others")
     shown = records[-MAX_ALERTS:]
     more = len(records) - len(shown)
-    caption = "Kinds that other packages define" + (f"; {more:,} earlier ones are left out" if more else "")
+    caption = "Events whose kinds other packages define" + (f"; {more:,} earlier ones are left out" if more else "")
     rows = [(_utc(record.time_unix_seconds), record.describe().text) for record in shown]
     yield table(caption, ("UTC", "what"), rows, words=1)
 
@@ -261,9 +264,13 @@ def _utc(at: float | None) -> str:
 
 
 def _footer(report: RunReport, again: str | None) -> Element:
-    newest = "" if report.newest_unix_seconds is None else f"; the newest is of {_utc(report.newest_unix_seconds)} UTC"
+    newest = (
+        ""
+        if report.newest_unix_seconds is None
+        else (f"; the newest was written at {_utc(report.newest_unix_seconds)} UTC")
+    )
     jobs = f", {report.num_jobs} jobs" if report.num_jobs > 1 else ""
-    live = "" if again is None else f" The run continues: this page is read again every {again} s."
+    live = "" if again is None else f" The run continues, and the browser reloads this page every {again} s."
     return element(
         "footer", f"Made from {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}.{live}"
     )

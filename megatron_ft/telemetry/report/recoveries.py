@@ -1,4 +1,4 @@
-"""Finds the recoveries of a run: which records belong to each, when it began and ended, and what it cost."""
+"""Finds the recoveries of a run, and for each its records, its begin and end, and its cost."""
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,38 +12,39 @@ from megatron_ft.telemetry.report.files import Decision
 
 _Kind = TypeVar("_Kind", bound=Record)
 
-# Records come from files: a damaged one may name any number of ranks, each of which would take memory.
+# Records come from files. A damaged record may name any number of ranks, each of which would need memory.
 MAX_RANKS = 4096
-"""Limit of the ranks of a membership that the page shows one by one."""
+"""Limit of the ranks of a membership that the page lists one by one."""
 NUM_AROUND = 3
-"""Iterations shown before and after a recovery."""
+"""Number of iterations that the page shows before and after a recovery."""
 _NEVER = float("inf")
 
 _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipChanged | events.StageRecovery
-"""Records that name the generation that they begin."""
+"""Records that contain the number of the generation that they begin."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
-"""Records of the state that ranks continue from. They do not name the recovery."""
+"""Records about the state that ranks continue from. They do not identify their recovery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """The times of a recovery, in seconds since 1970."""
+    """Times of a recovery, in seconds since 1970."""
 
     begin: float
     """Time of the first failure, or of the request for the change."""
     decided: float
     """Time at which ranks began to recover."""
     ready: float
-    """End of the last record of the recovery."""
+    """Time at which the last record of the recovery ended."""
     before: tuple[Metrics, ...] = ()
-    """Last iterations before the recovery, newest last; empty if nothing was trained since the previous recovery."""
+    """Newest iterations before the recovery, in rising order; empty if nothing was trained since the previous
+    recovery."""
     after: tuple[Metrics, ...] = ()
     """First iterations after the recovery."""
 
     @property
     def pause_seconds(self) -> float | None:
-        """Return the time from the beginning until the next iteration was reported."""
+        """Return the time from ``begin`` until the next iteration was reported."""
         first = self.after[0].time_unix_seconds if self.after else None
         return None if first is None else max(0.0, first - self.begin)
 
@@ -55,33 +56,33 @@ class Recovery:
     job: int
     """Number of the job in this run, from 0."""
     generation: int
-    """Generation that the recovery begins; 0 where a later job continues the run."""
+    """Generation that begins with the recovery; 0 if a later job continues the run."""
     nodes_before: tuple[int | None, ...]
-    """Node of each rank before the recovery; None where no record names it."""
+    """Node of each rank before the recovery; None if no record names it."""
     nodes_after: tuple[int | None, ...]
     """Node of each rank after the recovery."""
     number: int = 0
-    """Number of the recovery in the run, from 1."""
+    """Number of the recovery in the run, counted from 1."""
     records: list[Record] = field(default_factory=list)
     """Records in the order of writing."""
     decision: Decision | None = None
     """Decision of the controller."""
     course: Course | None = None
-    """Times of the recovery; None where the records have no times."""
+    """Times of the recovery; None if the records have no times."""
     num_again: int | None = None
-    """Reported iterations that were trained again; None if not known."""
+    """Number of reported iterations that were trained again; None if it is not known."""
 
     def every(self, kind: type[_Kind]) -> list[_Kind]:
-        """Return all records of one kind."""
+        """Return all records of class ``kind``."""
         return [record for record in self.records if isinstance(record, kind)]
 
     def newest(self, kind: type[_Kind]) -> _Kind | None:
-        """Return the newest record of one kind."""
+        """Return the newest record of class ``kind``."""
         return next(reversed(self.every(kind)), None)
 
     @property
     def is_new_job(self) -> bool:
-        """Return whether another job continues the run."""
+        """Return whether the run continues in another job."""
         return self.generation == 0
 
     @property
@@ -91,7 +92,8 @@ class Recovery:
 
     @property
     def is_failure(self) -> bool:
-        """Return whether something was lost. If not, the change was requested, or another job continued the run."""
+        """Return whether something was lost. False if nodes joined or left on request, or if another job continued the
+        run."""
         if self.is_new_job or self.every(events.RankFailed):
             return bool(self.every(events.RankFailed))
         lost = self.decision is not None and bool(self.decision.lost_nodes)
@@ -99,8 +101,8 @@ class Recovery:
 
     @property
     def lost(self) -> str:
-        """Describe the loss, e.g. ``node 2; ranks 4-5 (SIGKILL)`` with a count of ranks that failed as a consequence.
-        Without a loss, returns the reason."""
+        """Describe the loss, e.g. ``node 2; ranks 4-5 (SIGKILL)``, and count the ranks that failed as a consequence. If
+        nothing was lost, return the reason for the change."""
         failures = {record.rank: record for record in self.every(events.RankFailed)}
         causes: dict[str, list[int]] = {}
         for rank, record in failures.items():
@@ -126,7 +128,7 @@ class Recovery:
 
     @property
     def strategy(self) -> str:
-        """Return the strategy that recovered the state, see ``RecoveryStarted``."""
+        """Return the name of the strategy that recovered the state; ``RecoveryStarted`` lists the names."""
         started = self.newest(events.RecoveryStarted)
         if started is None and self.every(events.CheckpointLoaded):
             return "checkpoint"  # earlier versions reported nothing else of a new job that loads a checkpoint
@@ -134,7 +136,7 @@ class Recovery:
 
     @property
     def iteration(self) -> int:
-        """Return the newest iteration in the state that ranks continue from."""
+        """Return the newest iteration in the state from which ranks continue."""
         for kind in (events.RecoveryStarted, events.MembershipChanged, events.StageRecovery):
             if not self.is_new_job and (record := self.newest(kind)) is not None:
                 return record.iteration
@@ -159,26 +161,27 @@ class Recovery:
 
     @property
     def num_replayed(self) -> int:
-        """Return the largest number of iterations that a rank replayed from windows or logs."""
+        """Return the number of iterations replayed from windows or logs by the rank that replayed most."""
         work = [*self.every(events.StageRecovery), *self.every(events.WindowReplayed)]
         return max((record.num_iterations for record in work), default=0)
 
     @property
     def num_failed_ranks(self) -> int:
-        """Return the number of ranks that are known to have failed. Ranks of a lost node may have no record."""
+        """Return the number of ranks that are known to have failed. Ranks of a lost node may have no record of their
+        failure."""
         return len({record.rank for record in self.every(events.RankFailed)})
 
     @property
     def declined(self) -> tuple[str, ...]:
-        """Return every strategy and source that was not used, each with the reason."""
+        """Return every recovery strategy and every source of state that was not used, each with the reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
-        head = () if in_processes is None else (f"continued without a restart: {in_processes}",)
+        head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
         return head if started is None else head + started.declined
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Write numbers as ranges: ``1, 4-7``."""
+    """Format numbers as ranges: ``1, 4-7``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -191,7 +194,7 @@ def ranges(numbers: Sequence[int]) -> str:
 def find_recoveries(
     records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
 ) -> tuple[tuple[Recovery, ...], int]:
-    """Find all recoveries and changes of membership, in the order of their beginning, and the number of jobs.
+    """Find all recoveries and changes of membership, oldest first. Return them and the number of jobs.
 
     Args:
         records: All events of the run, in the order of writing.
@@ -204,7 +207,7 @@ def find_recoveries(
     recoveries = folding.recoveries
     by_generation = {(recovery.job, recovery.generation): recovery for recovery in recoveries}
     for decision in decisions:
-        # Generations count from 0 in every job: the time of a decision says which job it belongs to.
+        # Generations count from 0 in every job, so the time of a decision determines its job.
         begun = [job for job, at in enumerate(folding.starts) if at is not None and at <= decision.time_unix_seconds]
         recovery = by_generation.get((max(begun, default=0), decision.generation + 1))
         if recovery is not None:
@@ -272,7 +275,7 @@ def _num_again(recovery: Recovery, earlier: Recovery | None) -> int | None:
 
 
 def _beginning(recovery: Recovery) -> float | None:
-    # The first failure, or when the change was requested, in seconds since 1970; None where no record has a time.
+    # Returns the time of the first failure or of the request, in seconds since 1970; None if no record has a time.
     faults = [record for record in recovery.every(events.FailpointHit) if record.action != "delay"]
     failures: list[Record] = [*faults, *recovery.every(events.RankFailed)]
     return min([*_times(failures), *_decided(recovery)], default=None)
@@ -301,7 +304,7 @@ def _over(recovery: Recovery) -> Iterator[float]:
 
 
 def _started(recovery: Recovery) -> list[Record]:
-    # A job that continues the run has no timeline: its ranks have nothing in common with those before.
+    # A later job of the run has no timeline, because its ranks do not continue earlier ones.
     return [record for record in recovery.every(events.RecoveryStarted) if record.generation > 0]
 
 
@@ -311,18 +314,18 @@ def _times(records: Sequence[Record]) -> list[float]:
 
 @dataclass(slots=True, kw_only=True)
 class _Folding:
-    """Assigns records to recoveries, in the order of writing."""
+    """Assigns records to recoveries; records arrive in the order of writing."""
 
     recoveries: list[Recovery] = field(default_factory=list)
     pending: list[Record] = field(default_factory=list)
-    """Records that belong to no recovery yet: failures, and the state that a starting job continues from."""
+    """Records that belong to no recovery yet: failures, and the state from which a starting job continues."""
     job: int = -1
     has_ended: bool = True
-    """Whether the next start of ranks belongs to another job."""
+    """Whether the previous job has ended, so that the next start of ranks belongs to another job."""
     starts: list[float | None] = field(default_factory=list)
-    """Beginning of each job."""
+    """Time at which each job began."""
     nodes: tuple[int | None, ...] = ()
-    """Current node of each rank."""
+    """Node of each current rank."""
     by_generation: dict[int, Recovery] = field(default_factory=dict)
     current: Recovery | None = None
 
@@ -340,7 +343,7 @@ class _Folding:
         elif isinstance(record, _FAILURES):
             self.pending.append(record)
         elif isinstance(record, (*_SOURCES, events.RecoveryStarted)):
-            # Without a generation it is of the next job; only earlier versions wrote it in a restart, too.
+            # A record without a generation belongs to the next job. Earlier versions also wrote one in a restart.
             is_of_next = isinstance(record, events.RecoveryStarted) and not self._is_restarting
             if self.current is None or self.pending or is_of_next:
                 self.pending.append(record)
@@ -348,7 +351,7 @@ class _Folding:
                 self.current.records.append(record)
         elif isinstance(record, (events.RanksReady, events.PlacementInForce)):
             is_due = not isinstance(record, events.PlacementInForce) or record.reason == "membership"
-            # The first one of each kind is of the recovery; later ones belong to training.
+            # The first record of each kind belongs to the recovery, and later ones to training.
             if is_due and self.current is not None and not self.current.every(type(record)):
                 self.current.records.append(record)
 
@@ -388,7 +391,8 @@ class _Folding:
 
 
 def _spread(world_size: int, nodes: Sequence[int]) -> tuple[int | None, ...]:
-    # The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven.
+    # Returns the node of each of ``world_size`` ranks, evenly divided over ``nodes``; None for each rank if the
+    # division is uneven.
     world_size = _bounded(world_size)
     each = world_size // len(nodes) if nodes and world_size % len(nodes) == 0 else 0
     return tuple(node for node in nodes for _ in range(each)) if each else (None,) * world_size

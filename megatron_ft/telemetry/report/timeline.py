@@ -1,4 +1,4 @@
-"""Shows what each rank did during a recovery, and when: drawn with one lane per rank, and as tables."""
+"""Shows what each rank did during a recovery, and when. The result is a drawing with one lane per rank, and tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,29 +26,29 @@ from megatron_ft.telemetry.report.recoveries import Course, Recovery
 KINDS = {
     "trains": "trains",
     "unfinished": "iteration that was interrupted",
-    "forms": "new groups are formed",
+    "forms": "new process groups are formed",
     "starts": "processes start",
     "loads": "loads a checkpoint",
     "replays": "replays (computes again)",
-    "serves": "serves its upstream log",
-    "waits": "waits with its state kept",
+    "serves": "sends its upstream log to replaying ranks",
+    "waits": "waits and keeps its state",
     "other": "other",
 }
-"""Activities of a rank, with their descriptions in the legend."""
+"""Activities of a rank, with the descriptions that the legend shows."""
 FAILURE = "failure"
-"""Name of the moment that the times of a recovery count from."""
+"""Name of the moment of the first failure. The times of a recovery count from this moment."""
 NUM_OPEN = 12
-"""Limit of unfolded recoveries. If there are more, all are folded."""
+"""Largest number of recoveries that the page shows unfolded. If there are more, all are folded."""
 MAX_STEPS = 200
 MAX_LANES = 512
-"""Limit of ranks in the drawing and in the table."""
+"""Limit of the number of ranks in the drawing and in the table."""
 WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
-"""Width of the column that says what happened to a rank; used if anything happened to one."""
+"""Width of the column that shows the fate of each rank. The column exists only if some rank has a ``fate``."""
 BYTES_WIDTH = 130
-"""Width of the right column for bytes of the tensor log; used if any were sent."""
+"""Width of the right column, which shows bytes of the upstream log. The column exists only if bytes were sent."""
 _BEHIND = ("forms", "starts")
 _MARGIN = 0.35
 """Time shown before and after a recovery, as a share of its duration."""
@@ -72,38 +72,38 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Row of a rank, or of a process that was a rank only before the recovery."""
+    """Row of a rank in the drawing, or row of a process that ended in the recovery."""
 
     rank: int | None
     """Rank after the recovery; None if the process is gone."""
     previous: int | None
-    """Rank before the recovery; None for a new process at a new place."""
+    """Rank before the recovery; None for a new process in a place that did not exist before."""
     node: int | None
     stage: int | None
-    """Pipeline stage, where a record names it."""
+    """Pipeline stage; None if no record names it."""
     fate: str
     """``new process``, ``lost`` or similar; empty for a rank that continues in its place."""
     spans: tuple[Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds after the failure at which the process ended, or the previous process of that place."""
+    """Seconds after the failure at which the process, or its predecessor in the same place, ended."""
     work: events.StageRecovery | None = None
-    """Report of this rank about the recovery."""
+    """This rank's report about its work in the recovery."""
 
     @property
     def name(self) -> str:
-        """Return ``rank 3``, with the previous number if the process is gone."""
+        """Return ``rank 3``. If the process is gone, the number is its rank before the recovery."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property
     def doing(self) -> str:
-        """List the activities between the last iteration before the recovery and the first one after it."""
+        """Describe the activities between the last iteration before the recovery and the first one after it."""
         words = [span.words for span in self.spans if span.kind not in ("trains", "unfinished")]
         return "; ".join([*([self.fate] if self.fate else []), *words]) or "no record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """A moment that all ranks share."""
+    """Moment that is the same for all ranks, such as the first failure."""
 
     seconds: float
     words: str
@@ -111,18 +111,18 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Recovery to be drawn. Times are in seconds after the first failure, or after the request."""
+    """Content of the drawing of a recovery. Times are in seconds after the first failure, or after the request."""
 
     begin: float
     end: float
     lanes: tuple[Lane, ...]
-    """Lanes by stage, then by rank. Processes that are gone come last."""
+    """Lanes ordered by stage, then by rank. Processes that are gone come last."""
     instants: tuple[Instant, ...]
-    """Moments, beginning with the one that the times count from."""
+    """Marked moments. The first one is the moment from which times count."""
 
     @property
     def zero(self) -> str:
-        """Name the moment that the times count from."""
+        """Name the moment from which times count."""
         return "the failure" if self.instants[0].words == FAILURE else "it was requested"
 
     @property
@@ -133,7 +133,8 @@ class Timeline:
 
 
 def timeline_of(recovery: Recovery) -> Timeline | None:
-    """Make the timeline of a recovery; None if records have no times or a later job continues the run."""
+    """Make the timeline of a recovery; None if the records have no times, or if the recovery is the start of a later
+    job."""
     course = recovery.course
     if course is None or recovery.is_new_job:
         return None
@@ -197,7 +198,7 @@ def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
 
 
 def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
-    # The former number of each rank: by the decision, or by nodes where there is none.
+    # The previous number of each rank is in the decision. Without a decision, it is derived from the nodes.
     before, after = recovery.nodes_before, recovery.nodes_after
     decision = recovery.decision
     if decision is not None and len(decision.previous_ranks) == len(after) > 0:
@@ -212,7 +213,7 @@ def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
 
 
 def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
-    """Yield node and number on the node for each rank."""
+    """Yield the node of each rank, and the rank's number on its node."""
     count: dict[int | None, int] = {}
     for node in nodes:
         count[node] = count.get(node, -1) + 1
@@ -250,10 +251,10 @@ def _before(recovery: Recovery, course: Course) -> list[Span]:
 
 
 def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[Span]:
-    """Return the trained iterations. None begins before ``from_seconds`` or before the end of the previous one.
+    """Return the trained iterations as spans. No span begins before ``from_seconds`` or before the previous one ends.
 
     Args:
-        zero: Time that the spans count from.
+        zero: Time from which the times of spans count.
     """
     spans: list[Span] = []
     free_from = from_seconds
@@ -265,7 +266,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
         if 0.0 < begin <= end:
             words, label = f"iteration {record.iteration} trained", str(record.iteration)
             spans.append(Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
-        # The clocks of two attempts may disagree: bars of one lane must not overlap.
+        # Bars of one lane must not overlap, even if the clocks of two attempts disagree.
         free_from = max(free_from, end)
     return spans
 
@@ -282,7 +283,7 @@ def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
     for changed in recovery.every(events.MembershipChanged):
         yield from span("forms", changed.time_unix_seconds, changed.seconds, "", "the membership forms")
     if recovery.is_restart:
-        words = "processes start and build their part"
+        words = "processes start and build their part of the model"
         yield from span("starts", course.ready, course.ready - course.decided, "", words)
     for loaded in recovery.every(events.CheckpointLoaded):
         words = f"loads the checkpoint of iteration {loaded.iteration}"
@@ -309,7 +310,7 @@ def _work(work: events.StageRecovery) -> str:
 
 
 def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
-    """Return the section of a page with one part for each recovery."""
+    """Return the section of the page that shows each recovery in a part of its own."""
     if not recoveries:
         return
     yield element("h2", "Details of each recovery", id="stories")
@@ -331,7 +332,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 def _part(recovery: Recovery) -> Iterator[Element]:
     timeline = timeline_of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records have no times of the ranks' work.", class_="soft")
+        yield element("p", "No timeline: the records do not contain the times of the ranks' work.", class_="soft")
     else:
         yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
@@ -374,7 +375,7 @@ def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
 
 
 def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
-    """Return (seconds after the failure, line) of each record, by time. Records without a time come last."""
+    """Return (seconds after the failure, text) of each record, sorted by time. Records without a time come last."""
     course, decision = recovery.course, recovery.decision
 
     def after(at: float | None) -> float | None:
@@ -392,7 +393,7 @@ def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
 
 
 def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
-    """Draw one lane per rank, ordered by stage. ``name`` is unique on the page."""
+    """Draw one lane per rank, ordered by stage. ``name`` must be unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
     right = RIGHT - (BYTES_WIDTH if most else 0)
@@ -467,7 +468,7 @@ def _bar(span: Span, x: Scale, y: float) -> Iterator[Element]:
     height = LANE - 2 * inset
     title = element("title", span.words)
     yield element("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
-    room = 22 if span.kind == "unfinished" else 6  # the mark of a failure stands at its end
+    room = 22 if span.kind == "unfinished" else 6  # the mark of a failure is at its end
     if span.label and width > CHARACTER_WIDTH * len(span.label) + room:
         yield text(span.label, begin + width / 2, y + LANE / 2 + 4, "inbar", "middle")
 
@@ -482,7 +483,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
 
 
 def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
-    # Moments as lines; words where they do not run into each other.
+    # Moments are drawn as lines. Their names are drawn only where they do not overlap.
     free_from = -1.0
     for moment in sorted(timeline.instants, key=lambda moment: moment.seconds):
         if not timeline.begin <= moment.seconds <= timeline.end:

@@ -1,1 +1,1 @@
-"""Sinks for records, one module each. ``telemetry.sinks`` names them by ``_target_``."""
+"""Sinks for records, one module per sink. An entry of ``telemetry.sinks`` names its class by ``_target_``."""

@@ -1,4 +1,4 @@
-"""Reports an alert once when a figure of the run passes a limit, and once when it is back."""
+"""Reports an alert when a figure of the run passes its limit, and reports it as cleared when the figure returns."""
 
 import shutil
 import statistics
@@ -14,15 +14,15 @@ from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits,
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Number of windows over which the share of waiting is computed."""
+"""Number of windows over which the share of time spent on waiting for captures is computed."""
 NUM_ITERATIONS = 20
-"""Number of iterations whose median duration is the reference of an iteration's duration."""
+"""Number of newest iterations whose median duration is compared with an iteration's duration."""
 DISK_SECONDS = 30.0
-"""Interval between checks of the disk."""
+"""Interval between checks of the free disk space."""
 
 
 def free_share(folder: Path) -> float:
-    """Return the free share of the file system of ``folder``, as its users may use it.
+    """Return the share of the file system of ``folder`` that is free for ordinary users.
 
     Raises:
         OSError: there is no such folder.
@@ -32,12 +32,13 @@ def free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Updates the figures that have alert limits, and reports when one passes its limit or returns."""
+    """Computes the figures that have alert limits, and reports when one passes its limit or returns."""
 
     name = "alerts"
 
     def __init__(self, limits: AlertLimits, *, free_disk_share: Callable[[], float]) -> None:
-        """Compare with ``limits``. ``free_disk_share`` reads the disk; it may raise OSError."""
+        """Compare figures with ``limits``. ``free_disk_share`` reads the free share of the disk; it may raise
+        OSError."""
         self._limits = limits
         self._free_disk_share = free_disk_share
         self._raised: set[str] = set()
@@ -59,17 +60,17 @@ class AlertSink(Sink):
         return cls(limits, free_disk_share=partial(free_share, context.run_dir))
 
     def write(self, record: Record) -> None:
-        """Update the figures from ``record`` and compare all with their limits.
+        """Update the figures from ``record`` and compare all of them with their limits.
 
         Raises:
-            OSError: the disk cannot be read.
+            OSError: the free disk space cannot be read.
         """
         match record:
             case Metrics():
                 self._take_metrics(record)
             case events.RunStarted():
                 self._interval = None
-                # A new attempt captures from other places, with another plan.
+                # A new attempt captures with another plan, so earlier windows do not count.
                 self._windows.clear()
                 self._iteration = record.resumed_from_iteration or 0
             case events.MembershipChanged() | events.RecoveryStarted():
@@ -94,7 +95,7 @@ class AlertSink(Sink):
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
         now, checked_at = record.time_unix_seconds, self._disk_checked_at
-        # The absolute difference: after a wall clock was set back, checks must not stop until it has caught up.
+        # The difference is absolute, so that checks continue after the wall clock was set back.
         if now is not None and (checked_at is None or abs(now - checked_at) >= DISK_SECONDS):
             self._disk_checked_at = now
             if self._limits.free_disk_share is not None:
@@ -109,7 +110,7 @@ class AlertSink(Sink):
             slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
         )
         for alert in judge(self._limits, figures):
-            # Once for each crossing of a limit, not for each iteration beyond it.
+            # An alert is reported once when a limit is crossed, not for each iteration beyond the limit.
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}
                 self._found.append(self._record(alert))
@@ -123,7 +124,7 @@ class AlertSink(Sink):
         return AlertRaised(iteration=self._iteration, **about)
 
     def _stall_share(self) -> float | None:
-        # The first window may wait for memory: a share is known once there are NUM_WINDOWS of them.
+        # The first window may wait for memory, so the share is computed only over NUM_WINDOWS windows.
         num_iterations = sum(count for _, count in self._windows)
         if len(self._windows) < NUM_WINDOWS or not self._seconds or num_iterations <= 0:
             return None

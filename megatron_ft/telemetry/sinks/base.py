@@ -10,7 +10,7 @@ from megatron_ft.events import Record
 from megatron_ft.telemetry.state import RunState
 
 Clock = Callable[[], float]
-"""Seconds since 1970."""
+"""Returns the seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,28 +18,28 @@ class Outcome:
     """Result of a run: exit code, reason and time."""
 
     exit_code: int
-    """Exit code, see ``errors.EXIT_CODES``."""
+    """Exit code; ``errors.EXIT_CODES`` lists the values."""
     reason: str
     time_unix_seconds: float
-    """Wall-clock time of the end."""
+    """Wall-clock time at which the run ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkContext:
-    """Job that a sink is opened for."""
+    """Job for which a sink is opened."""
 
     config: JobConfig
     run_dir: Path
-    """Folder of the run, which exists."""
+    """Existing folder of the run."""
     world_size: int
     clock: Clock
     stream: TextIO | None
-    """Stream of the terminal sink; None for standard output."""
+    """Stream to which the terminal sink writes; None for standard output."""
     first_loss: float | None
-    """Loss of the run's first iteration, if an earlier attempt reported it."""
+    """Loss of the run's first iteration if an earlier attempt reported it; None otherwise."""
 
     def state(self) -> RunState:
-        """Return the state of a run that has reported nothing yet. Each sink adds records to its own copy."""
+        """Return the state of a run that has reported nothing yet. The sink adds records to it."""
         train_iterations = self.config.training.train_iterations
         return RunState(time_opened_seconds=self.clock(), train_iterations=train_iterations, first_loss=self.first_loss)
 
@@ -47,20 +47,20 @@ class SinkContext:
 class Sink:
     """Destination of records. Only one thread calls it at a time.
 
-    An entry ``telemetry.sinks.<name>`` names a subclass by ``_target_``. The other keys of the entry are arguments of
-    ``open``.
+    The configuration key ``telemetry.sinks.<name>._target_`` names a subclass. The other keys of the entry are
+    arguments of ``open``.
     """
 
     name: str
     """Name of the sink in events and messages."""
     retries: bool = True
-    """Whether ``write`` may succeed after a failed call. If False, only ``close`` is called after the first failure."""
+    """Whether ``write`` may succeed again after a failed call. If False, the only call after a failure is ``close``."""
     num_lost_records: int = 0
     """Number of records that the sink accepted and later dropped."""
 
     @classmethod
     def open(cls, context: SinkContext) -> "Sink | None":
-        """Open the sink for a job; None if the configuration of the job turns the sink off.
+        """Open the sink for a job. Return None if the job's configuration turns the sink off.
 
         Raises:
             OSError: a file cannot be opened.
@@ -68,15 +68,15 @@ class Sink:
         raise NotImplementedError
 
     def write(self, record: Record) -> None:
-        """Take one record with its time. Records of other kinds are ignored.
+        """Accept one record that has a time. Ignore kinds of records that the sink does not need.
 
-        May raise anything. Returns in well under a millisecond, whatever disk and network do.
+        May raise any exception. Must return in well under a millisecond, even if the disk or the network is slow.
         """
         raise NotImplementedError
 
     def take_reports(self) -> list[Record]:
-        """Return the records that the sink itself has created since the last call. They go to all sinks."""
+        """Return the records that this sink itself has created since the last call. They are written to all sinks."""
         return []
 
     def close(self, outcome: Outcome) -> None:
-        """Write everything accepted to its destination. Called once; takes a bounded time."""
+        """Write all accepted records to their destination. Called only once; must end in a bounded time."""

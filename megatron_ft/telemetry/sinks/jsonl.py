@@ -11,19 +11,20 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
-"""Limit of lines kept in memory while the disk refuses them. Above it, the oldest are dropped and counted."""
+"""Limit of the lines in memory while the disk does not accept them. Above it, the oldest lines are dropped and
+counted."""
 
 
 class JsonlSink(Sink):
-    """Appends one line per record; the operating system has it when ``write`` returns.
+    """Appends one line per record. When ``write`` returns, the operating system has the line.
 
-    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk refuses,
-    lines wait in memory and every later ``write`` tries again. A line is never half written. If a crash left a half
-    line at the end of the file, ``open`` removes it.
+    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk does not
+    accept lines, they stay in memory and every later ``write`` tries again. An incomplete line is never left in the
+    file; ``open`` removes one that a crash left.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
-        """Open the file. ``metrics``: take metrics records only; otherwise take all others.
+        """Open the file. If ``metrics``, accept only metrics records; otherwise accept all other records.
 
         Raises:
             OSError: the file cannot be opened.
@@ -42,14 +43,14 @@ class JsonlSink(Sink):
         return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
 
     def write(self, record: Record) -> None:
-        """Append one line after the lines that wait. Any record makes them try again.
+        """Append the line of a record, after lines that earlier calls could not write.
 
         Raises:
-            OSError: the disk refused; all lines wait for the next call.
+            OSError: the disk did not accept the lines; they stay in memory until the next call.
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
-            # Also while the disk works: the line is taken off only once all of it is written.
+            # A new line is queued even if the disk works. It is removed from the queue only when all of it is written.
             self._pending.append(line.encode() + b"\n")
             if len(self._pending) > MAX_PENDING_LINES:
                 self._pending.popleft()
@@ -62,7 +63,7 @@ class JsonlSink(Sink):
         return reports
 
     def close(self, outcome: Outcome) -> None:
-        """Write the lines that wait and force them to disk.
+        """Write the lines that are still in memory, and force them to disk.
 
         Raises:
             OSError: some lines could not be written.
@@ -78,12 +79,12 @@ class JsonlSink(Sink):
             self._append(self._pending[0])
             self._pending.popleft()
         if self._unsynced:
-            # One call makes all earlier lines of the file durable, too.
+            # One call also makes all earlier lines of the file durable.
             os.fsync(self._file)
             self._unsynced = False
 
     def _append(self, line: bytes) -> None:
-        # A reader must never see a line whose second half came later, after other lines: all of it or nothing.
+        # A reader must never see an incomplete line that is followed by other lines.
         start = os.fstat(self._file).st_size
         written = 0
         try:

@@ -19,37 +19,38 @@ from megatron_ft.telemetry.expert_load import bin_loads, relative_load
 from megatron_ft.telemetry.state import RunState
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
-"""Colours of Okabe and Ito's palette, distinguishable with any colour vision. Colour is never the only sign."""
+"""Colours of Okabe and Ito's palette, which can be distinguished with any colour vision. The panel never
+marks something by colour alone."""
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
 
 NUM_EVENTS = 5
-"""Limit of events shown."""
+"""Largest number of events shown."""
 MAX_LAYERS = 8
 FULL_BAR = 2.0
-"""Load at which the bar of an expert is full: tokens divided by the mean over experts."""
+"""Load at which the bar of an expert is full. A load is the expert's tokens divided by the mean over experts."""
 _LABEL_WIDTH = 11
 _FIXED_ROWS = 11
-"""Rows of borders, blanks, headings, progress and figures."""
+"""Number of rows used for borders, blanks, headings, progress and figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symbols:
-    """Characters that a terminal can show."""
+    """Characters with which the panel is drawn."""
 
     heights: str
     """Bars of rising height; the last one fills the cell."""
     done: str
-    """Character for the part of a progress bar that is done."""
+    """Character for the completed part of a progress bar."""
     left: str
-    """Character for the part that is left."""
+    """Character for the remaining part of a progress bar."""
     separator: str
-    """Separator between two facts of a line."""
+    """Separator between two facts in a line."""
     arrow: str
-    """Arrow from one figure to another."""
+    """Arrow from one figure to the next."""
 
     def bar(self, value: float, top: float) -> str:
-        """Return one character for ``value``. The bar is full at ``top`` and above, and blank for NaN."""
+        """Return one character for ``value``: full at ``top`` and above, blank for NaN."""
         if not math.isfinite(value) or top <= 0:
             return " "
         return self.heights[min(len(self.heights) - 1, max(0, int(value / top * len(self.heights))))]
@@ -62,7 +63,7 @@ class Symbols:
         return ["".join(self._cell(level, row) for level in levels) for row in reversed(range(num_rows))]
 
     def progress(self, share: float, width: int) -> tuple[str, str]:
-        """Return the done part and the rest of a bar of ``width`` characters."""
+        """Return the completed part and the remaining part of a progress bar of ``width`` characters."""
         num_done = min(width, max(0, int(share * width)))
         return self.done * num_done, self.left * (width - num_done)
 
@@ -80,7 +81,7 @@ ASCII = Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->
 
 
 def symbols_for(encoding: str | None) -> Symbols:
-    """Return ``BLOCKS`` if ``encoding`` has the characters, else ``ASCII``."""
+    """Return ``BLOCKS`` if ``encoding`` can represent its characters, otherwise ``ASCII``."""
     try:
         (BLOCKS.heights + BLOCKS.done + BLOCKS.left + BLOCKS.arrow).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -90,13 +91,13 @@ def symbols_for(encoding: str | None) -> Symbols:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedNote:
-    """Note with the time of its creation."""
+    """Note with the time at which it was written."""
 
     time_unix_seconds: float
     note: Note
 
     def clock(self) -> str:
-        """Return the local time of day."""
+        """Return the note's local time of day."""
         return time.strftime("%H:%M:%S", time.localtime(self.time_unix_seconds))
 
 
@@ -116,7 +117,7 @@ class PanelStyle:
 
     @property
     def num_chart_rows(self) -> int:
-        """Return the number of rows of the loss curve."""
+        """Return the number of rows for the loss curve."""
         return 4 if self.height >= 30 else 3
 
     @property
@@ -125,17 +126,17 @@ class PanelStyle:
         return NUM_EVENTS if self.height >= 30 else 3
 
     def num_layers(self, state: RunState) -> int:
-        """Return the number of rows left for expert load."""
+        """Return the number of layers whose expert load fits into the remaining rows."""
         others = _FIXED_ROWS + self.num_chart_rows + self.num_events + len(state.failed_sinks)
         return max(1, min(MAX_LAYERS, self.height - 1 - others))
 
 
 def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now_seconds: float) -> RenderableType:
-    """Draw the whole panel.
+    """Return the whole panel.
 
     Args:
-        notes: Events, oldest first; the last few are shown.
-        now_seconds: Wall clock.
+        notes: Events, oldest first; only the newest are shown.
+        now_seconds: Current time in seconds since 1970.
     """
     style = replace(style, width=min(style.width, 120))
     parts: list[RenderableType] = [
@@ -216,7 +217,7 @@ def _figures(state: RunState) -> Table:
 
 
 def _standing(state: RunState, style: PanelStyle) -> Text:
-    # ETTR so far, interruptions and what protects the run; always one row.
+    # One row with the ETTR so far, the interruptions, and the protection against losses.
     goodput, run = state.run.goodput, state.run
     parts = []
     if goodput.ettr is not None and goodput.num_iterations:
@@ -233,14 +234,14 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
-    # A row of bars per MoE layer; where there are many, always the same evenly spaced ones.
+    # A row of bars per MoE layer. If there are too many layers, the same evenly spaced ones are always shown.
     if load is None or not load.layers:
         return [Text("expert load: none reported yet", style="dim")]
     numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))
     count = min(max_layers, len(numbers))
     chosen = [round(place * (len(numbers) - 1) / max(1, count - 1)) for place in range(count)]
     some = f", {count} of {len(numbers)} layers" if count < len(numbers) else ""
-    head = f"expert load (full bar: {FULL_BAR:.0f} x the even share){some}"
+    head = f"expert load (full bar: {FULL_BAR:.0f} x the mean){some}"
     return [Text(head, style="dim")] + [_layer(numbers[place], load.layers[place], style) for place in chosen]
 
 
@@ -258,7 +259,7 @@ def _layer(number: int, tokens: Sequence[int], style: PanelStyle) -> Text:
 
 
 def _events(notes: Sequence[TimedNote], style: PanelStyle) -> list[Text]:
-    """The newest events, each in one row or two: process ids, which people copy, stand at the end of a long one."""
+    """Return the rows of the newest events. A long event has two rows, so that the process ids at its end are shown."""
     lines = [row for timed in list(notes)[-style.num_events :] for row in _event(timed, style)][-style.num_events :]
     return lines + [Text()] * (style.num_events - len(lines))
 

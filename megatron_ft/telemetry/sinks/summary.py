@@ -1,4 +1,4 @@
-"""Writes ``summary.json`` with a few figures of the run when it ends."""
+"""Writes ``summary.json`` with the main figures of the run when the run ends."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class SummarySink(Sink):
-    """Keeps the figures of the run and writes them in one atomic step at the end."""
+    """Computes the main figures of the run and writes them in one atomic step when the run ends."""
 
     name = SUMMARY_FILE
 
@@ -34,7 +34,7 @@ class SummarySink(Sink):
         replace_file(self._path, text.encode())
 
     def _figures(self, outcome: Outcome) -> dict[str, object]:
-        # The content of the file; ``docs/telemetry.md`` explains each key.
+        # This is the content of the file. ``docs/telemetry.md`` explains each key.
         state = self._state
         return {
             "iterations": state.iteration,
@@ -46,7 +46,7 @@ class SummarySink(Sink):
             "world_size": self._world_size,
             "exit_code": outcome.exit_code,
             "reason": outcome.reason,
-            # The only figure that takes time in proportion to the run, so it is computed once, at the end.
+            # The time to compute this figure grows with the run, so it is computed only once, at the end.
             "goodput": state.run.whole_goodput().summary(),
             "skipped": state.num_skipped,
             "resumed_from": state.started.resumed_from if state.started else None,

@@ -18,7 +18,7 @@ from megatron_ft.telemetry.state import RunState
 
 REFRESHES_PER_SECOND = 2.0
 MAX_LINE_GAP_SECONDS = 60.0
-"""Longest time between two plain lines during training."""
+"""Longest time between two plain lines while iterations are trained."""
 LINE_GAP_SHARE = 1 / 60
 """Shortest time between two plain lines, as a share of the time since the run began."""
 
@@ -26,7 +26,7 @@ LINE_GAP_SHARE = 1 / 60
 class TerminalSink(Sink):
     """Shows progress and events on a stream, as a live panel or as plain lines.
 
-    Plain lines become rarer as a run gets longer: a short run shows each iteration, a long one shows one a minute.
+    The time between plain lines grows with the run: a short run shows each iteration, a long run shows one per minute.
     Events and the last iteration are always shown.
     """
 
@@ -42,7 +42,8 @@ class TerminalSink(Sink):
         clock: Clock = time.time,
         stream: TextIO | None = None,
     ) -> None:
-        """Choose the display by ``progress``: ``live``, ``plain`` or ``auto`` (live if ``stream`` is a terminal)."""
+        """Choose the display by ``progress``: ``live``, ``plain``, or ``auto`` for ``live`` if ``stream`` is a
+        terminal."""
         self._stream = stream if stream is not None else sys.stdout
         self._state = state
         self._clock = clock
@@ -79,7 +80,7 @@ class TerminalSink(Sink):
             note = record.describe()
             skipped = None if note is None or self._skipped_line is None else self._skipped_line.iteration
             is_about_skipped = skipped is not None and skipped == getattr(record, "iteration", 0)
-            # An event about an iteration comes after its line, even if that line was left out before.
+            # The line of an iteration comes before events about that iteration, even if it was skipped before.
             if isinstance(record, (RunFinished, RunStopped)) or is_about_skipped:
                 self._catch_up()
             if note is not None:
@@ -88,7 +89,7 @@ class TerminalSink(Sink):
                 self._show_iteration(record)
 
     def close(self, outcome: Outcome) -> None:
-        """Leave the last state on the screen, and one line about the whole run."""
+        """Leave the last state on the screen, and add one line about the whole run."""
         if self._live is not None:
             self._live.stop()
         self._catch_up()

@@ -1,6 +1,6 @@
-"""Sends records to Weights & Biases: one wandb run for all restarts, online or in an offline folder.
+"""Sends records to Weights & Biases. All restarts of a run share one wandb run, online or in an offline folder.
 
-A thread of this sink does everything that uses wandb, including the import.
+Only a thread of this sink uses wandb; the thread also imports it.
 """
 
 import heapq
@@ -34,27 +34,27 @@ ID_FILE = "wandb_run_id"
 MAX_QUEUED_RECORDS = 100_000
 INSPECT_TIMEOUT_SECONDS = 60.0
 CLOSE_SECONDS = 60.0
-"""Longest time that the end of the run waits for wandb."""
+"""Limit of the time that the end of the run waits for wandb."""
 
 _ALPHABET = string.ascii_lowercase + string.digits
 
 
 class WandbSink(Sink):
-    """Queues records; a thread sends one wandb step per iteration.
+    """Queues records for a thread, which sends one wandb step per iteration.
 
-    The step is the iteration, and it only rises. Iterations that wandb has from an older attempt are not sent again.
-    Iterations that an older attempt reported and wandb lacks are sent first.
+    The wandb step is the number of the iteration, and it only rises. Iterations that an earlier attempt has sent are
+    not sent again. Iterations that an earlier attempt reported but did not send are sent first.
     """
 
     name = "wandb"
     retries = False
 
     def __init__(self, config: TelemetryConfig, run_dir: Path, *, job: Mapping[str, Any]) -> None:
-        """Prepare the queue. ``job`` is the resolved configuration; wandb shows it as the run's config."""
+        """Prepare the queue. ``job`` is the resolved configuration, which wandb shows as the run's config."""
         self._config = config
         self._run_dir = run_dir
         self._job = job
-        # Before the thread starts and before any record of this attempt is written to these files.
+        # The files must be read before the thread starts, and before this attempt writes to them.
         self._reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
@@ -68,27 +68,28 @@ class WandbSink(Sink):
 
     @property
     def num_lost_records(self) -> int:  # type: ignore[override]
-        """Return the number of records that never reached wandb after it failed."""
+        """Return the number of records that were not sent because wandb failed."""
         return self._queue.qsize() if self._error else 0
 
     def write(self, record: Record) -> None:
         """Queue the record.
 
         Raises:
-            Exception: wandb raised it since the last call.
-            queue.Full: wandb is too slow.
+            Exception: any exception that wandb has raised since the last call.
+            queue.Full: wandb is too slow, so the queue is full.
         """
         if self._error is not None:
             raise self._error
-        # Never waits: the sink is called by the process that feeds all others.
+        # This must not block, because the calling thread also writes to all other sinks.
         self._queue.put_nowait(record)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until the queue is sent, then end the wandb run.
+        """Wait until all queued records are sent, then end the wandb run.
 
         Raises:
-            Exception: wandb raised it.
-            TimeoutError: wandb did not finish in time. The offline folder keeps the data that wandb took.
+            Exception: any exception that wandb has raised.
+            TimeoutError: wandb did not finish within ``CLOSE_SECONDS``. In offline mode, its folder contains what it
+                accepted.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)
@@ -108,7 +109,7 @@ class WandbSink(Sink):
             self._error = error
 
     def _start(self) -> "_Sender":
-        # In the thread: the import takes seconds, and ``init`` may wait for the network.
+        # This runs in the thread, because the import takes seconds and ``init`` may wait for the network.
         import wandb
 
         mode = wandb_mode(self._config.wandb, os.environ)
@@ -127,7 +128,7 @@ class WandbSink(Sink):
         )
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
-        # wandb drops steps that do not rise, so the newest one that the server has decides what is sent.
+        # wandb drops steps that do not rise, so the newest step that the server has determines what must be sent.
         if mode == "online":
             last_step = max(0, run.starting_step - 1)
         return _Sender(run, self._reported, last_step=last_step)
@@ -135,10 +136,11 @@ class WandbSink(Sink):
 
 class _Sender:
     def __init__(self, run: Any, reported: "Reported", *, last_step: int) -> None:
-        """Continue after ``last_step``, the newest iteration that wandb has from older attempts."""
+        """Continue after iteration ``last_step``, the newest one that wandb has from earlier attempts."""
         self._run = run
         self._steps = Steps(sent=last_step)
-        # Iterations of older attempts that wandb lost. Which of them count is known when this attempt begins.
+        # Iterations of earlier attempts that wandb lost. They are sent when this attempt begins, because only then is
+        # it known which ones count.
         self._missed: dict[int, Step] = {}
         for record in reported.records(loads_after=last_step):
             if (step := self._steps.take(record)) is not None:
@@ -159,7 +161,7 @@ class _Sender:
             self._send(step)
 
     def finish(self, exit_code: int) -> None:
-        """Send the newest iteration, then end the wandb run and the process of wandb."""
+        """Send the newest iteration, then end the wandb run and wandb's process."""
         import wandb
 
         if (step := self._steps.finish()) is not None:
@@ -174,28 +176,28 @@ class _Sender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """All figures of one iteration."""
+    """All metrics of one iteration."""
 
     iteration: int
     figures: Mapping[str, float]
-    """Metric name to figure."""
+    """Value of each metric by name."""
 
 
 class Steps:
     """Groups records into steps, oldest first. A step is complete when the next iteration is reported.
 
-    An iteration that is reported again replaces the earlier report, unless a ``sent`` step contains it.
+    An iteration that is reported again replaces its earlier report, unless ``sent`` was called for that iteration.
     """
 
     def __init__(self, *, sent: int) -> None:
-        """Begin after the iteration ``sent``, the newest one that wandb has."""
+        """Begin after iteration ``sent``, the newest one that wandb has."""
         self.run = RunFigures()
         self._sent = sent
         self._iteration = self._highest = 0
         self._figures: dict[str, float] = {}
 
     def sent(self, iteration: int) -> None:
-        """Note that wandb has all steps up to ``iteration``. They are not returned again."""
+        """Note that wandb has all steps up to ``iteration``, so that they are not returned again."""
         self._sent = max(self._sent, iteration)
 
     def take(self, record: Record) -> Step | None:
@@ -206,7 +208,7 @@ class Steps:
                 complete = self._resume(record.resumed_from_iteration or 0)
             case events.MembershipChanged() | events.RecoveryStarted():
                 if record.generation > 0 and record.iteration < self._iteration:
-                    # The job continues in its ranks: the newest iteration is void, and wandb was never given it.
+                    # The job continues without a restart. The newest iteration is void, and was not sent to wandb yet.
                     self._figures, self._iteration = {}, record.iteration
             case Metrics() | ExpertLoad() | Evaluation():
                 if record.iteration > self._iteration:
@@ -217,17 +219,17 @@ class Steps:
         return complete
 
     def finish(self) -> Step | None:
-        """Return the step of the newest iteration with everything reported so far."""
+        """Return the step of the newest iteration with all figures reported so far."""
         is_first_time, self._highest = self._iteration > self._highest, max(self._highest, self._iteration)
         figures, self._figures = self._figures, {}
         if not figures:
             if is_first_time and self._iteration <= self._sent:
-                self.run.hand_out()  # these figures are in the step that wandb has of this iteration
+                self.run.hand_out()  # wandb's step of this iteration contains these figures
             return None
         return Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
     def _resume(self, iteration: int) -> Step | None:
-        # A started job continues after ``iteration``; what was reported of later ones is void.
+        # A started job continues after ``iteration``, so reports about later iterations are void.
         if self._iteration > iteration:
             self._figures = {}
         complete, self._iteration = self.finish(), min(self._iteration, iteration)
@@ -245,7 +247,7 @@ def _figures(record: Metrics | ExpertLoad | Evaluation) -> Mapping[str, float]:
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the wandb run id of this run directory. The first call chooses it; later calls return the same."""
+    """Return the wandb run id of this run directory. The first call chooses the id; later calls return the same id."""
     path = run_dir / ID_FILE
     if not path.exists():
         replace_file(path, "".join(secrets.choice(_ALPHABET) for _ in range(8)).encode() + b"\n")
@@ -253,16 +255,16 @@ def run_id(run_dir: Path) -> str:
 
 
 def last_offline_step(run_dir: Path) -> int:
-    """Return the newest step in the offline folders of earlier attempts, 0 if there is none.
+    """Return the newest step in the offline folders of earlier attempts; 0 if there is none.
 
-    Steps only rise from attempt to attempt, so the newest folder that has a step has the newest one. wandb keeps its
-    last records in memory for some time. If wandb was killed, these records are missing.
+    Steps only rise from attempt to attempt, so the newest folder that contains a step contains the newest step. If
+    wandb was killed, the last records are missing, because wandb keeps records in memory for some time.
 
     Raises:
-        subprocess.SubprocessError: the reader of wandb failed.
+        subprocess.SubprocessError: wandb's command that reads a folder failed.
     """
     for folder in sorted(run_dir.glob("wandb/offline-run-*"), reverse=True):
-        # wandb's own reader in a process of its own: an error in it cannot end this one.
+        # wandb's reader runs in a separate process, so that an error in it cannot end this process.
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(folder)]
         done = subprocess.run(command, check=True, capture_output=True, timeout=INSPECT_TIMEOUT_SECONDS)
         if step := json.loads(done.stdout)["step"]:
@@ -272,24 +274,23 @@ def last_offline_step(run_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Reports of older attempts: the files of the run up to their current length."""
+    """Records of earlier attempts: the run's files up to the length that they had when this attempt began."""
 
     run_dir: Path
     num_bytes: Mapping[str, int]
-    """Length of each file."""
+    """Length of each file in bytes, by name."""
 
     @classmethod
     def so_far(cls, run_dir: Path) -> "Reported":
-        """Return everything that the files hold now. Later lines belong to this attempt."""
+        """Return the current content of the run's files. Lines that are added later belong to this attempt."""
         paths = [path for name in (METRICS_FILE, EVENTS_FILE) if (path := run_dir / name).exists()]
         return cls(run_dir, {path.name: path.stat().st_size for path in paths})
 
     def records(self, *, loads_after: int) -> Iterator[Record]:
-        """Yield all records, oldest first. Expert loads are long, so they are included only after iteration
-        ``loads_after``.
+        """Yield all records, oldest first. Skip the long ``ExpertLoad`` records of iterations up to ``loads_after``.
 
         Raises:
-            ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
+            ValueError: a line is damaged; the message names file and line. An unfinished last line is no error.
         """
 
         def parse(line: dict[str, JsonValue]) -> Record | None:
@@ -301,15 +302,15 @@ class Reported:
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
         )
         known = ((record for record in file if record is not None) for file in files)
-        # Each file is in the order of writing, which a merge keeps.
+        # Each file is in the order of writing, and a merge keeps that order.
         return heapq.merge(*known, key=lambda record: record.time_unix_seconds or 0.0)
 
 
 def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
-    """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked``, without use of the network.
+    """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked`` without using the network.
 
     Raises:
-        netrc.NetrcParseError: the login file is damaged.
+        netrc.NetrcParseError: the file with the login (``.netrc``) is damaged.
     """
     if asked != "auto":
         return asked

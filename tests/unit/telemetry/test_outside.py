@@ -76,7 +76,7 @@ def test_a_sink_can_be_left_out(config: JobConfig, run_dir: Path, clock: FakeClo
         ({"_target_": "pathlib.Path"}, r"telemetry\.sinks\.other\._target_=.*must name a subclass of Sink"),
         (
             {"_target_": "megatron_ft.telemetry.sinks.jsonl.JsonlSink", "metrics": True, "mood": 1},
-            r"telemetry\.sinks\.other=.*must have the entries that JsonlSink\.open takes: .*mood",
+            r"telemetry\.sinks\.other=.*must have exactly the keys that JsonlSink\.open accepts: .*mood",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def test_draws_a_dense_run_without_expert_load(finished_run: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot_run.main([str(tmp_path), "--out", str(tmp_path / "run.png")]) == 3
-    assert f"run_dir={tmp_path}: must be a run" in capsys.readouterr().err
+    assert f"run_dir={tmp_path}: must be the folder of a run" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_extra_is_named(

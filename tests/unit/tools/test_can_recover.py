@@ -224,8 +224,8 @@ def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
 def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert can_recover.main(["--config", *ELASTIC, "--lose", "1"]) == RecoveryError.exit_code
     out = capsys.readouterr().out
-    assert "iterations again: seconds unknown" in out and "to continue: seconds unknown" in out
-    assert "not replicas: recovery.min_nodes=null" in out
+    assert "time to repeat iterations: unknown" in out and "time until training continues: unknown" in out
+    assert "replicas is not possible: recovery.min_nodes=null" in out
 
 
 def test_operators_are_told_in_ranges() -> None:
@@ -248,8 +248,8 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
-        (["recovery.min_nodes=3"], "keep their present state"),
-        ([], "have their present state on other nodes, but it is not used"),
+        (["recovery.min_nodes=3"], "keep their current state"),
+        ([], "have their current state on remaining nodes, but it is not used"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
         assert words in capsys.readouterr().out

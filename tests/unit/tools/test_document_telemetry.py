@@ -12,7 +12,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_a_page_without_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="markers of 'metrics'"):
+    with pytest.raises(ValueError, match="marker lines of the table 'metrics'"):
         render("# nothing")
 
 

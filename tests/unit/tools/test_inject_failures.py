@@ -64,7 +64,7 @@ def test_each_option_is_one_failure(
     assert inject_failures.main([str(job.folder), *words.split()]) == 0
     assert calls == [call]
     said = capsys.readouterr().out
-    assert "all is injected" in said
+    assert "all failures were injected" in said
     assert ("rank-00002.log ended while it was stopped" in said) is ("--stop" in words)
 
 
@@ -103,7 +103,7 @@ def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
     ((name, schedule, _),) = calls
     assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of nodes.max_nodes"
     said = capsys.readouterr()
-    assert "nodes at the start: 2 of 4; departures: 1" in said.out and "not all is injected" in said.out
+    assert "nodes at the start: 2 of 4; departures: 1" in said.out and "some failures were not injected" in said.out
     assert "not injected: event 1: add of nodes [1]: refused" in said.err
 
 
@@ -122,7 +122,7 @@ def test_a_trace_that_begins_with_other_nodes_is_refused(
         ("--kill 1 --for 2", 2, "--for=2.0: can only be used with --stop, --partition or --disk-error"),
         ("--stop 1 --for 0", 2, "--for=0.0"),
         ("--stop 1 --for nan", 2, "--for=nan"),
-        ("--partition 1", 2, "--for=None: must be given, because a partition or disk error needs an end"),
+        ("--partition 1", 2, "--for=None: must be given with --partition and --disk-error, which need an end"),
         ("--disk-error 1 --for 0", 2, "--for=0.0: must be finite and above 0"),
         ("--add 1 --minutes 2", 2, "--minutes=2.0: can only be used with --trace"),
         ("--add 1 --most-nodes 2", 2, "--most-nodes=2: can only be used with --trace"),

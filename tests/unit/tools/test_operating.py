@@ -102,7 +102,7 @@ def test_an_answer_that_is_none_is_said_to_be(job: FakeJob, monkeypatch: pytest.
 def test_drain_and_add_name_the_node(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain.main([str(job.folder), "1"]) == 0 and add_node.main([str(job.folder), "2"]) == 0
     assert job.asked == [("drain", {"node": 1}), ("add", {"node": 2})]
-    assert "node 1 is to leave" in capsys.readouterr().out
+    assert "node 1 will leave" in capsys.readouterr().out
 
 
 def test_a_refusal_says_why(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:

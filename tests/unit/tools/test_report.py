@@ -38,7 +38,7 @@ def test_writes_it_elsewhere_and_over_an_older_one(run: MadeUpRun, tmp_path: Pat
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(tmp_path)]) == 3
-    assert f"report: run_dir={tmp_path}: must be a run" in capsys.readouterr().err
+    assert f"report: run_dir={tmp_path}: must be the folder of a run" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

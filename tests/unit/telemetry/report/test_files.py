@@ -66,12 +66,12 @@ def test_a_decision_of_another_shape_is_refused(change: dict[str, object], messa
 def test_figures_that_nothing_counts_to_are_refused(run: MadeUpRun) -> None:
     record = {"kind": "recovery_decided", "generation": 1, "rung": "replicas", "iteration": 10**30}
     (run.path / "events.jsonl").write_text(json.dumps(record) + "\n")
-    with pytest.raises(DataError, match="events.jsonl:1: iteration: must fit 64 bits"):
+    with pytest.raises(DataError, match="events.jsonl:1: iteration: must be an integer of at most 64 bits"):
         run.files()
 
 
 @pytest.mark.parametrize("missing", ["events.jsonl", "metrics.jsonl"])
 def test_a_folder_that_is_no_run_is_refused(run: MadeUpRun, missing: str) -> None:
     (run.path / missing).unlink()
-    with pytest.raises(DataError, match="must be a run with metrics.jsonl and events.jsonl"):
+    with pytest.raises(DataError, match="must be the folder of a run with intact files metrics.jsonl and events.jsonl"):
         run.files()

@@ -20,15 +20,15 @@ def test_it_says_what_was_measured_and_what_the_formula_gives(run: MadeUpRun) ->
     assert found.ettr == pytest.approx(8.0 / 10.1, abs=1e-5)
     assert found.predicted_ettr == pytest.approx(8.1 / 10.1, abs=1e-5)
     assert "<dt>ETTR, measured</dt><dd>79.2 %</dd>" in page
-    assert "<dt>ETTR, by the formula</dt><dd>80.2 %</dd>" in page
-    assert "<dt>interruptions</dt><dd>1</dd>" in page and "<dt>time lost to each</dt><dd>2.00 s</dd>" in page
+    assert "<dt>ETTR, predicted by the formula</dt><dd>80.2 %</dd>" in page
+    assert "<dt>interruptions</dt><dd>1</dd>" in page and "<dt>time lost per interruption</dt><dd>2.00 s</dd>" in page
 
 
 def test_iterations_that_were_run_again_have_their_share(run: MadeUpRun) -> None:
     restarted(run)
     words = "".join(drawing_of(run.page(), "Shares of the wall time").itertext())
     # 12 iterations of 0.5 s count, 7 and 8 were lost, of 10.2 s in all
-    assert "iterations that count: 58.8 %" in words and "iterations that were lost and run again: 9.8 %" in words
+    assert "useful iterations: 58.8 %" in words and "iterations that were lost and run again: 9.8 %" in words
     assert "between jobs" not in words, "nothing of it"
 
 

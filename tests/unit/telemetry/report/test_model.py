@@ -35,7 +35,7 @@ def test_how_a_run_ended(run: MadeUpRun) -> None:
     assert outcome.level == "bad"
     assert outcome.text == "stopped: no state (exit code 9, state after a failure could not be rebuilt exactly)"
     run.say(2.0, started(resumed_from_iteration=3))
-    assert "still runs" in run.report().outcome.text, "the newest start counts"
+    assert "the run continues" in run.report().outcome.text, "the newest start counts"
 
 
 def test_a_run_that_has_reported_nothing(run: MadeUpRun) -> None:
@@ -81,7 +81,7 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
     (recovery,) = report.recoveries
     assert recovery.lost == "node 1; rank 1 (SIGKILL); 1 more rank as a consequence"
     assert (recovery.strategy, recovery.iteration, recovery.num_again) == ("checkpoint", 6, 2)
-    assert recovery.declined == ("continued without a restart: no copy of expert 3", "no window")
+    assert recovery.declined == ("continuing without a restart: no copy of expert 3", "no window")
     assert recovery.seconds == pytest.approx(7.2 - 4.5)
     assert report.num_jobs == 1 and report.size == "2 ranks on 2 nodes, cpu"
     assert report.marks[0] == Mark(
@@ -180,4 +180,4 @@ def test_a_job_that_fails_before_it_trains_has_decisions_of_its_own(run: MadeUpR
     assert report.num_jobs == 2
     first, _, restart = report.recoveries
     assert (first.lost, first.declined) == ("node 1; rank 1 (SIGKILL)", ())
-    assert restart.declined == ("continued without a restart: told after the start",)
+    assert restart.declined == ("continuing without a restart: told after the start",)

@@ -129,8 +129,8 @@ def test_a_run_without_events(run: MadeUpRun) -> None:
 
 def test_a_page_that_is_read_again_says_so(run: MadeUpRun) -> None:
     live, still = render(run.report(), refresh_seconds=5), run.page()
-    assert "this page is read again every 5 s" in live and 'http-equiv="refresh"' in live
-    assert "read again" not in still and "refresh" not in still
+    assert "the browser reloads this page every 5 s" in live and 'http-equiv="refresh"' in live
+    assert "reloads" not in still and "refresh" not in still
 
 
 def test_a_calm_run(run: MadeUpRun) -> None:
