@@ -246,6 +246,7 @@ def _memory_cases(folder: Path) -> list[Case]:
             source,
             "training.device=cuda",
             "limits.gpu_memory_bytes=1000",
+            "dry_run=true",  # otherwise a machine without GPUs refuses the device first
             says=["limits.gpu_memory_bytes=1000", "must be at least"],
         ),
     ]
