@@ -1,4 +1,4 @@
-"""Memberships of ``testing.membership_schedule``: a pure function of the configuration, the same on every rank."""
+"""Computes the memberships of ``testing.membership_schedule`` from the configuration alone, equally on every rank."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from megatron_ft.planning.recovery.target import Target
 def scripted_memberships(
     changes: Sequence[MembershipChange], num_nodes: int, ranks_per_node: int
 ) -> tuple[NextMembership, ...]:
-    """Return the memberships after generation 0, which has all nodes. All use one store, so none has its own
-    address."""
+    """Return the memberships that follow generation 0, in which all nodes train. Every membership uses the store of
+    generation 0, so ``master_addr`` is empty."""
     nodes = list(nodes_over_time(num_nodes, changes))
     return tuple(
         _following(generation, change, nodes[generation - 1], nodes[generation], ranks_per_node)
@@ -26,7 +26,7 @@ def _following(
     following = NextMembership(
         generation=generation,
         previous_ranks=tuple(
-            # A node that is lost and joins in one change comes back without state: it counts as joining.
+            # A node that is lost and joins in the same change has no state, so it counts as joining.
             before.index(node) * ranks_per_node + local if node in staying else None
             for node in after
             for local in ranks
