@@ -53,7 +53,7 @@ def test_recorded_loads_reach_their_layers() -> None:
 def test_loads_for_another_model_are_refused(tokens: list[list[float]]) -> None:
     config = job(loads_file="x.json")
     with pytest.raises(
-        ConfigError, match=r"placement\.loads_file=x\.json: must contain 2 MoE layers with 4 experts each"
+        ConfigError, match=r"placement\.loads_file=x\.json: must contain 2 MoE layers with 4 experts"
     ):
         first_plans(config, stage_requests(config, 4), JobInputs(loads=loads(tokens)))
 
