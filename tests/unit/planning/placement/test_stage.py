@@ -52,9 +52,7 @@ def test_recorded_loads_reach_their_layers() -> None:
 @pytest.mark.parametrize("tokens", [[[1, 1, 1, 1]], [[1, 1, 1], [1, 1, 1]]])
 def test_loads_for_another_model_are_refused(tokens: list[list[float]]) -> None:
     config = job(loads_file="x.json")
-    with pytest.raises(
-        ConfigError, match=r"placement\.loads_file=x\.json: must contain 2 MoE layers with 4 experts"
-    ):
+    with pytest.raises(ConfigError, match=r"placement\.loads_file=x\.json: must contain 2 MoE layers with 4 experts"):
         first_plans(config, stage_requests(config, 4), JobInputs(loads=loads(tokens)))
 
 
