@@ -111,7 +111,7 @@ def _trace_cases(folder: Path) -> list[Case]:
             "model.router=trace",
             f"model.router_trace_file={good}",
             "model.router_trace_start=1",
-            says=["model.router_trace_start=1", "must be in 0..0"],
+            says=["model.router_trace_start=1", "must be from 0 to 0"],
         ),
     ]
 
@@ -140,7 +140,7 @@ def _schedule_cases(folder: Path) -> list[Case]:
         refused("ranks.json", stage(ranks=[4, 5, 6, 7]), "ranks=[4, 5, 6, 7]", "must be [0, 1, 2, 3]"),
         refused("layers.json", stage(layer_numbers=[1, 2, 3], slots=slots[:3]), "layer_numbers=[1, 2, 3]"),
         refused("stages.json", {"stages": [good, good]}, "stages=2: "),
-        refused("no_plan.json", {"stages": [{"ranks": [0]}]}, "must be a placement"),
+        refused("no_plan.json", {"stages": [{"ranks": [0]}]}, "must have the format of a placement plan"),
         refused("cut_plan.json", json.dumps({"stages": [good]})[:-20], "is not JSON"),
         bad(
             *REPLICAS,

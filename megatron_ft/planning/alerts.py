@@ -1,4 +1,4 @@
-"""Alerts: figures of a run against limits."""
+"""Alerts: compares figures of a run with their limits."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertLimits:
-    """Limits of alerts, the values of ``telemetry.alert_<name>``; None turns an alert off."""
+    """Limits of figures, which are the values of ``telemetry.alert_<name>``; None turns an alert off."""
 
     single_loss_survival: float | None = None
-    """Lowest probability that every expert has a replica left when one failure domain is lost."""
+    """Smallest probability that every expert has a replica left after the loss of one failure domain."""
     stall_share: float | None = None
-    """Largest share of iteration time that training waits for captures."""
+    """Largest share of iteration time that training may wait for captures."""
     windows_behind: float | None = None
-    """Largest number of windows that are due since the last commit."""
+    """Largest number of iterations since the last commit of a window, divided by the interval of windows."""
     free_disk_share: float | None = None
-    """Lowest free share of the run's file system."""
+    """Smallest free share of the file system that contains the run."""
     slowest_rank_over_median: float | None = None
-    """Largest ratio of the slowest rank's time to the median rank's for the same work."""
+    """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertFigures:
-    """Figures of a run; None where they are not known."""
+    """Figures of a run that are compared with ``AlertLimits``; None if a figure is not known."""
 
     single_loss_survival: float | None = None
     stall_share: float | None = None
@@ -34,10 +34,10 @@ class AlertFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A figure and its limit."""
+    """Result of comparing a figure with its limit."""
 
     name: str
-    """Name in ``AlertLimits``."""
+    """Name of the figure, which is a field of ``AlertLimits``."""
     value: float
     limit: float
     is_beyond: bool
@@ -47,11 +47,11 @@ class Alert:
 _LOWEST = ("single_loss_survival", "free_disk_share")
 """Figures with a lower limit."""
 NAMES = ("single_loss_survival", "stall_share", "windows_behind", "free_disk_share", "slowest_rank_over_median")
-"""All figures with an alert."""
+"""All figures that can have an alert."""
 
 
 def judge(limits: AlertLimits, figures: AlertFigures) -> Iterator[Alert]:
-    """Compare every figure that is known and has a limit."""
+    """Compare every figure that is known and has a limit with this limit."""
     for name in NAMES:
         limit: float | None = getattr(limits, name)
         value: float | None = getattr(figures, name)
@@ -61,33 +61,33 @@ def judge(limits: AlertLimits, figures: AlertFigures) -> Iterator[Alert]:
 
 
 def windows_behind(iteration: int, *, since_iteration: int, interval_iterations: int) -> float:
-    """Return the number of windows that are due since the last commit: between 0 and 1 in normal operation.
+    """Return the iterations since the last commit of a window, divided by the interval of windows.
 
     Args:
         iteration: newest iteration of the run.
-        since_iteration: iteration of the last commit of a window, or of the plan of windows if that is newer.
+        since_iteration: iteration of the last commit, or iteration in which the windows were planned if that is later.
         interval_iterations: iterations from the start of a window to the start of the next.
     """
-    assert interval_iterations >= 1, f"a window every {interval_iterations} iterations"
+    assert interval_iterations >= 1, f"interval_iterations={interval_iterations} must be at least 1"
     return max(0, iteration - since_iteration) / interval_iterations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """The rank that takes longest."""
+    """Slowest rank, compared with the median rank."""
 
     rank: int
     over_median: float
-    """Time of that rank over the time of the median rank; 1 if all ranks take the same time."""
+    """Time of the slowest rank divided by the time of the median rank; 1 if all ranks take the same time."""
 
 
 def slowest(seconds: Sequence[float]) -> Slowest | None:
-    """Find the slowest of the ranks whose time is known; None if there are fewer than two.
+    """Return the slowest rank; None if the times of fewer than two ranks are known.
 
-    The median is the lower one, so that of two ranks the slower is compared with the faster.
+    With an even number of ranks the lower median is used, so that of two ranks the slower is compared with the faster.
 
     Args:
-        seconds: time of each rank for the same work; 0 where it is not known.
+        seconds: time of each rank for the same work; 0 if it is not known.
     """
     known = [value for value in seconds if value > 0.0]
     if len(known) < 2:

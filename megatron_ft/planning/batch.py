@@ -1,4 +1,4 @@
-"""Assignment of an iteration's microbatches to ranks; the set of samples never depends on the layout.
+"""Assigns an iteration's microbatches to ranks; the set of samples never depends on the layout.
 
 An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which are assigned to the
 data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert all-to-all is collective;
@@ -14,14 +14,14 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Microbatches of one iteration over ``data_parallel_size`` ranks."""
+    """Distribution of one iteration's microbatches over ``data_parallel_size`` ranks."""
 
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
     num_microbatches_multiple: int = 1
-    """Number by which the count per rank must be divisible: the number of stages with an interleaved schedule, else
-    1."""
+    """Number that must divide the number of microbatches per rank: the number of pipeline stages if the schedule is
+    interleaved, otherwise 1."""
 
     @classmethod
     def of(cls, config: JobConfig, topology: Topology) -> "BatchPlan":
@@ -50,9 +50,9 @@ class BatchPlan:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches of each rank, padding included."""
+        """Number of microbatches of each rank, including padding."""
         per_rank = -(-self.num_real_microbatches // self.data_parallel_size)
-        # Megatron's interleaved schedule asserts a multiple of the stages.
+        # Megatron's interleaved schedule asserts a multiple of the number of stages.
         return -(-per_rank // self.num_microbatches_multiple) * self.num_microbatches_multiple
 
     @property
@@ -61,15 +61,15 @@ class BatchPlan:
         return self.num_microbatches * self.data_parallel_size - self.num_real_microbatches
 
     def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:
-        """Index of the first sample of a rank's microbatch (iterations count from 1); None for padding."""
+        """Return the index of the first sample in a rank's microbatch; None for padding. Iterations start at 1."""
         position = microbatch_position(self.data_parallel_size, data_parallel_rank, microbatch)
-        # Padding lies at the end of the iteration, so the samples before it are the same for every number of ranks.
+        # Padding is at the end of the iteration, so the samples before it are the same for every number of ranks.
         if position >= self.num_real_microbatches:
             return None
         return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
 
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
-    """Position of a rank's microbatch in its iteration, from 0."""
-    # In turn and not in blocks: padding then falls into the last rounds of all ranks, not onto the last ranks.
+    """Return the position, from 0, of a rank's microbatch among all microbatches of the iteration."""
+    # In turn and not in blocks, so that padding is among the last microbatches of all ranks, not on the last ranks.
     return microbatch * data_parallel_size + data_parallel_rank

@@ -1,7 +1,7 @@
 """Commit vote: the ballot of every rank, the result, and the decision about the iteration.
 
-A vote is settled when every rank has contributed its ballot; before that, everything can be rolled back. Its values are
-the scalars of the iteration that an exact replay needs.
+A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
+contains the scalars of the iteration that an exact replay needs.
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import Any
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import TrainingStopped
 
-# All ranks compute these from the same reduced values: one bit of difference means replicas that diverge from here on.
+# All ranks compute these from the same reduced values: a difference of one bit means that replicas have diverged.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
-"""Fields in votes of earlier versions that no replay needs."""
+"""Fields of votes that were written by earlier versions; no replay needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class WindowReport:
     """
 
     replicated_windows: int = 0
-    """Windows that are complete on this node and on all its peers; in a vote: on every rank."""
+    """Windows that are complete on this node and all of its peers; in a vote, windows for which all ranks report it."""
     given_up_windows: int = 0
-    """Windows that some peer will never receive; in a vote: windows of any rank."""
+    """Windows that at least one peer will never receive; in a vote, windows for which any rank reports it."""
     has_free_buffer: int = 1
-    """1 if the next window can begin as soon as a commit frees its buffer; in a vote: on every rank."""
+    """1 if the next window can begin as soon as a commit frees its buffer; in a vote, 1 if all ranks report 1."""
 
 
 WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
@@ -44,8 +44,8 @@ WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
 class Ballot(WindowReport):
     """A rank's contribution to the vote of one iteration.
 
-    Sums are over the rank's real microbatches, 0 on ranks without them. ``found_inf``, ``stop_requested`` (the run is
-    to end) and ``change_requested`` (nodes are to join or leave) are 0 or 1.
+    Sums are over the rank's microbatches without padding; they are 0 on ranks with padding only. ``found_inf``,
+    ``stop_requested`` (the run should end) and ``change_requested`` (nodes should join or leave) are 0 or 1.
     """
 
     generation: int
@@ -60,11 +60,11 @@ class Ballot(WindowReport):
     stop_requested: int = 0
     change_requested: int = 0
     pass_seconds: float = 0.0
-    """Time of this rank for work that is the same on every rank; 0 while unknown. Not part of the vote."""
+    """Time of this rank for work that is the same on every rank; 0 if unknown. It is not part of ``Vote``."""
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields as numbers that float64 represents exactly."""
-        # Not from a generator: CPython frees such tuples to a list of up to 2,000, which looks like a leak.
+        # Not from a generator: CPython puts such tuples on a free list of up to 2,000, which looks like a leak.
         return (*map(float, astuple(self)),)
 
     @classmethod
@@ -83,9 +83,10 @@ BALLOT_FIELDS = len(fields(Ballot))
 class Vote(WindowReport):
     """Result of the vote of one iteration, the same on all ranks.
 
-    Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over microbatches and mixture
-    layers (unweighted). ``grad_norm`` is the norm of the unclipped gradient. ``stop_requested`` makes this iteration
-    the last one of the run, and ``change_requested`` the last one of its membership, on every rank.
+    Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over microbatches and MoE
+    layers, without their coefficients. ``grad_norm`` is the norm of the gradient before clipping. On every rank,
+    ``stop_requested`` makes this iteration the last one of the run, and ``change_requested`` the last one of its
+    membership.
     """
 
     generation: int
@@ -111,7 +112,7 @@ class Vote(WindowReport):
 
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
-    """Return the factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
+    """Return the factor by which gradients are multiplied: 1 if clipping is off or not needed (Megatron's formula)."""
     if clip_grad <= 0.0:
         return 1.0
     # Any other small constant would give other bits than Megatron's.
@@ -119,14 +120,14 @@ def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
 
 
 def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -> Vote:
-    """Settle a vote from the ballots of all ranks.
+    """Compute the vote from the ballots of all ranks.
 
     Args:
-        ballots: in rank order.
-        num_moe_losses: auxiliary losses in the sums: real microbatches times MoE layers.
+        ballots: ballots of all ranks, in rank order.
+        num_moe_losses: number of auxiliary losses in the sums: microbatches without padding times MoE layers.
 
     Raises:
-        TrainingStopped: a value that must be the same on all ranks, to the bit, differs.
+        TrainingStopped: a value that must be bitwise equal on all ranks differs between them.
     """
     for name in _SAME_ON_ALL_RANKS:
         _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
@@ -147,8 +148,8 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
         z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
         stop_requested=any(ballot.stop_requested for ballot in ballots),
         change_requested=any(ballot.change_requested for ballot in ballots),
-        # A window serves a restart only with the parts of all ranks, so one rank that can never complete it is enough
-        # to give it up, and one rank without a buffer delays the next window on all.
+        # A restart needs the parts of a window from all ranks. So a window is given up if one rank can never complete
+        # it, and one rank without a free buffer delays the next window on all ranks.
         replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
         given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
         has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
@@ -175,12 +176,12 @@ class Decision:
     """``commit``, ``skip`` (no update) or ``stop``."""
     reason: str = ""
     spike: bool = False
-    """Whether the loss is a spike, whatever the action."""
+    """Whether the loss is a spike, regardless of the action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Committed losses of earlier votes, oldest first, and the number of skips in a row."""
+    """Losses of earlier committed iterations, oldest first, and the number of iterations skipped since the last one."""
 
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0
@@ -192,7 +193,7 @@ class History:
 
     def after(self, vote: Vote, decision: Decision, window: int) -> "History":
         """Return the history after ``decision``, with at most ``window`` losses."""
-        # A skipped loss stays out of the median: a row of spikes must not become the new normal.
+        # The losses of skipped iterations are not part of the median: several spikes must not become the new normal.
         if decision.action != "commit":
             return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0)
@@ -200,7 +201,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitPolicy:
-    """Decides about an iteration from its vote, the same on every rank. Fields are keys of ``config/training.py``."""
+    """Decides from a vote about its iteration, in the same way on every rank. Fields are keys of ``training``."""
 
     non_finite_policy: str
     max_consecutive_skips: int
@@ -223,23 +224,24 @@ class CommitPolicy:
         )
 
     def decide(self, vote: Vote, history: History) -> Decision:
-        """Decide to commit, skip or stop."""
+        """Decide whether to commit the iteration, to skip its update or to stop the run."""
         decision = self._decide(vote, history)
         if decision.action == "skip" and history.num_consecutive_skips + 1 > self.max_consecutive_skips:
             reason = (
-                f"{decision.reason}; this happened more than "
-                f"training.max_consecutive_skips={self.max_consecutive_skips} times in a row"
+                f"{decision.reason}; more consecutive updates were skipped than "
+                f"training.max_consecutive_skips={self.max_consecutive_skips} allows"
             )
             return Decision(action="stop", reason=reason, spike=decision.spike)
         return decision
 
     def _decide(self, vote: Vote, history: History) -> Decision:
-        # First: with a dynamic loss scale an overflow is how the scale is found, and no fault.
+        # Checked first: with a dynamic loss scale, an overflow is expected and not a fault.
         if vote.found_inf and self.loss_scaling:
             return Decision(action="skip", reason=f"gradient overflow at loss scale {vote.loss_scale:g}")
         if vote.found_inf or not (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm)):
             return Decision(
-                action=self.non_finite_policy, reason=f"loss={vote.loss} grad_norm={vote.grad_norm} is not finite"
+                action=self.non_finite_policy,
+                reason=f"the loss or a gradient is not finite: loss={vote.loss} grad_norm={vote.grad_norm}",
             )
         return self._decide_spike(vote, history)
 

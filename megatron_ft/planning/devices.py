@@ -1,4 +1,4 @@
-"""Choice of the device that a job trains on, from the facts that ``doctor/devices.py`` collects about a machine."""
+"""Chooses the device on which a job trains, from the facts that ``doctor/devices.py`` collects about a machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class DeviceFacts:
     driver: str
     """Version of the driver; empty if unknown."""
     num_gpus: int
-    """Device files that this process can open; a container may have only some of them."""
+    """Number of GPU device files that this process can open; a container may have only some of them."""
     visible: str | None = None
     """``CUDA_VISIBLE_DEVICES``; None if it is not set."""
     torch_has_cuda: bool = True
@@ -32,14 +32,14 @@ class DeviceChoice:
     device: str
     """``cpu`` or ``cuda``."""
     is_certain: bool
-    """Whether the device is certain; not with ``auto`` in a plan for an unknown machine, where ranks may use the other
-    one."""
+    """Whether ranks will use this device. This is not certain with ``training.device=auto`` in a plan for an unknown
+    machine."""
     reason: str
 
 
 def usable_gpus(facts: DeviceFacts) -> int:
-    """Return the number of GPUs that PyTorch can use; an invalid entry of ``CUDA_VISIBLE_DEVICES`` hides those after
-    it."""
+    """Return the number of GPUs that PyTorch can use. An invalid entry in ``CUDA_VISIBLE_DEVICES`` hides all entries
+    after it."""
     if not facts.has_driver or not facts.torch_has_cuda:
         return 0
     if facts.visible is None:
@@ -55,9 +55,10 @@ def usable_gpus(facts: DeviceFacts) -> int:
 
 
 def node_on_host(launch: LaunchConfig, node: int) -> int:
-    """Index of ``node`` among the nodes of its machine, from 0.
+    """Return the index, from 0, of ``node`` among the nodes of its machine.
 
-    Nodes of launcher ``local`` share the machine of the command; other launchers put one node on each machine.
+    With ``launch.node_launcher=local``, all nodes are on the machine of the command; other launchers start one node on
+    each machine.
     """
     return node if launch.mode == "local" and launch.node_launcher == "local" else 0
 
@@ -65,16 +66,16 @@ def node_on_host(launch: LaunchConfig, node: int) -> int:
 def device_index(
     *, node_on_host: int, local_rank: int, ranks_per_node: int, num_visible: int, ranks_per_gpu: int = 1
 ) -> int:
-    """Index of a rank's GPU among the GPUs that are visible to its process.
+    """Return the index of a rank's GPU among the GPUs that are visible to its process.
 
-    The ranks of all nodes of a machine take its GPUs in order. A process with one visible GPU takes that one: the
-    launcher has bound it (``srun --gpus-per-task=1``).
+    The GPUs of a machine are assigned in order to the ranks of all of its nodes. A process with only one visible GPU
+    uses this GPU, because the launcher has bound the process to it (``srun --gpus-per-task=1``).
 
     Args:
         node_on_host: index of the rank's node among the nodes of its machine.
         local_rank: index of the rank on its node.
-        num_visible: GPUs that are visible to the process.
-        ranks_per_gpu: ranks that share one GPU.
+        num_visible: number of GPUs that are visible to the process.
+        ranks_per_gpu: number of ranks that share one GPU.
 
     Raises:
         ConfigError: the process has too few visible GPUs for this rank.
@@ -85,15 +86,15 @@ def device_index(
     index = place // ranks_per_gpu
     if index >= num_visible:
         constraint = (
-            f"must be larger, or the machine must have more GPUs: rank {place} of this machine needs GPU {index}, and "
-            f"{num_visible} are visible"
+            f"must be larger, or the machine must have more GPUs: rank {place} of this machine needs GPU {index} (from "
+            f"0), but the number of visible GPUs is {num_visible}"
         )
         raise ConfigError.of("launch.ranks_per_gpu", ranks_per_gpu, constraint)
     return index
 
 
 def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
-    """Number of GPUs that ``num_ranks`` ranks of one machine use."""
+    """Return the number of GPUs that ``num_ranks`` ranks on one machine use."""
     return -(-num_ranks // ranks_per_gpu)
 
 
@@ -110,12 +111,12 @@ def choose_device(
     Args:
         requested: value of the key.
         facts: facts about this machine.
-        gpu_memory_bytes: ``limits.gpu_memory_bytes``; a value means that the job is for GPUs.
-        refused: reason why each possible device refuses the configuration; empty if it accepts it.
-        may_be_elsewhere: whether ranks may run on other machines (a dry run), whose devices are unknown here.
+        gpu_memory_bytes: ``limits.gpu_memory_bytes``; if it is set, the job is meant for GPUs.
+        refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
+        may_be_elsewhere: whether ranks may run on other machines with unknown devices, as in a dry run.
 
     Raises:
-        ConfigError: the device refuses the configuration, or the job is for GPUs and this machine has none.
+        ConfigError: the device cannot run the configuration, or the job is meant for GPUs and this machine has none.
     """
     if requested != "auto":
         _check_accepted(refused[requested])
@@ -128,13 +129,13 @@ def choose_device(
     # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
     if gpu_memory_bytes is not None:
         if not may_be_elsewhere:
-            constraint = "must be cpu, and limits.gpu_memory_bytes null, on a machine without a usable GPU: "
+            constraint = "must be cpu, with limits.gpu_memory_bytes=null, on a machine without a usable GPU: "
             raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
-        reason = "training.device=auto with limits.gpu_memory_bytes given"
+        reason = "training.device=auto, and limits.gpu_memory_bytes is set"
         _check_accepted(refused["cuda"], reason)
         return DeviceChoice(device="cuda", is_certain=True, reason=reason)
     reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
-    # A plan for an unknown machine prefers the device that accepts the job; a start has only this machine's.
+    # A plan for an unknown machine prefers a device that can run the job. A start can only use the device found here.
     if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
         _check_accepted(refused["cpu"], reason)
         return DeviceChoice(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
@@ -144,7 +145,7 @@ def choose_device(
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
-    """Describe the job on the device that was not chosen; empty if ranks cannot use it."""
+    """Describe whether the job would run on the device that was not chosen; empty if the choice is certain."""
     if choice.is_certain:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"
@@ -166,4 +167,4 @@ def _why_no_gpu(facts: DeviceFacts) -> str:
         return "no driver or no GPU was found"
     if not facts.torch_has_cuda:
         return "the installed PyTorch is built without CUDA"
-    return f"CUDA_VISIBLE_DEVICES={facts.visible} hides them"
+    return f"CUDA_VISIBLE_DEVICES={facts.visible} hides all GPUs"

@@ -1,25 +1,26 @@
 """Replica-aware dispatch schedule (Lazarus, section 4.2, algorithm 1) in integers: how many tokens go to which rank.
 
-Legend: E experts, N ranks. ``T[e, i]`` tokens of expert e on rank i; ``R[e, j]`` replicas of e on rank j;
-``D[e, i, j]`` tokens of e that rank i sends to rank j. All are 64-bit integers, every division is a floor, so every
-rank computes the same schedule from the gathered ``T``, and kernels reproduce it bit for bit. The rule:
+Legend: E experts, N ranks. ``T[e, i]`` is the number of tokens of expert e on rank i; ``R[e, j]`` the number of
+replicas of e on rank j; ``D[e, i, j]`` the number of tokens of e that rank i sends to rank j. All are 64-bit integers,
+and every division is rounded down. So every rank computes the same schedule from the gathered ``T``, and kernels
+reproduce it bit for bit. The schedule is computed in four steps:
 
-1. Share. ``t = sum_i T[e, i]``, ``r = sum_j R[e, j]``, ``q = t // r``, ``m[e] = t % r``. The replicas of e are
-   numbered 0 to r - 1 by rank; rank j has those from ``A = sum_{k < j} R[e, k]`` to ``B = A + R[e, j]``, B excluded.
-   Every replica takes q tokens; the m[e] replicas ``(o + x) % r`` for ``0 <= x < m[e]`` take one more, where
-   ``o = (sum_{e' < e} m[e']) % r``: each expert's remainder begins where those before it ended. So, with
-   ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``,
-   ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])``.
-2. Local first. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay.
-3. The rest. ``U = T - L`` are left over, ``V = Q - L`` is room; both add up to the same number for each expert. With
-   ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``, what is left over and the room are laid
-   end to end in rank order and matched where they meet:
+1. Share of each rank. ``t = sum_i T[e, i]``, ``r = sum_j R[e, j]``, ``q = t // r``, ``m[e] = t % r``. The replicas of
+   e are numbered 0 to r - 1 by rank; rank j has the replicas A to B - 1, with ``A = sum_{k < j} R[e, k]`` and
+   ``B = A + R[e, j]``. Every replica gets q tokens, and the m[e] replicas ``(o + x) % r`` for ``0 <= x < m[e]`` get one
+   token more, where ``o = (sum_{e' < e} m[e']) % r`` continues after the additional tokens of the previous experts.
+   With ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``, rank j gets
+   ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens.
+2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.
+3. Sent tokens. Ranks must send ``U = T - L`` tokens and have space for ``V = Q - L`` tokens; for each expert, both have
+   the same sum. Both are laid end to end in rank order, and tokens go to the space at the same place. With
+   ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``,
    ``D[e, i, j] = overlap(SU[e, i], SU[e, i] + U[e, i], SV[e, j], SV[e, j] + V[e, j]) + (L[e, i] if i == j else 0)``.
-4. Which tokens. Rank i takes its tokens of expert e in their order: the first ``D[e, i, 0]`` go to rank 0, the next
-   ``D[e, i, 1]`` to rank 1, and so on.
+4. Order of tokens. Of its tokens of expert e, in their order, rank i sends the first ``D[e, i, 0]`` to rank 0, the
+   next ``D[e, i, 1]`` to rank 1, and so on.
 
-Hence ``sum_j D[e, i, j] = T[e, i]``, ``sum_i D[e, i, j] = Q[e, j]``, and a rank sends tokens of e away only when its
-own share is full.
+Hence ``sum_j D[e, i, j] = T[e, i]`` and ``sum_i D[e, i, j] = Q[e, j]``. A rank sends tokens of e to other ranks only if
+its own share is full.
 """
 
 from typing import Any
@@ -33,14 +34,15 @@ Integers = npt.NDArray[np.int64]
 
 
 def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
-    """``Q[E, N]``: tokens of each expert that each rank computes (rule 1).
+    """Return ``Q[E, N]``, the number of tokens of each expert that each rank computes (step 1).
 
     Args:
         tokens: ``T[E, N]``.
         replicas: ``R[E, N]``.
 
     Raises:
-        ConfigError: arrays that are not integers of one shape, negative entries, tokens for an expert without replica.
+        ConfigError: the arrays are not integers of one shape, an entry is negative, or an expert without replicas has
+            tokens.
     """
     counts, copies = _checked(tokens, replicas)
     totals = counts.sum(axis=1)
@@ -56,17 +58,17 @@ def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
 
 
 def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
-    """``D[E, N, N]``: tokens of each expert from each rank (second axis) to each rank (third axis).
+    """Return ``D[E, N, N]``, the number of tokens of each expert that each rank (axis 1) sends to each rank (axis 2).
 
     Raises:
-        ConfigError: as ``quotas``.
+        ConfigError: in the same cases as ``quotas``.
     """
     rows = [sends(tokens, replicas, rank) for rank in range(np.shape(tokens)[1])]
     return np.stack(rows, axis=1)
 
 
 def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """``D[:, rank, :]``, ``[E, N]``: tokens that ``rank`` sends to each rank."""
+    """Return ``D[:, rank, :]``, the number of tokens of each expert that ``rank`` sends to each rank, ``[E, N]``."""
     kept, left, room = _split(tokens, replicas)
     start = (np.cumsum(left, axis=1) - left)[:, rank, None]
     end = np.cumsum(room, axis=1)
@@ -76,7 +78,7 @@ def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> In
 
 
 def receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """``D[:, :, rank]``, ``[E, N]``: tokens that ``rank`` receives from each rank."""
+    """Return ``D[:, :, rank]``, the number of tokens of each expert that ``rank`` gets from each rank, ``[E, N]``."""
     kept, left, room = _split(tokens, replicas)
     start = (np.cumsum(room, axis=1) - room)[:, rank, None]
     end = np.cumsum(left, axis=1)
@@ -86,7 +88,7 @@ def receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) ->
 
 
 def _split(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Integers, Integers, Integers]:
-    """``L``, ``U`` and ``V`` of the rule, each ``[E, N]``."""
+    """Return ``L``, ``U`` and ``V`` of the module's steps 2 and 3, each ``[E, N]``."""
     room = quotas(tokens, replicas)
     counts = np.asarray(tokens, dtype=np.int64)
     kept = np.minimum(counts, room)
@@ -100,9 +102,9 @@ def _overlap(first: Integers, last: Integers, other_first: Integers, other_last:
 def _checked(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Integers, Integers]:
     for key, array in (("tokens", tokens), ("replicas", replicas)):
         if np.ndim(array) != 2 or not np.issubdtype(np.asarray(array).dtype, np.integer):
-            raise ConfigError.of(key, np.asarray(array).dtype, "must be integers [experts, ranks]")
+            raise ConfigError.of(key, np.asarray(array).dtype, "must be an array of integers [experts, ranks]")
         if np.size(array) and np.min(array) < 0:
-            raise ConfigError.of(key, int(np.min(array)), "must be 0 or more")
+            raise ConfigError.of(key, int(np.min(array)), "must be at least 0")
     if np.shape(tokens) != np.shape(replicas):
         raise ConfigError.of("replicas", np.shape(replicas), f"must have the shape of tokens, {np.shape(tokens)}")
     counts, copies = np.asarray(tokens, dtype=np.int64), np.asarray(replicas, dtype=np.int64)

@@ -32,7 +32,7 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Plan of one pipeline stage; numbers are per rank."""
+    """Plan of one pipeline stage; parameters and bytes are those of one rank."""
 
     pipeline_stage: int
     layers: tuple[int, ...]
@@ -63,41 +63,41 @@ class JobPlan:
     published_parameters_source: str
     stages: tuple[StagePlan, ...]
     host_bytes_per_node: int
-    """Estimate for the largest node."""
+    """Estimated host memory of the node that needs most."""
     gpu_memory_bytes: int | None
-    """Limit of the configuration; None checks nothing."""
+    """Limit of a rank's memory on its GPU (``limits.gpu_memory_bytes``); None for no check."""
     host_memory_bytes: int | None
-    """Limit of the configuration; None checks nothing."""
+    """Limit of a node's host memory (``limits.host_memory_bytes``); None for no check."""
     train_iterations: int
     num_microbatches: int
-    """Per iteration, over all ranks, without padding."""
+    """Number of microbatches per iteration over all ranks, without padding."""
     num_microbatches_per_rank: int
     num_padding_microbatches: int
-    """Number of masked microbatches per iteration, over all ranks."""
+    """Number of padding microbatches per iteration, over all ranks."""
     tokens_per_iteration: int
     data: DataSummary
     placement: PlacementReport | None = None
-    """None without replica slots."""
+    """First placement; None without replica slots."""
     snapshot: SnapshotReport | None = None
-    """None without snapshots."""
+    """Estimate of the snapshots; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
-    """None without ``recovery.keep_layout`` or with one pipeline stage."""
+    """Estimate of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
     routing: str | None = None
-    """Recorded loads for routing; None if routing is learned."""
+    """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[LossCost, ...] = ()
     """Cost of losing each node alone; empty if not requested."""
     notes: tuple[str, ...] = ()
-    """Properties of the job that its keys do not suggest."""
+    """Notes for the user about properties of the job that the configuration does not show directly."""
     device_reason: str = ""
-    """Reason for ``device``."""
+    """Reason for the choice of ``device``."""
     other_device: str = ""
     """Description of the job on the other device; empty if ranks cannot use it."""
     is_refused_there: bool = False
-    """Whether the other device refuses the job."""
+    """Whether the job would be refused on the other device."""
     why_no_replicas: str = ""
-    """Reason why no lost node can be recovered from expert replicas; empty if it is possible."""
+    """Reason why the job cannot continue from expert replicas after the loss of a node; empty if it can."""
     windows_serve: str = ""
-    """Failures from which windows of snapshots can recover; empty without snapshots."""
+    """Failures after which the job can recover from its snapshot windows; empty without snapshots."""
 
     @property
     def device_bytes(self) -> int:
@@ -108,7 +108,7 @@ class JobPlan:
         """Check the plan against the memory limits of the configuration.
 
         Raises:
-            ConfigError: a rank or a node needs more.
+            ConfigError: a rank or a node needs more memory than its limit.
         """
         within_limit(
             # On CPU the state of ranks is host memory, which ``host_bytes_per_node`` contains.
@@ -143,14 +143,14 @@ def plan_job(
     choice: DeviceChoice | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> JobPlan:
-    """Plan a validated configuration.
+    """Plan the job of a validated configuration.
 
     Args:
         inputs: contents of the placement and routing files that the configuration names.
         device: ``cpu`` or ``cuda``, already resolved.
         with_losses: whether to compute the cost of losing each node, and warnings about it.
-        choice: reason for ``device``; None leaves the plan without a reason.
-        refused: reason why each possible device refuses the configuration; empty if it accepts it.
+        choice: choice of ``device`` with its reason; None leaves the plan without a reason.
+        refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
 
     Raises:
         ConfigError: memory limits are exceeded, or inputs do not fit the job.
@@ -165,7 +165,7 @@ def plan_job(
     trace = _trace(config, inputs or JobInputs())
     snapshot = report_snapshots(config, data.tokenizer_vocab_size)
     upstream_log = report_upstream_log(config, snapshot)
-    # Both lie in host memory on either device, beside everything that ranks take themselves.
+    # On either device, both are in host memory, in addition to the memory of the ranks' processes.
     captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
     wrap = None if trace is None else trace.wrap(training.train_iterations)
     losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
@@ -235,7 +235,7 @@ def _losses(
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
-    # Only jobs that continue on fewer nodes by replicas lose slots with a node.
+    # Only jobs that continue from replicas on fewer nodes lose slots with a node.
     if placement.algorithm is None or config.recovery.keep_layout or not config.fewest_nodes <= num_left:
         return ()
     num_copies, num_ranks = min(placement.min_replicas, num_left), num_left * launch.ranks_per_node
@@ -247,7 +247,7 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
         f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node the job has "
         f"{num_slots} slots, too few for {num_copies} replicas of {num_experts} experts "
         f"(placement.min_replicas={placement.min_replicas}). Until a node joins, the next loss can end the job; "
-        f"{enough} slots per rank avoid this",
+        f"placement.num_slots_per_rank={enough} avoids this",
     )
 
 
@@ -257,8 +257,8 @@ def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
         return ()
     return (
         f"topology.failure_domain_source={source}: failure domains are not known before the job has its nodes. This "
-        "plan takes every node as a domain; the real survival may be lower and peers may differ. A start with "
-        "too few domains is refused",
+        "plan counts every node as a domain; the actual survival may be lower, and peers may be other nodes. The job "
+        "does not start if it has too few domains",
     )
 
 
@@ -295,7 +295,7 @@ def _stages(
 
 
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
-    # A save runs between iterations; its copy of the state is kept while it is written in the background.
+    # A save runs between iterations. Its copy of the state exists until the state is written in the background.
 
     def host_bytes(rank: int) -> int:
         stage = stages[rank // topology.stage_size]

@@ -1,8 +1,8 @@
 """Megatron's 1F1B pipeline schedules as sequences: the order in which stages compute, send and receive.
 
-A *chunk* is one of the model parts of a stage (the only one without interleaving). Chunks, microbatches and stages
-count from 0. Source: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1; Narayanan et al., 2021,
-section 2.2.
+A *chunk* is one of the model parts of a stage; without interleaving, a stage has one chunk. Chunks, microbatches and
+stages are numbered from 0. Sources: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1; Narayanan et
+al., 2021, section 2.2.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class LogKey:
     """Chunk of the sender."""
     direction: Direction
     generation: int
-    """Membership in which it was last sent; later memberships may use it if the iteration is committed."""
+    """Membership in which the tensor was last sent; later memberships may use it if the iteration is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,12 @@ class PipelineShape:
 
     num_stages: int
     num_microbatches: int
-    """Per data-parallel rank and iteration, padding included."""
+    """Number of microbatches per data-parallel rank and iteration, including padding."""
     num_chunks: int = 1
-    """Chunks per stage (VPP); more than one interleaves."""
+    """Number of chunks per stage (VPP); the schedule is interleaved if there are several."""
     microbatch_group_size: int | None = None
-    """Microbatches that run through a chunk before the next chunk, with interleaving (Megatron's
-    ``microbatch_group_size_per_vp_stage``); None for the number of stages, its default."""
+    """Number of microbatches that a stage runs through one chunk before the next chunk, with interleaving (Megatron's
+    ``microbatch_group_size_per_vp_stage``); None for Megatron's default, the number of stages."""
 
     @property
     def group_size(self) -> int:
@@ -55,7 +55,8 @@ class PipelineShape:
         """Check the requirements of Megatron's schedules.
 
         Raises:
-            ConfigError: a size below 1, chunks without stages, or groups that leave dependency bubbles.
+            ConfigError: a size is below 1, a single stage has several chunks, or the last group of microbatches is too
+                small.
         """
         for key, value in (
             ("parallel.pipeline_model_parallel_size", self.num_stages),
@@ -83,10 +84,10 @@ class PipelineShape:
 
 
 def destination(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Return stage and chunk that receive the output of a chunk; None for the last chunk of the model (backward: the
-    first).
+    """Return the stage and chunk that receive the output of a pass of ``chunk`` on ``stage``.
 
-    The last stage sends forward to the next chunk of the first stage.
+    Return None for the forward output of the model's last chunk and the backward output of its first chunk. The last
+    stage sends forward to the next chunk of the first stage.
     """
     step = 1 if direction == "forward" else -1
     place = chunk * shape.num_stages + stage + step
@@ -97,7 +98,7 @@ def destination(shape: PipelineShape, stage: int, chunk: int, direction: Directi
 
 
 def origin(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Return stage and chunk that send the input of a chunk; None if it reads samples or labels."""
+    """Return the stage and chunk that send the input of a pass; None if its input is the samples or the loss."""
     return destination(shape, stage, chunk, "backward" if direction == "forward" else "forward")
 
 
@@ -106,7 +107,7 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
     """Return the passes of one iteration in the order in which a stage computes them: warm-up, steady state,
     cool-down."""
     shape.validate()
-    assert 0 <= stage < shape.num_stages, f"stage {stage} is outside a pipeline of {shape.num_stages}"
+    assert 0 <= stage < shape.num_stages, f"stage {stage} is not in a pipeline of {shape.num_stages} stages"
     forward, backward = _forward_passes(shape), _backward_passes(shape)
     num_warmup = min(_num_warmup_passes(shape, stage), len(forward))
     # There are more backward passes than pairs: the rest is the cool-down.
@@ -122,8 +123,9 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
 def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
     """Return (microbatch, own chunk) of each tensor that a stage sends in one iteration and direction, in order.
 
-    Forward, the last chunk of the model sends nothing; backward, the first. With interleaving the last stage sends
-    forward to the first one, and the first stage backward to the last. A pipeline of one stage sends nothing.
+    The last chunk of the model sends nothing forward, and the first chunk sends nothing backward. With interleaving,
+    the last stage sends forward to the first stage, and the first stage backward to the last. A single stage sends
+    nothing.
     """
     return tuple(
         (microbatch, chunk)
@@ -136,7 +138,7 @@ def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple
 def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
     """Return (microbatch, own chunk) of each tensor that a stage receives in one iteration and direction, in order.
 
-    The chunk is that of the receiver; tensors are used in the same order.
+    The chunk is a chunk of the receiving stage, which uses the tensors in the same order.
     """
     neighbour = (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
     received = []
@@ -168,7 +170,7 @@ def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
 
 def _num_warmup_passes(shape: PipelineShape, stage: int) -> int:
     behind = shape.num_stages - stage - 1
-    # Formulas of Megatron's ``get_pp_rank_microbatches``: in another order a log would give a replay wrong tensors.
+    # Formulas of Megatron's ``get_pp_rank_microbatches``: with another order, a replay would get wrong logged tensors.
     if shape.num_chunks == 1:
         return behind
     return 2 * behind + (shape.num_chunks - 1) * shape.group_size

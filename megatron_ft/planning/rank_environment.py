@@ -1,7 +1,7 @@
 """Environment variables that a rank on CUDA needs before its first call to CUDA or NCCL.
 
-Sources: Megatron-Core 0.16.1 (``CUDA_DEVICE_MAX_CONNECTIONS``), NVIDIA's documentations of cuBLAS ("Results
-reproducibility"), NCCL ("Environment Variables") and Transformer Engine, PyTorch's notes "CUDA semantics" and
+Sources: Megatron-Core 0.16.1 (``CUDA_DEVICE_MAX_CONNECTIONS``); NVIDIA's documentation of cuBLAS ("Results
+reproducibility"), NCCL ("Environment Variables") and Transformer Engine; PyTorch's notes "CUDA semantics" and
 "ProcessGroupNCCL Environment Variables".
 """
 
@@ -20,23 +20,24 @@ _ABORTS_ITSELF = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
 }
-# By default NCCL chooses algorithm and protocol by message size and topology, and each of them adds in another order.
+# By default NCCL chooses algorithm and protocol by message size and topology, and each choice adds in another order.
 _FIXED_ORDER_OF_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
-# Ranks with host ids of their own count as machines of their own, which share neither GPU nor host memory.
+# Ranks with different host ids count as separate machines, which share neither GPU nor host memory.
 _SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
 def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, str]:
-    """Return variables for a rank of ``config``, whose device is resolved; empty on CPU. The user's values take
-    precedence.
+    """Return the environment variables that a rank needs; empty on CPU. Values that the user sets take precedence.
 
     Args:
+        config: configuration of the job, in which ``training.device`` is not ``auto``.
         rank: global rank of the process; None leaves out variables that differ between ranks.
     """
     parallel, training = config.parallel, config.training
     if training.device != "cuda":
         return {}
-    # A new membership has buffers of other sizes: in segments of fixed size the former ones would leave unusable gaps.
+    # A new membership has buffers of other sizes: with segments of fixed size, previous buffers would leave gaps that
+    # cannot be used.
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
         # Communication must be enqueued before the computation that it overlaps with.
@@ -64,5 +65,5 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
 
 
 def set_otherwise(table: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment whose values differ from ``table``."""
+    """Return the entries of ``variables`` whose names are in ``table`` with a different value."""
     return {name: variables[name] for name, value in table.items() if variables.get(name, value) != value}

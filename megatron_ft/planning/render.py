@@ -1,4 +1,4 @@
-"""Text of a ``JobPlan``."""
+"""Renders a ``JobPlan`` as text."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import UpstreamLogReport
 
 SHOWN_RANKS = 16
-"""Largest number of ranks in a list; JSON lists all."""
+"""Largest number of ranks, stages or nodes that a list shows; ``dry_run_format=json`` lists all."""
 SHOWN_OPERATORS = 4
-"""Largest number of missing operators in a list."""
+"""Largest number of missing operators that a list shows."""
 
 
 def render(plan: JobPlan) -> str:
-    """Write layout, parameters, memory, batches, data and the cost of losses, each as an aligned block."""
+    """Return the plan as text: layout, parameters, memory, batches, data and the cost of losses in aligned blocks."""
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
     if plan.placement is not None:
         blocks.append(render_placement(plan.placement, plan.why_no_replicas))
@@ -36,14 +36,14 @@ def render(plan: JobPlan) -> str:
 
 
 def readable_bytes(count: int) -> str:
-    """Write a size such as ``1.4 GiB``; exact below 1 KiB."""
+    """Format a number of bytes, for example as ``1.4 GiB``; sizes below 1 KiB are exact."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(max(count, 1).bit_length() - 1, 59) // 10
     return f"{count} B" if power == 0 else f"{count / 1024**power:.1f} {units[power]}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns: the first to the left, the others to the right."""
+    """Format rows as a table, with the first column aligned to the left and all other columns to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -93,7 +93,9 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
     window = "the size is measured before the first window"
     if report.window_iterations is not None:
         window = f"{report.window_iterations} iterations; a new window every {report.interval_iterations} iterations"
-    peers = "; ".join(f"{node}: {', '.join(map(str, peers))}" for node, peers in enumerate(report.peers[:SHOWN_RANKS]))
+    peers = "; ".join(
+        f"node {node} on {', '.join(map(str, peers))}" for node, peers in enumerate(report.peers[:SHOWN_RANKS])
+    )
     return _pairs(
         f"snapshots by {report.policy}",
         [
@@ -101,7 +103,7 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
             ("used for", serve),
             ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the largest rank"),
             ("dense snapshot", f"{readable_bytes(report.dense_bytes)} on the largest rank"),
-            ("peer copies", f"{report.num_peer_copies} of each node, on {peers}" if report.num_peer_copies else "none"),
+            ("peer copies", f"{report.num_peer_copies} of each node: {peers}" if report.num_peer_copies else "none"),
             (
                 "host memory",
                 f"{readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
@@ -122,7 +124,7 @@ def _upstream_log(report: UpstreamLogReport) -> str:
         rows.append((str(stage), *sizes))
     hidden = len(report.num_entries) - SHOWN_RANKS
     tail = [f"  and {hidden} more stages (dry_run_format=json lists all)"] if hidden > 0 else []
-    kept, memory = "windows are measured first", "unknown until the first windows are measured"
+    kept = memory = "unknown until the first windows are measured"
     if report.iterations_kept is not None:
         until = f"until the commit of the next window, at most {report.commit_lag_iterations} iterations after its end"
         kept = f"{report.iterations_kept} iterations: from the start of a window {until}"
@@ -213,10 +215,10 @@ def _ranks(plan: JobPlan) -> str:
 
 
 def render_placement(report: PlacementReport, why_unused: str = "") -> str:
-    """Write slots, survival and bytes, then the slots of the first MoE layer of each stage.
+    """Return the report as text: slots, survival and bytes, then the slots in the first MoE layer of each stage.
 
     Args:
-        why_unused: reason why no recovery uses these replicas; empty if one does.
+        why_unused: reason why no recovery uses the replicas; empty if a recovery uses them.
     """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
@@ -234,15 +236,15 @@ def render_placement(report: PlacementReport, why_unused: str = "") -> str:
 
 
 def _survival(values: Sequence[Survival]) -> str:
-    shown = [f"{v.probability:.4f}{'' if v.exact else ' (estimated)'} of losses of {v.num_lost}" for v in values]
-    return f"{', '.join(shown)} failure domains"
+    shown = [f"{v.num_lost}: {v.probability:.4f}{'' if v.exact else ' (estimated)'}" for v in values]
+    return f"probability by number of lost failure domains: {', '.join(shown)}"
 
 
 def _copies(report: PlacementReport, all_bytes: int, copies_bytes: int | None) -> str:
-    text = f"{readable_bytes(all_bytes)} on the ranks that compute with it"
+    text = f"{readable_bytes(all_bytes)} on the ranks that compute with the parameters"
     if copies_bytes is None:
         return text
-    return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies on different failure domains"
+    return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies in different failure domains"
 
 
 def _slots(plan: PlacementPlan) -> str:
@@ -257,7 +259,7 @@ def _slots(plan: PlacementPlan) -> str:
 
 
 def _losses(losses: Sequence[LossCost], device: str) -> str:
-    # The row for dead ranks on living nodes is always shown: it is the only one of its kind.
+    # The row for the death of ranks without the loss of a node is always shown: it is the only one of its kind.
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
@@ -266,9 +268,9 @@ def _losses(losses: Sequence[LossCost], device: str) -> str:
         rows.append((name, cost.source, cost.iterations, moved, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
-    # Nodes mostly decline for the same reasons: each reason once.
+    # For most nodes the reasons are the same, so each reason is listed once.
     reasons = dict.fromkeys(_shortened(declined) for cost in gone for declined in cost.declined)
-    shown = [f"  not {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
+    shown = [f"  not from {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
     return "\n".join(
         [f"cost of a loss on {device}", *(f"  {line}" for line in table(rows).splitlines()), *tail, *shown]
     )

@@ -1,4 +1,4 @@
-"""Retention of dense checkpoints."""
+"""Retention policy for dense checkpoints: decides which ones are deleted."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ class RetentionPolicy:
     keep_last: int
     """Number of newest complete checkpoints to keep; 0 keeps all."""
     keep_every_iterations: int = 0
-    """Also keep iterations that are a multiple of this; 0 keeps no others."""
+    """Checkpoints of iterations that are a multiple of this number are also kept; 0 turns this off."""
 
     def removable(self, complete: Sequence[tuple[int, str]], *, in_use: Collection[str] = ()) -> tuple[str, ...]:
-        """List the names to delete, oldest first. The newest checkpoint is never deleted.
+        """List the names of checkpoints to delete, oldest first. The newest checkpoint is never deleted.
 
         Args:
-            complete: (iteration, name) of every complete checkpoint; of equal iterations the later name is newer.
-            in_use: names to keep, e.g. the checkpoint that the run resumed from.
+            complete: (iteration, name) of every complete checkpoint; if iterations are equal, names are compared.
+            in_use: names of checkpoints that must not be deleted, such as the one from which the run resumed.
         """
         if self.keep_last == 0:
             return ()

@@ -1,8 +1,8 @@
-"""Routing by recorded loads: chooses the experts of each token so that their counts follow a record.
+"""Routing by recorded loads: chooses the experts of each token so that the loads of experts follow a record.
 
-Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing: from each layer it uses the loads of
-the most popular experts, as many as the model has. Here a record gives the proportions, and tokens are assigned in
-integers, so the same record and key give the same routing on every machine.
+Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing. Of each layer it uses the loads of the
+most popular experts, as many as the model has. In this module, a record gives the proportions of the loads, and tokens
+are assigned in integers, so the same record and key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """
@@ -25,36 +25,36 @@ FILE_KEY, START_KEY = "model.router_trace_file", "model.router_trace_start"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTrace:
-    """Loads of a model's MoE layers, one record per iteration from ``start`` on, cyclically."""
+    """Recorded loads of a model's MoE layers. Each iteration uses one record, cyclically, beginning with ``start``."""
 
     source: str
-    """File name."""
+    """Name of the file with the records."""
     layer_numbers: tuple[int, ...]
     """MoE layers of the model, in Megatron's numbering."""
     tokens: Tokens
-    """``[records, layers, experts]``; every layer of every record has tokens."""
+    """Numbers of tokens ``[records, layers, experts]``; every layer of every record has tokens."""
     start: int
-    """Record of iteration 1."""
+    """Number of the record that iteration 1 uses."""
     dropped_layers: int
-    """Number of last layers of the file that the model does not use."""
+    """Number of layers at the end of the file that the model does not use."""
     dropped_experts: int
-    """Number of least loaded experts of each layer that the model does not have."""
+    """Number of least loaded experts in each layer of the file that the model does not use."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
         """Select the part of a recording that a model uses.
 
-        Layers with loads map to MoE layers in order. If the file has more experts than the model, each layer keeps
-        those with the most tokens over all records, in the order of the file.
+        The layers of the file that have loads are used for the model's MoE layers, in order. If the file has more
+        experts than the model, each layer uses the experts with the most tokens over all records, in the file's order.
 
         Raises:
-            DataError: too few layers or experts, or a layer without tokens in a record.
-            ConfigError: a start beyond the records.
+            DataError: the file has too few layers or experts, or a layer has no tokens in a record.
+            ConfigError: ``model.router_trace_start`` is not the number of a record.
         """
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         tokens: Tokens = recorded.tokens.sum(axis=(1, 3))
         loaded = tokens[:, tokens.any(axis=(0, 2)), :]
-        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "MoE layers")
+        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "MoE layers of the model")
         num_experts = model.num_moe_experts or 0
         _check_size(recorded.source, "experts", loaded.shape[2], num_experts, "model.num_moe_experts")
         trace = cls(
@@ -69,20 +69,20 @@ class RoutingTrace:
         return trace
 
     def validate(self) -> None:
-        """Check that the start is a record and that every layer of every record has tokens.
+        """Check that ``start`` is the number of a record and that every layer of every record has tokens.
 
         Raises:
             ConfigError, DataError: a check fails.
         """
         if not 0 <= self.start < self.num_records:
-            what = f"must be in 0..{self.num_records - 1}, the records of {self.source}"
+            what = f"must be from 0 to {self.num_records - 1}, a record of {self.source}"
             raise ConfigError.of(START_KEY, self.start, what)
         empty = np.argwhere(self.tokens.sum(axis=2) == 0)
         if len(empty):
             record, layer = (int(position) for position in empty[0])
             raise DataError(
-                f"{FILE_KEY}={self.source}: record {record} has no tokens for layer {self.layer_numbers[layer]}, "
-                "which routes by them"
+                f"{FILE_KEY}={self.source}: record {record} must have tokens for layer {self.layer_numbers[layer]} of "
+                "the model, but has none"
             )
 
     @property
@@ -91,16 +91,16 @@ class RoutingTrace:
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Record of an iteration (from 1); an evaluation (0) uses the first iteration's."""
+        """Return the record of an iteration, from 1; an evaluation (iteration 0) uses the record of iteration 1."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:
-        """Recorded tokens of each expert, ``[E]``."""
+        """Return the recorded tokens of each expert, ``[E]``, for one layer in one iteration."""
         loads: list[float] = self.tokens[self.record_of(iteration), self.layer_numbers.index(layer_number)].tolist()
         return loads
 
     def wrap(self, train_iterations: int) -> str | None:
-        """Note for a run that is longer than the records; None for a shorter one."""
+        """Return a note if the run has more iterations than records from ``start`` on; None otherwise."""
         last = self.num_records - self.start
         if train_iterations <= last:
             return None
@@ -116,21 +116,18 @@ class RoutingTrace:
             f"{self.source}: {records} records of {layers} layers x {experts} experts, starting with record "
             f"{self.start}"
         )
-        left_out = [
-            f"{count} {what}"
-            for count, what in ((self.dropped_layers, "last layers"), (self.dropped_experts, "least loaded experts"))
-            if count
-        ]
-        return text + (f"; without its {' and '.join(left_out)}" if left_out else "")
+        dropped = (("layers at the end", self.dropped_layers), ("least loaded experts", self.dropped_experts))
+        left_out = [f"{what}: {count}" for what, count in dropped if count]
+        return text + (f"; not used: {', '.join(left_out)}" if left_out else "")
 
 
 def _check_size(source: str, what: str, found: int, needed: int, needed_by: str) -> None:
     if found < needed:
-        raise DataError(f"{FILE_KEY}={source}: has {found} {what}, but needs at least {needed}, the {needed_by}")
+        raise DataError(f"{FILE_KEY}={source}: has {found} {what}, but must have at least {needed} ({needed_by})")
 
 
 def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
-    """``[records, layers, num_experts]``: the experts of each layer with the most tokens over all records."""
+    """Select the ``num_experts`` experts of each layer with the most tokens over all records."""
     # A stable sort: which of equally loaded experts is kept must not depend on numpy's version or the CPU.
     order = np.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
     kept = np.sort(order[:, :num_experts], axis=1)
@@ -139,21 +136,21 @@ def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
 
 
 def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> list[int]:
-    """Return the tokens of each expert, ``[E]``, that add up to T * K: proportional to ``loads``, by largest
-    remainders.
+    """Return the number of tokens of each expert, ``[E]``: T * K tokens are distributed in proportion to ``loads``, by
+    the method of largest remainders.
 
-    A token has K different experts, so no expert gets more than T. The excess of a heavier one goes to the others in
-    proportion, or evenly to experts without load if the others cannot take it.
+    A token has K different experts, so no expert gets more than T tokens. The excess of an expert goes to the other
+    experts in proportion to their loads or, if all of these are full, evenly to experts without load.
     """
-    assert 1 <= topk <= len(loads), f"{topk} experts of {len(loads)}"
+    assert 1 <= topk <= len(loads), f"a token cannot have {topk} of {len(loads)} experts"
     weights, counts = integer_loads(loads), [0] * len(loads)
     free, left = list(range(len(loads))), num_tokens * topk
     while True:
         if left and not any(weights[expert] for expert in free):
             weights = [1] * len(loads)
         total = sum(weights[expert] for expert in free)
-        # What is cut off from one expert goes to the others, which may then exceed the limit themselves: hence the
-        # loop. In integers, so that no rounding decides.
+        # The excess of one expert goes to other experts, which may then exceed the limit as well: hence the loop. The
+        # comparison is in integers, so that rounding has no influence.
         full = [expert for expert in free if weights[expert] * left > num_tokens * total]
         if not full:
             break
@@ -177,14 +174,15 @@ def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[i
 
 
 def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDArray[np.int64]:
-    """Experts of each token, ``[T, K]``, distinct in each row, with ``counts[e]`` tokens for expert e.
+    """Return the experts of each token, ``[T, K]``: a row has K different experts, and ``counts[e]`` rows contain e.
 
-    Each expert is repeated as often as it has tokens, in one sequence, and a token takes entries T apart. An expert
-    has at most T entries, one after the other, so no token takes it twice. ``key`` shuffles experts and tokens.
+    A sequence contains each expert as often as the expert has tokens, and a token gets K entries at distances of T. The
+    entries of an expert are adjacent and at most T, so no token gets the same expert twice. ``key`` determines the
+    order of experts and of tokens.
     """
     topk, rest = divmod(sum(counts), num_tokens)
     assert rest == 0 and max(counts) <= num_tokens, (
-        f"{list(counts)} is no multiple of {num_tokens} tokens, or gives an expert more than all"
+        f"{list(counts)} must add up to a multiple of {num_tokens} tokens and have no larger entry"
     )
     order = shuffled(len(counts), f"{key}/experts")
     row = np.repeat(order, np.asarray(counts, dtype=np.int64)[order])
@@ -192,11 +190,11 @@ def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDAr
 
 
 def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
-    """Permutation of ``range(size)`` by ``key``, the same on every machine.
+    """Return a permutation of ``range(size)`` that depends only on ``key`` and is the same on every machine.
 
-    Sorts by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of a counter, in 64-bit integers.
+    Numbers are sorted by a hash: the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of a 64-bit counter.
     """
-    # numpy's generators may change their streams between versions (NEP 19): a recording would route otherwise then.
+    # numpy's generators may change between versions (NEP 19), and the same record would then give another routing.
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     values = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

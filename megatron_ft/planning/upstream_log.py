@@ -1,9 +1,9 @@
-"""Memory of the upstream log: tensors that a stage has sent to its neighbours, kept in its node's memory.
+"""Memory of the upstream log: tensors that a stage has sent to its neighbours and that its node's memory still has.
 
 An entry is needed as long as a neighbouring stage may return to an earlier iteration, at most to its newest committed
-window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from its first
-slice. So the log holds two windows and the iterations until the commit is known on all ranks (MoEvement, section 3.4).
-Sizes are those of the tensors as Megatron sends them.
+window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from the first
+slice of this window. So the log contains two windows, and the iterations until the commit is known on all ranks
+(MoEvement, section 3.4). Sizes are those of the tensors as Megatron sends them.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,31 +20,32 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogReport:
-    """Estimate that ``dry_run`` prints; the event ``upstream_log_planned`` holds the actual sizes."""
+    """Estimate of the upstream log that ``dry_run`` prints; the event ``upstream_log_planned`` has the actual sizes."""
 
     commit_lag_iterations: int
     iterations_kept: int | None
-    """Largest number of iterations in the log; None, like the sizes below, if windows are not measured yet."""
+    """Largest number of iterations in the log. It is None if windows are not measured yet; ``rank_bytes`` and
+    ``node_bytes`` are then None as well."""
     num_entries: tuple[int, ...]
-    """Tensors that a rank logs in one iteration, by stage."""
+    """Number of tensors that a rank of each stage logs in one iteration."""
     iteration_bytes: tuple[int, ...]
-    """Bytes of these tensors, by stage."""
+    """Bytes that a rank of each stage logs in one iteration."""
     rank_bytes: tuple[int, ...] | None
-    """Largest size of a rank's log, by stage."""
+    """Largest size of the log of one rank, for each stage."""
     node_bytes: tuple[int, ...] | None
-    """Largest size of the logs of all ranks of a node, by node."""
+    """Largest size of the logs of all ranks together, for each node."""
     memory_limit_bytes: int | None
 
     @property
     def host_bytes(self) -> int:
-        """Memory of logs on the largest node; 0 if not known yet."""
+        """Memory of the logs on the node with the most; 0 if not known yet."""
         return 0 if self.node_bytes is None else max(self.node_bytes)
 
     def validate(self) -> None:
         """Check the memory limit of the configuration.
 
         Raises:
-            ConfigError: a node needs more.
+            ConfigError: a node needs more than ``memory_limit_bytes``.
         """
         check_limit(self.host_bytes, self.memory_limit_bytes)
 
@@ -53,7 +54,7 @@ class UpstreamLogReport:
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Check that the logs of a node do not take more than ``upstream_log.memory_limit_bytes``. Raises ConfigError."""
+    """Check that a node's logs need at most ``upstream_log.memory_limit_bytes``. Raises ConfigError otherwise."""
     within_limit(
         limit_bytes,
         "upstream_log.memory_limit_bytes",
@@ -66,23 +67,23 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
     """Return the largest number of iterations in the log: from the start of a window until the next one is committed.
 
-    The lag counts twice: after a recovery a dense snapshot is captured, and until that is also committed another
-    failure returns to the same window.
+    The commit lag counts twice: after a recovery a dense snapshot is captured, and another failure before the commit of
+    this snapshot returns to the same window.
 
     Args:
-        window_iterations: W, slices of a window.
+        window_iterations: number of iterations of a window (W).
         commit_lag_iterations: iterations from a window's last slice to the vote that commits it.
         interval_iterations: iterations from the start of a window to the start of the next; None for W.
     """
     interval = window_iterations if interval_iterations is None else interval_iterations
-    assert window_iterations >= 1, f"a window of {window_iterations} iterations"
-    assert interval >= window_iterations, f"windows of {window_iterations} iterations every {interval}"
-    assert commit_lag_iterations >= 0, f"the commit lag is {commit_lag_iterations} iterations"
+    assert window_iterations >= 1, f"window_iterations={window_iterations} must be at least 1"
+    assert interval >= window_iterations, f"windows of {window_iterations} iterations overlap every {interval}"
+    assert commit_lag_iterations >= 0, f"commit_lag_iterations={commit_lag_iterations} must be at least 0"
     return interval + window_iterations + 2 * commit_lag_iterations
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """Return the pipeline shape of a job."""
+    """Return the sizes of a job's pipeline."""
     topology = _topology(config)
     return PipelineShape(
         num_stages=topology.pipeline_model_parallel_size,
@@ -92,7 +93,8 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 
 
 def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
-    """Return (sequence, microbatch, hidden) of a tensor that a rank sends to the next stage, or of its gradient.
+    """Return the shape (sequence, microbatch, hidden) of a tensor that a rank sends to the next stage, or of its
+    gradient.
 
     Context parallelism splits the sequence, and so does tensor parallelism (by sequence parallelism).
     """
@@ -102,29 +104,29 @@ def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
 
 
 def tensor_bytes(config: JobConfig) -> int:
-    """Bytes of such a tensor, in the compute format (FP8 is used inside layers only)."""
+    """Return the bytes of a tensor of ``tensor_shape`` in the compute format (FP8 is only used inside layers)."""
     sequence, microbatch, hidden = tensor_shape(config)
     return sequence * microbatch * hidden * BYTES_PER_VALUE[config.precision.params_dtype]
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Number of tensors that a rank of a stage sends and logs in one iteration, padding microbatches included."""
+    """Return the number of tensors, including padding, that a rank of ``stage`` sends and logs in one iteration."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 
 
 def iteration_log_bytes(config: JobConfig, stage: int) -> int:
-    """Bytes that a rank of a stage logs in one iteration."""
+    """Return the bytes that a rank of ``stage`` logs in one iteration."""
     return num_entries(config, stage) * tensor_bytes(config)
 
 
 def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
-    """Bytes of the log of a rank of a stage for ``num_iterations``."""
+    """Return the bytes that a rank of ``stage`` logs in ``num_iterations``."""
     return iteration_log_bytes(config, stage) * num_iterations
 
 
 def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
-    """Bytes of the logs of all ranks of a node for ``num_iterations``."""
+    """Return the bytes that all ranks of ``node`` together log in ``num_iterations``."""
     topology, size = _topology(config), config.launch.ranks_per_node
     # Ranks of a node may belong to several stages, whose logs differ in size.
     stages = [topology.coordinates(rank).pp for rank in range(node * size, (node + 1) * size)]
@@ -132,25 +134,25 @@ def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Largest ``node_log_bytes`` of any node; every rank computes the same value."""
-    # Over all nodes: if only some ranks refused a limit, the others would wait for them in the next collective.
+    """Return the largest ``node_log_bytes`` of all nodes; every rank computes the same value."""
+    # Over all nodes: if only some ranks exceeded a limit, all other ranks would wait for them in a collective.
     return max(node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 
 def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
-    """``log_bytes`` of the stage with the largest logs."""
+    """Return the ``log_bytes`` of the stage with the largest log."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(log_bytes(config, stage, num_iterations) for stage in stages)
 
 
 def report_upstream_log(config: JobConfig, snapshot: SnapshotReport | None) -> UpstreamLogReport | None:
-    """Estimate the upstream log of ``config``; None where nothing is logged.
+    """Estimate the upstream log of ``config``; return None if the job has no upstream log.
 
     Args:
-        snapshot: estimate of the windows.
+        snapshot: estimate of the job's snapshots; None without snapshots.
 
     Raises:
-        ConfigError: a node's logs take more than ``upstream_log.memory_limit_bytes``.
+        ConfigError: the logs of a node need more than ``upstream_log.memory_limit_bytes``.
     """
     if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
         return None

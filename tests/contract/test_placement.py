@@ -97,7 +97,7 @@ def test_only_living_and_named_ranks_get_slots(algorithm: PlacementAlgorithm) ->
     plan = algorithm.place([(2, 2)], cluster, num_slots_per_rank=1, ranks=[0, 4, 5, 6])
     assert plan.ranks == (0, 4, 5, 6)
     assert plan.domains == ("node0", "node2", "node2", "node3")
-    with pytest.raises(ConfigError, match=r"ranks=2: must run on a node that is alive"):
+    with pytest.raises(ConfigError, match=r"rank=2: must be on a node that is alive"):
         algorithm.place([(2, 2)], cluster, num_slots_per_rank=2, ranks=[0, 2])
 
 
@@ -106,7 +106,7 @@ def test_only_living_and_named_ranks_get_slots(algorithm: PlacementAlgorithm) ->
     ("counts", "message"),
     [
         ([(0, 4)], r"replica_counts\[0\]=0: must be at least 1: each expert needs a slot"),
-        ([(4, 5)], r"replica_counts=\[4, 5\]: must add up to at most 8"),
+        ([(4, 5)], r"replica_counts=\[4, 5\]: must have a sum of at most 8 "),
         ([(4, 4), (2, 3, 3)], r"must have 2 experts"),
         ([], r"at least one layer"),
     ],

@@ -85,7 +85,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert "recovery.min_nodes" in capsys.readouterr().err
     code, answer = judged("1")
     assert (code, answer["rung"]) == (9, "nothing"), "one node is too few, and nothing was saved"
-    assert answer["declined"][0]["reason"] == "1 nodes are left, fewer than recovery.min_nodes=2"
+    assert answer["declined"][0]["reason"] == "recovery.min_nodes=2 is more than the number of remaining nodes, 1"
 
     assert add_node.main([str(run_dir), "2"]) == 0
     assert "node 2 is being started" in capsys.readouterr().out

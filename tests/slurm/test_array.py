@@ -109,7 +109,7 @@ def test_a_console_that_comes_back_and_gets_nowhere_is_the_last(cluster: SlurmCl
     array.await_records("started", 3)
     cluster.kill_node(array.hosts()[0])
     end = array.end()
-    assert end["reason"] == "1 attempts in a row made no progress beyond iteration 0"
+    assert end["reason"] == "consecutive attempts without progress beyond iteration 0: 1"
     assert end["exit_code"] == 8 and array.num_consoles == 1
     (attempt,) = array.attempts()
     assert (attempt["job_id"], attempt["exit_code"]) == (array.number, None)

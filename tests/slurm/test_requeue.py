@@ -38,7 +38,7 @@ def end_by_hand(job: SlurmJob) -> None:
     """Ask the batch script to end the job; it says so."""
     job.cluster.run("scancel", "--batch", "--signal=TERM", job.number)
     end = job.end()
-    assert (end["exit_code"], end["reason"]) == (130, "it was asked to end"), job.words()
+    assert (end["exit_code"], end["reason"]) == (130, "the run received a signal to end"), job.words()
 
 
 def test_a_job_at_its_time_limit_saves_and_comes_back(cluster: SlurmCluster, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_plot_without_matplotlib(
 @pytest.mark.parametrize(
     ("content", "extra", "code", "message"),
     [
-        ("[[1,1,1,1,1,1,1,1,1]]", [], 2, "num_experts=9: must be at most the 8 slots"),
+        ("[[1,1,1,1,1,1,1,1,1]]", [], 2, "num_experts=9: must be at most 8, the number of slots"),
         ("[[1,2]]", ["--min-replicas", "5"], 2, "--min-replicas=5: must be at most the 4 nodes"),
         ("[[1,2]]", ["--min-replicas", "0"], 2, "--min-replicas=0"),
         ("[[1,-2]]", [], 3, "expert 1 is -2"),
@@ -108,7 +108,7 @@ def test_bad_loads_are_refused_by_name(
     ("counts", "extra", "message"),
     [
         ("0,4,4", [], "replica_counts[0]=0: must be at least 1: each expert needs a slot"),
-        ("4,5", [], "must add up to at most 8"),
+        ("4,5", [], "must have a sum of at most 8 (4 ranks x 2 slots)"),
         ("1,1,1,1,1,1,1,1,1", [], "num_experts=9"),
         ("2,x", [], "--replica-counts=2,x"),
         ("1,4", ["--min-replicas", "2"], "replica_counts[0]=1: must be at least --min-replicas=2"),

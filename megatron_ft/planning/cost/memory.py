@@ -1,4 +1,4 @@
-"""Memory of a rank. State is counted exactly; activations and process overhead are estimates."""
+"""Computes the memory of a rank. State is counted exactly; activations and the process itself are estimates."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from megatron_ft.topology import Topology
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4
 PROCESS_BYTES = 450_000_000
-"""Estimate of a rank's interpreter with torch and Megatron imported, on the host."""
+"""Estimated host memory of a rank's Python process that has imported torch and Megatron."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ def memory_of_stage(
 ) -> RankMemory:
     """Compute the memory of each rank of a stage. ``vocab_size`` includes padding.
 
-    FP32 weights are their own master weights. The distributed optimizer shards master weights and the two FP32 moments:
-    those of dense parameters over DP * CP ranks, those of experts over the expert-data-parallel ranks.
+    FP32 weights have no separate master weights. The distributed optimizer shards master weights and the two FP32
+    moments: for dense parameters over DP * CP ranks, for experts over the expert-data-parallel ranks.
     """
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
@@ -60,7 +60,7 @@ def memory_of_stage(
 
 
 def expert_state_bytes(config: JobConfig) -> int:
-    """Bytes of the weights, master weights, moments and step counts of one routed expert of one layer."""
+    """Return the bytes of weights, master weights, moments and step counts of one routed expert in one layer."""
     expert = next(operator for operator in operators_of(config.model, 1) if operator.id.kind == "expert")
     # PyTorch's Adam keeps one FP32 step count for each tensor.
     num_tensors = 2 if not config.model.add_bias_linear else 4
@@ -80,9 +80,9 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
     """Estimate the peak bytes of a rank's activations.
 
-    It is the sum of what each layer keeps for its backward pass, times the microbatches that a stage of the 1F1B
-    schedule has in flight, plus the logits (in the compute format and in FP32) on the last stage. Assumes even loads of
-    experts.
+    The estimate is the sum of the values that each layer stores for its backward pass, times the number of microbatches
+    in flight in the 1F1B schedule. The last stage also has the logits, in the compute format and in FP32. Experts are
+    assumed to have equal loads.
     """
     model, last = config.model, topology.pipeline_model_parallel_size - 1
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
@@ -101,10 +101,10 @@ def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int,
 
 
 def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
-    """Forward passes that a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
+    """Return how many forward passes a stage runs ahead of its backward passes (Megatron's 1F1B), plus the current one.
 
-    An interleaved schedule runs ahead by (PP - stage - 1) * 2 + (VPP - 1) * PP chunk passes, here rounded up to whole
-    passes of all chunks.
+    An interleaved schedule runs (PP - stage - 1) * 2 + (VPP - 1) * PP passes of chunks ahead, which is rounded up to
+    whole passes of all chunks.
     """
     pp, vpp = topology.pipeline_model_parallel_size, topology.virtual_pipeline_model_parallel_size
     if vpp == 1:
@@ -116,7 +116,7 @@ def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
     if recompute == "full":
         return model.hidden_size
     queries, keys = _attention_widths(model)
-    # Selective recomputation drops what grows with the square of the sequence.
+    # Selective recomputation drops the values whose number grows with the square of the sequence length.
     scores = 0 if recompute == "selective" else 2 * model.num_attention_heads * model.seq_length
     attention = 2 * model.hidden_size + 2 * queries + 2 * keys + scores
     return attention + 2 * model.hidden_size + _mlp_values(model, layer)

@@ -1,4 +1,4 @@
-"""Number of parameters per rank."""
+"""Counts the parameters of each rank."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from megatron_ft.topology import Topology
 class RankParameters:
     """Number of parameters of a rank, equal on all ranks of a stage.
 
-    Data parallelism repeats dense parameters DP * CP times, those of experts expert-DP times.
+    Dense parameters exist DP * CP times in the job, parameters of experts expert-DP times.
     """
 
     num_dense: int
@@ -31,9 +31,9 @@ def parameters_of_stage(
 ) -> RankParameters:
     """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
 
-    With replica slots a rank is counted with ``num_slots_per_rank`` experts per layer, the most that it can hold.
+    With replica slots, every rank counts ``num_slots_per_rank`` experts per layer, the largest number that it can hold.
     """
-    # All experts of a layer have the same size: the first ones stand for those that a rank holds.
+    # All experts of a layer have the same size, so the first experts represent the experts of any rank.
     num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
     if num_slots_per_rank is not None:
         num_local_experts = min(num_slots_per_rank, model.num_moe_experts or 0)

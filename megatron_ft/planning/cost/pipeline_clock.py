@@ -1,8 +1,8 @@
-"""Time of an iteration of a pipeline on a virtual clock, with one device per stage.
+"""Simulates the time of an iteration of a pipeline with one device per stage.
 
-A stage runs its passes in the order of ``planning.pipeline.order``, each as soon as the stage is free and the input has
-arrived. Stages that replay alone read their neighbours' tensors from a log and never wait for them. If all stages
-replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
+A stage runs its passes in the order of ``planning.pipeline.order``. A pass starts as soon as the stage is free and the
+input has arrived. If only some stages replay, tensors of other stages come from logs, so that no stage waits for them.
+If all stages replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -29,24 +29,25 @@ class StageSeconds:
 
     chunks: tuple[PassSeconds, ...]
     update_seconds: float = 0.0
-    """Time for reduction of gradients and optimizer step, once an iteration after the last pass."""
+    """Time of the gradient reduction and the optimizer step that follow the last pass of an iteration."""
 
     def busy_seconds(self, num_microbatches: int) -> float:
-        """Computing time of an iteration."""
+        """Return the compute time of an iteration."""
         passes = sum(chunk.forward_seconds + chunk.backward_seconds for chunk in self.chunks)
         return num_microbatches * passes + self.update_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSeconds:
-    """Times of an iteration of some stages."""
+    """Times of one iteration, for the stages that run it."""
 
     makespan_seconds: float
     """Time from the start of the iteration until the last stage has updated its weights."""
     busy_seconds: float
     """Compute time, summed over the stages."""
     num_executions: int
-    """Number of microbatches times stages, each counted once for forward and backward passes of all chunks."""
+    """Number of microbatches times number of stages. The passes of a microbatch through all chunks of a stage, forward
+    and backward, count once."""
 
     def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
         # Stages synchronize at the end of each replayed iteration, so iterations do not overlap.
@@ -64,20 +65,20 @@ def run_iteration(
     replayed: Collection[int] | None = None,
     send_seconds: float = 0.0,
 ) -> IterationSeconds:
-    """Simulate one iteration of the stages ``replayed``; of all stages, as in training or a global rollback, without.
+    """Simulate one iteration of the stages ``replayed``, or of all stages, as in training, if ``replayed`` is None.
 
     Args:
         stages: times of every stage of the pipeline.
-        replayed: stages that run; they exchange tensors among each other and read those of other stages from a log,
-            one after the other from the start on.
-        send_seconds: from the end of a pass until its tensor has arrived, or from one tensor of a log to the next.
+        replayed: stages that run. They send tensors to each other; tensors of other stages come from logs, one after
+            another from the start of the iteration.
+        send_seconds: time from the end of a pass until its tensor arrives, and time between two tensors of a log.
     """
     own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
-    assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"stages {own} of {shape.num_stages}"
-    assert len(stages) == shape.num_stages, f"{len(stages)} stages have times, the pipeline has {shape.num_stages}"
+    assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"replayed={own}: not in {shape.num_stages} stages"
+    assert len(stages) == shape.num_stages, f"{len(stages)} stages have times, but the pipeline has {shape.num_stages}"
     for seconds in stages:
         assert len(seconds.chunks) == shape.num_chunks, (
-            f"{len(seconds.chunks)} chunks have times, a stage has {shape.num_chunks}"
+            f"{len(seconds.chunks)} chunks have times, but a stage has {shape.num_chunks}"
         )
     run = _Run(shape, stages, frozenset(own), send_seconds)
     ends = run.to_the_end()
@@ -106,7 +107,7 @@ class _Run:
             for stage, passes in waiting.items():
                 while passes and (there := self._arrival(stage, passes[-1])) is not None:
                     free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
-            # A round without any pass means a cycle of waits: the order of passes is not one that Megatron could run.
+            # If no pass runs in a round, stages wait for each other: Megatron could not run this order of passes.
             assert sum(map(len, waiting.values())) < before, (
                 f"stages {sorted(self._own)} wait for each other in a cycle"
             )
@@ -127,11 +128,11 @@ class _Run:
             return 0.0
         if source[0] in self._own:
             return self._sent.get((direction, microbatch, source))
-        # A healthy stage has everything in its log: it sends without waiting for the replay.
+        # A healthy stage has all of its tensors in its log, so it sends them without waiting for the replay.
         return self._logged[direction, microbatch, (stage, chunk)]
 
     def _log(self) -> Iterator[tuple[tuple[Direction, int, Place], float]]:
-        # Yield the arrival time of each logged tensor by the pass that needs it; each neighbour sends its own log.
+        # Yields each pass that needs a logged tensor and the tensor's arrival time; each neighbour sends its own log.
         directions: tuple[Direction, ...] = ("forward", "backward")
         for stage in self._own:
             for direction in directions:

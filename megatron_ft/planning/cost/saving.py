@@ -12,24 +12,25 @@ from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.topology import Topology
 
 OPTIMIZER_BYTES = 3 * FP32_BYTES
-"""Bytes of master weight and two moments of a parameter."""
+"""Bytes of the master weight and the two moments of one parameter."""
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Smallest size of Megatron's gradient buckets, in parameters, if reduction overlaps the backward pass."""
+"""Parameters for each data-parallel rank that a gradient bucket of Megatron has at least, if the reduction overlaps the
+backward pass; ``_MIN_BUCKET`` is the minimum for any number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingMemory:
-    """Memory of one rank for a save, on the host except ``device_bytes``."""
+    """Memory that one rank needs for a save; all values except ``device_bytes`` are host memory."""
 
     gathered_bytes: int
     """Master weights and moments of all parameters of the rank."""
     gathering_bytes: int
-    """Peak during gathering: everything gathered so far and the copies of one bucket."""
+    """Peak during gathering: all state that is gathered so far, and the copies of one bucket."""
     snapshot_bytes: int
-    """Copy of the part that the rank writes, kept until it is written."""
+    """Copy of the state that the rank writes; it exists until the state is written."""
     device_bytes: int
-    """One gathered bucket on the device; 0 on CPU, where ``gathering_bytes`` includes it."""
+    """One gathered bucket on the device; 0 on CPU, where ``gathering_bytes`` includes the bucket."""
 
     @property
     def peak_bytes(self) -> int:
@@ -38,7 +39,7 @@ class SavingMemory:
 
 
 def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Topology, device: str) -> SavingMemory:
-    """Compute the memory of each rank of a stage for a save; assumes that virtual chunks have buffers of equal size."""
+    """Compute the memory that each rank of a stage needs for a save, assuming equal buffers in all virtual chunks."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     dense, expert = _shards(topology)
     written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
@@ -62,7 +63,7 @@ def _shards(topology: Topology) -> tuple[int, int]:
 
 
 def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, int]]:
-    """(parameters, ranks they are sharded over) of each flat buffer, in the order of gathering."""
+    """Return the numbers of parameters and of sharding ranks of each flat buffer, in the order of gathering."""
     dense, expert = _shards(topology)
     # Without expert parallelism Megatron keeps experts in the buffer of the dense parameters.
     if topology.expert_model_parallel_size == 1 and dense == expert:
@@ -71,9 +72,9 @@ def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, 
 
 
 def _gathering(config: JobConfig, buffers: list[tuple[int, int]]) -> tuple[int, int]:
-    """(host, device) peak bytes while the buffers are gathered one after the other."""
-    # A bucket takes the rank's shard of all three tensors and the received pieces of one of them; besides, the host
-    # holds the concatenations of the previous and the current tensor, and the device NCCL's buffer.
+    """Return the (host, device) peak bytes while the buffers are gathered one after another."""
+    # A bucket needs the rank's shard of all three tensors and the received pieces of one tensor. In addition, the host
+    # has the concatenated previous and current tensors, and the device has NCCL's buffer.
     num_chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     gathered = host = device = 0
     for num_parameters, num_ranks in buffers:

@@ -14,7 +14,7 @@ from megatron_ft.topology import Cluster
 
 
 class PlacementAlgorithm(Protocol):
-    """Policy: a frozen dataclass, built from ``placement.algorithm``."""
+    """Protocol of a placement algorithm, a frozen dataclass that is built from ``placement.algorithm``."""
 
     def place(
         self,
@@ -29,22 +29,23 @@ class PlacementAlgorithm(Protocol):
         """Assign every replica to a slot.
 
         Args:
-            replica_counts: replicas of each expert of each layer, ``[L][E]``.
+            replica_counts: number of replicas of each expert in each layer, ``[L][E]``.
             cluster: nodes, their ranks and failure domains, and which nodes are alive.
-            num_slots_per_rank: replicas of a layer that a rank can hold.
-            ranks: ranks with slots (those of one pipeline stage); None for all ranks that are alive.
+            num_slots_per_rank: number of replicas that a rank can hold in each layer.
+            ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.
             loads: tokens of each expert, ``[L][E]``; they only break ties.
-            layer_numbers: Megatron's numbers of the layers; None to count from 1.
+            layer_numbers: Megatron's numbers of the layers; None to number them from 1.
 
         Raises:
-            ConfigError: counts that do not fit the slots, or an expert without a replica.
+            ConfigError: the replicas exceed the slots, or an expert has no replica.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBase(ABC):
-    """Base of algorithms that decide how many replicas each failure domain gets; ``place`` is the same for all."""
+    """Base of algorithms that only decide how many replicas of each expert a failure domain gets; ``place`` assigns
+    these replicas to the slots of ranks in the same way for all algorithms."""
 
     name: ClassVar[str]
     """Name of the algorithm in plans."""
@@ -56,8 +57,13 @@ class PlacementBase(ABC):
         capacities: Sequence[int],
         loads: Sequence[Sequence[float] | None],
     ) -> list[Counts]:
-        """Return replicas per domain ``[E, D]`` of each layer, from replica counts ``[L][E]`` and slots per domain
-        ``[D]``."""
+        """Return for each layer the number of replicas of each expert in each domain, ``[E, D]``.
+
+        Args:
+            replica_counts: number of replicas of each expert in each layer, ``[L][E]``.
+            capacities: number of slots of each domain, ``[D]``.
+            loads: tokens of each expert ``[E]`` for each layer, or None.
+        """
 
     def place(
         self,
@@ -77,12 +83,12 @@ class PlacementBase(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerwisePlacement(PlacementBase):
-    """Base of algorithms that handle one layer at a time."""
+    """Base of algorithms that place each layer separately."""
 
     @abstractmethod
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """Return replicas per domain ``[E, D]`` of one layer, from replica counts ``[E]`` and slots per domain
-        ``[D]``."""
+        """Return the number of replicas of each expert in each domain ``[E, D]`` for one layer. The layer has
+        ``replica_counts`` ``[E]``, and the domains have ``capacities`` slots ``[D]``."""
 
     def assign_layers(
         self,
@@ -100,7 +106,7 @@ def _prepare(
     ranks: Sequence[int] | None,
     loads: Sequence[Sequence[float]] | None,
 ) -> tuple[Layout, list[Sequence[float] | None]]:
-    # Check counts and loads against the layout; return the layout and the loads of each layer.
+    # Checks counts and loads against the layout; returns the layout and the loads of each layer.
     layout = Layout.of(cluster, num_slots_per_rank, ranks)
     if not replica_counts:
         raise ConfigError.of("replica_counts", "[]", "must have at least one layer")
@@ -108,12 +114,12 @@ def _prepare(
         layout.check_counts(counts)
         if len(counts) != len(replica_counts[0]):
             raise ConfigError.of(
-                "replica_counts", len(counts), f"must have {len(replica_counts[0])} experts in every layer"
+                "experts in replica_counts", len(counts), f"must be {len(replica_counts[0])} in every layer"
             )
     if loads is None:
         return layout, [None] * len(replica_counts)
     if [len(load) for load in loads] != [len(counts) for counts in replica_counts]:
-        raise ConfigError.of("loads", [len(load) for load in loads], "must have the shape of replica_counts")
+        raise ConfigError.of("loads per layer", [len(load) for load in loads], "must have the shape of replica_counts")
     return layout, list(loads)
 
 
@@ -125,11 +131,12 @@ def ascending(replica_counts: Sequence[int]) -> list[int]:
 def fill_vacancies(
     placed: Counts, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None
 ) -> Counts:
-    """Put the remaining replicas into free slots, if possible on domains without a replica of their expert.
+    """Put replicas that ``placed`` lacks into free slots, if possible in domains without a replica of the same expert.
 
-    Experts with most remaining replicas come first. Each takes the domains with most free slots, ties by smallest load
-    so far, then by position. If a solution exists for equal demands, this order finds one. If no new domain is left, a
-    replica goes to a domain that already has one of its expert.
+    Experts with the most missing replicas come first. Each expert gets slots in the domains with the most free slots;
+    ties are resolved by the smallest load so far, then by position. If all experts lack equally many replicas and a
+    solution with distinct domains exists, this order finds one. If no other domain has a free slot, a replica goes to a
+    domain that already has a replica of its expert.
     """
     result = placed.copy()
     totals = np.asarray(replica_counts, dtype=np.int64)
@@ -139,7 +146,7 @@ def fill_vacancies(
     left = totals - result.sum(axis=1)
     for expert in sorted(np.nonzero(left)[0].tolist(), key=lambda expert: (-left[expert], expert)):
         while left[expert] > 0:
-            # The most vacant first: a domain that stays empty might have to take several replicas of one expert.
+            # The emptiest domain comes first: otherwise it might have to take several replicas of one expert later.
             order = np.lexsort((sums, -vacant))
             new = order[(vacant[order] > 0) & (result[expert, order] == 0)]
             chosen = (new if new.size else order[:1])[: left[expert]]
@@ -152,10 +159,10 @@ def fill_vacancies(
 
 
 def spread_to_floor(counts: Counts, floor: int) -> Counts:
-    """Swap replicas until every expert is on ``floor`` domains, or on as many as replicas and domains allow.
+    """Swap replicas until every expert is in ``floor`` domains, or in as many as its replicas and the domains allow.
 
-    A replica that shares its domain with another one of the same expert is swapped with a replica in another domain.
-    The expert of that replica must lose no domain, or still have enough. With domains of equal size such a partner
+    If a domain has several replicas of an expert, one of them is swapped with a replica of another expert in another
+    domain. The other expert must lose no domain, or still be in enough domains. If domains have equal size, such a swap
     always exists.
     """
     result = counts.copy()
@@ -172,7 +179,7 @@ def _spread_once(result: Counts, expert: int, goals: Counts) -> bool:
         for target in np.nonzero(result[expert] == 0)[0].tolist():
             held = result[:, target]
             support = (result > 0).sum(axis=1)
-            # The partner keeps its number of domains, or has one more than it needs.
+            # The other expert is still in as many domains as before, or in one more than it needs.
             spare = (held > 1) | (result[:, source] == 0) | (support > goals)
             partners = np.nonzero((held > 0) & spare)[0]
             if partners.size:
@@ -182,7 +189,7 @@ def _spread_once(result: Counts, expert: int, goals: Counts) -> bool:
 
 
 def swap(counts: Counts, expert: int, domain: int, other_expert: int, other_domain: int) -> None:
-    """Exchange one replica of ``expert`` in ``domain`` with one of ``other_expert`` in ``other_domain``, in place."""
+    """Exchange a replica of ``expert`` in ``domain`` for one of ``other_expert`` in ``other_domain``, in place."""
     counts[expert, domain] -= 1
     counts[expert, other_domain] += 1
     counts[other_expert, other_domain] -= 1
@@ -190,5 +197,5 @@ def swap(counts: Counts, expert: int, domain: int, other_expert: int, other_doma
 
 
 def domain_loads(counts: Counts, loads: Sequence[float] | None) -> np.ndarray:
-    """Return the tokens that each domain computes, ``[D]``."""
+    """Return the number of tokens that each domain processes, ``[D]``."""
     return per_replica_loads(counts, loads) @ counts

@@ -1,4 +1,4 @@
-"""Placement algorithms by name."""
+"""Registry of placement algorithms by name."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Baseline placement: an expert's replicas on as few failure domains as possible."""
+"""Baseline placement: puts the replicas of an expert into as few failure domains as possible."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class Compact(LayerwisePlacement):
 
 
 def pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
-    """Return replicas per domain of one layer, ``[E, D]``.
+    """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
 
-    Experts are taken by descending replicas. The remaining replicas of an expert go to the domain with the fewest free
-    slots that can take all of them; if none can, the domain with most free slots is filled.
+    Experts are placed in descending order of their replicas. All replicas of an expert go to the domain with the fewest
+    free slots that suffice for them. If no domain suffices, the domain with the most free slots is filled first.
     """
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)

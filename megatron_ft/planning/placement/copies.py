@@ -1,8 +1,8 @@
-"""Copies of optimizer state: owners of every shard, on distinct failure domains.
+"""Plans copies of optimizer state: every shard has owners in distinct failure domains.
 
-The number of ranks that compute with an operator and the number of copies of its optimizer state are independent. Each
-operator's state is cut into one shard per computing rank, and every shard has f owners on f distinct failure domains.
-Any number of ranks works, because ownership is cyclic.
+The number of ranks that compute with an operator and the number of copies of its optimizer state are independent. The
+optimizer state of an operator is cut into one shard for each computing rank, and every shard has f owners in f distinct
+failure domains. The owners are chosen cyclically, so any number of ranks is possible.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ class OperatorCopies:
     """Owners of one operator's optimizer state."""
 
     layer_number: int
-    """Megatron's number, from 1; 0 for parameters outside layers."""
+    """Layer number in Megatron, from 1; 0 for parameters outside of layers."""
     expert: int
     """Expert id, or ``NON_EXPERT``."""
     num_bytes: int
     """Bytes of one copy of the optimizer state of the whole operator."""
     owners: tuple[tuple[int, ...], ...]
-    """Ranks that own each shard; shards have equal size up to a remainder."""
+    """Ranks that own each shard; the sizes of shards differ by at most one byte."""
 
     def shard_range(self, shard: int, length: int) -> tuple[int, int]:
-        """(start, stop) of a shard among ``length`` elements or bytes."""
+        """Return the range (start, stop) of a shard if the operator's state has ``length`` elements or bytes."""
         return length * shard // len(self.owners), length * (shard + 1) // len(self.owners)
 
     def shard_bytes(self, shard: int) -> int:
-        """Bytes of one copy of a shard."""
+        """Return the bytes of one copy of a shard."""
         first, last = self.shard_range(shard, self.num_bytes)
         return last - first
 
@@ -43,17 +43,17 @@ class StateCopyPlan:
     """Owners of all optimizer state."""
 
     num_state_copies: int | None
-    """Copies of every shard; None keeps one on every rank that computes with the operator."""
+    """Number of copies of every shard; None if every rank that computes with an operator has its whole state."""
     ranks: tuple[int, ...]
     domains: tuple[str, ...]
     """Failure domain of each rank."""
     operators: tuple[OperatorCopies, ...]
 
     def validate(self) -> None:
-        """Check that the copies of every shard are on distinct failure domains.
+        """Check that the copies of every shard are in distinct failure domains.
 
         Raises:
-            ConfigError: naming layer, expert and shard.
+            ConfigError: they are not; the message names layer, expert and shard.
         """
         domain_of = dict(zip(self.ranks, self.domains, strict=True))
         for operator in self.operators:
@@ -63,10 +63,10 @@ class StateCopyPlan:
                 whole = self.num_state_copies is None or len(owners) == len(distinct)
                 if len(distinct) < wanted or not whole:
                     where = f"owners of layer {operator.layer_number}, expert {operator.expert}, shard {shard}"
-                    raise ConfigError.of(where, list(owners), f"must be on {wanted} different failure domains")
+                    raise ConfigError.of(where, list(owners), f"must be in {wanted} different failure domains")
 
     def bytes_per_rank(self) -> dict[int, int]:
-        """Bytes of optimizer state that each rank owns."""
+        """Return the bytes of optimizer state that each rank owns."""
         sums = dict.fromkeys(self.ranks, 0)
         for operator in self.operators:
             for shard, owners in enumerate(operator.owners):
@@ -76,14 +76,14 @@ class StateCopyPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of optimizer state over all ranks."""
+        """Total bytes of optimizer state on all ranks."""
         return sum(self.bytes_per_rank().values())
 
     def summary(self) -> str:
         per_rank = self.bytes_per_rank().values()
         computing = "every rank that computes with the expert"
-        copies = computing if self.num_state_copies is None else f"{self.num_state_copies} failure domains"
-        return f"optimizer state on {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
+        copies = f"on {computing}" if self.num_state_copies is None else f"in {self.num_state_copies} failure domains"
+        return f"optimizer state {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
 
 
 def plan_copies(
@@ -95,24 +95,24 @@ def plan_copies(
 ) -> StateCopyPlan:
     """Assign owners to the optimizer state of every expert and every non-expert part.
 
-    The first owner of a shard is a rank that computes with the operator (for non-expert parts each rank in turn). The
-    others are on the next failure domains of a cycle that begins with those of computing ranks. So after the loss of
-    any ``num_state_copies - 1`` domains an owner remains, even if fewer ranks compute with the operator. With None
-    every computing rank owns the whole state, as in Lazarus.
+    The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn). The
+    other owners are in the next failure domains of a cycle, which begins with the domains of computing ranks. So one
+    owner remains after the loss of any ``num_state_copies - 1`` domains, even if fewer ranks compute with the operator.
 
     Args:
         plan: placement of experts.
-        num_state_copies: copies of every shard, on distinct failure domains.
-        expert_bytes: optimizer state of one expert.
-        non_expert_bytes: (layer number, bytes) of each part that all ranks of the plan hold.
+        num_state_copies: number of copies of every shard, in distinct failure domains. If it is None, every computing
+            rank owns the whole state, as in Lazarus.
+        expert_bytes: bytes of the optimizer state of one expert.
+        non_expert_bytes: (layer number, bytes) of each non-expert part, which all ranks of ``plan`` hold.
 
     Raises:
-        ConfigError: more copies than failure domains.
+        ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
     """
     num_domains = len(set(plan.domains))
     if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
         raise ConfigError.of(
-            "num_state_copies", num_state_copies, f"must be in 1..{num_domains}, the number of failure domains"
+            "num_state_copies", num_state_copies, f"must be from 1 to {num_domains}, the number of failure domains"
         )
     ring = _Ring(plan, num_state_copies)
     operators = []
@@ -130,7 +130,7 @@ def plan_copies(
 
 
 class _Ring:
-    """Cyclic choice of owners over the ranks of a plan."""
+    """Chooses owners cyclically from the ranks of a plan."""
 
     def __init__(self, plan: PlacementPlan, num_copies: int | None) -> None:
         self.ranks, self.domains, self.num_copies = plan.ranks, plan.domains, num_copies
@@ -149,9 +149,9 @@ class _Ring:
         return OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
 
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
-        # Domains of holders in order; if they are too few, followed by others, rotated by ``turn``.
+        # Returns the domains of holders and, if they are too few, further domains, rotated by ``turn``.
         assert self.num_copies is not None
-        # Computing ranks come first: they have the state at hand, so their copies cost no transfer.
+        # Computing ranks come first: they already have the state, so their copies need no transfer.
         own = list(dict.fromkeys(self.domains[position] for position in holders))
         others = [name for name in self.members if name not in own]
         start = turn % len(others) if others else 0
@@ -164,7 +164,7 @@ class _Ring:
         for step in range(1, self.num_copies):
             members = self.members[cycle[(start + step) % len(cycle)]]
             candidates = [position for position in members if position in holders] or members
-            # The same position in every domain where all ranks hold the part: then all own equally much.
+            # If all ranks hold the part, the owners have the same position in their domains: all own equally much.
             place = (
                 self.members[self.domains[holder]].index(holder) if len(holders) == len(self.ranks) else turn + shard
             )

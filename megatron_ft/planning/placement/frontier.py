@@ -1,14 +1,15 @@
-"""Counts the losses after which every set of domains has a survivor, by dynamic programming over the domains.
+"""Counts the losses of failure domains after which every given set of domains still has a surviving domain.
 
-Sets without a common domain are independent, so each connected component is counted alone and the results are
-convolved. After some domains, the state is the collection of sets that have no survivor among them yet. Its value is
-the weight of the losses that lead to it, by number of lost domains.
+Sets without a common domain are independent, so each connected component is counted separately, and the results are
+convolved. Within a component, dynamic programming processes one domain after another. A state is the collection of sets
+that have no surviving domain so far. The value of a state is a list: the total weight of all losses that lead to the
+state, by their number of lost domains.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 
-# Each state has a list of weights: with more of them, counting would take too much memory.
+# Each state has a list of weights, so more states would take too much memory.
 MAX_STATES = 4096
 
 
@@ -17,7 +18,7 @@ class TooManyStates(Exception):
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
-    """Remove masks that contain another one: the loss of a set includes the loss of its subsets."""
+    """Remove masks that contain another mask: if the smaller set survives, the larger set survives as well."""
     kept: list[int] = []
     for mask in sorted(set(masks), key=lambda mask: (mask.bit_count(), mask)):
         if not any(smaller & mask == smaller for smaller in kept):
@@ -28,9 +29,10 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 def surviving_weights(
     masks: Sequence[int], num_domains: int, max_lost: int, odds: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the weights of the losses of 0 to ``max_lost`` domains after which every set of ``masks`` has a survivor.
+    """Return the total weight of all losses of 0, 1, ... ``max_lost`` domains that every set of ``masks`` survives.
 
-    The weight of a loss is the product of its domains' ``odds``; without odds, losses are counted in integers.
+    A set survives if at least one of its domains is not lost. The weight of a loss is the product of the ``odds`` of
+    the lost domains; without ``odds`` it is 1, and losses are counted in integers.
 
     Raises:
         TooManyStates: a connected component needs more than ``MAX_STATES`` states.
@@ -79,9 +81,9 @@ def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float
         weight = 1 if odds is None else odds[domain]
         following: dict[int, list[float]] = {}
         for unhit, weights in states.items():
-            # The domain survives, and with it all sets that it holds.
+            # The domain survives, and so do all sets that contain it.
             _add(following, unhit & ~members[domain], weights)
-            # The domain is lost: that is survived only if no set without a survivor ends with it.
+            # The domain is lost. No set may end with this domain without a surviving domain.
             if not unhit & closing[domain]:
                 _add(following, unhit, [0, *(value * weight for value in weights[:max_lost])])
         if len(following) > MAX_STATES:

@@ -1,4 +1,4 @@
-"""``Layout``: slots of ranks and failure domains, and the assignment of a domain's replicas to its ranks."""
+"""``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the ranks in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,37 +10,37 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.topology import Cluster
 
 Counts = npt.NDArray[np.int64]
-"""``[E, D]``: replicas of each expert in each failure domain."""
+"""Number of replicas of each expert in each failure domain, ``[E, D]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Ranks with slots, in order, and the failure domain of each."""
+    """Ranks that have slots, and the failure domain of each rank."""
 
     ranks: tuple[int, ...]
     """Global ranks."""
     domains: tuple[str, ...]
     """Failure domains in order of their first rank."""
     domain_of: tuple[int, ...]
-    """Index into ``domains`` of each entry of ``ranks``."""
+    """Failure domain of each entry of ``ranks``, as an index of ``domains``."""
     num_slots_per_rank: int
 
     @classmethod
     def of(cls, cluster: Cluster, num_slots_per_rank: int, ranks: Sequence[int] | None = None) -> "Layout":
-        """Make the layout of ``ranks``, or of all ranks on nodes that are alive.
+        """Create the layout of ``ranks``, or of all ranks on nodes that are alive.
 
         Raises:
-            ConfigError: no slots, no ranks, or a rank of a lost node.
+            ConfigError: there are no slots or no ranks, or a rank is on a lost node.
         """
         if num_slots_per_rank < 1:
             raise ConfigError.of("num_slots_per_rank", num_slots_per_rank, "must be at least 1")
         alive = [rank for node in sorted(cluster.alive) for rank in cluster.ranks_of(node)]
         chosen = tuple(alive if ranks is None else ranks)
         if not chosen:
-            raise ConfigError.of("ranks", "[]", "must name at least one rank of a living node")
+            raise ConfigError.of("ranks", "[]", "must contain at least one rank on a node that is alive")
         for rank in chosen:
             if cluster.node_of(rank) not in cluster.alive:
-                raise ConfigError.of("ranks", rank, "must run on a node that is alive")
+                raise ConfigError.of("rank", rank, "must be on a node that is alive")
         names = [cluster.failure_domains[cluster.node_of(rank)] for rank in chosen]
         domains = tuple(dict.fromkeys(names))
         index = {name: position for position, name in enumerate(domains)}
@@ -53,32 +53,33 @@ class Layout:
 
     @property
     def num_domains(self) -> int:
-        """Failure domains with at least one rank."""
+        """Number of failure domains with at least one rank."""
         return len(self.domains)
 
     @property
     def num_slots(self) -> int:
-        """Slots of a layer over all ranks."""
+        """Number of slots of all ranks together in one layer."""
         return len(self.ranks) * self.num_slots_per_rank
 
     def capacities(self) -> tuple[int, ...]:
-        """Slots of each failure domain."""
+        """Return the number of slots of each failure domain in one layer."""
         return tuple(int(count) * self.num_slots_per_rank for count in np.bincount(self.domain_of))
 
     def check_counts(self, replica_counts: Sequence[int]) -> None:
-        """Check that counts give every expert a replica and do not exceed the slots. Raises ConfigError."""
+        """Check that every expert has a replica and that all replicas fit into the slots. Raises ConfigError if not."""
         for expert, count in enumerate(replica_counts):
             if count < 1:
                 raise ConfigError.of(f"replica_counts[{expert}]", count, "must be at least 1: each expert needs a slot")
         if sum(replica_counts) > self.num_slots:
-            what = f"must add up to at most {self.num_slots}: {len(self.ranks)} ranks x {self.num_slots_per_rank} slots"
+            slots = f"{len(self.ranks)} ranks x {self.num_slots_per_rank} slots"
+            what = f"must have a sum of at most {self.num_slots} ({slots})"
             raise ConfigError.of("replica_counts", list(replica_counts), what)
 
     def deal(self, counts: Counts, loads: Sequence[float] | None = None) -> tuple[tuple[int, ...], ...]:
-        """Assign the replicas of each domain to its ranks; return expert ids by rank, ascending.
+        """Assign the replicas of each domain to the ranks in it; return the expert ids of each rank, ascending.
 
-        The heaviest replicas come first, each to the rank of its domain with a free slot and the smallest load so far,
-        ties to the rank with the fewest replicas. Without ``loads`` all replicas have the same weight.
+        Replicas with the largest loads come first. Each goes to the rank with a free slot and the smallest load so far;
+        ties go to the rank with the fewest replicas. Without ``loads``, all replicas have the same load.
         """
         weights = per_replica_loads(counts, loads)
         members: list[list[int]] = [[] for _ in self.domains]
@@ -104,14 +105,14 @@ class Layout:
         sums = dict.fromkeys(positions, 0.0)
         for expert in experts:
             free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
-            # Among equal loads the rank with fewest replicas: without loads all sums would decide by position alone.
+            # With equal loads, the rank with the fewest replicas comes first, not simply the first rank.
             chosen = min(free, key=lambda position: (sums[position], len(slots[position]), position))
             slots[chosen].append(expert)
             sums[chosen] += weights[expert]
 
 
 def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDArray[np.float64]:
-    """Tokens of one replica of each expert, ``[E]``; ones without ``loads``."""
+    """Return the number of tokens of one replica of each expert, ``[E]``; 1 for all experts without ``loads``."""
     if loads is None:
         return np.ones(counts.shape[0])
     # The dispatcher gives the replicas of an expert equal shares of its tokens.

@@ -1,4 +1,4 @@
-"""Local search: improvement of a placement by exchanges of replicas between failure domains."""
+"""Local search: improves a placement by exchanging replicas between failure domains."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,37 +23,38 @@ class Losses:
     """Weighted sets of lost domains that guide a search."""
 
     masks: Masks
-    """``[M]``: bit d of an entry is set if domain d is lost."""
+    """Sets of lost domains, ``[M]``; bit d of an entry is set if domain d is lost."""
     values: Floats
-    """``[M]``: weight of each set."""
+    """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """``[..., M]``: whether each loss takes all domains of each set in ``held``."""
+        """Return ``[..., M]``: whether the loss of a set takes all domains of each mask in ``held``."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 
     def score(self, counts: Counts) -> float:
-        """Weight of the losses that leave every expert of ``counts`` ``[E, D]`` a replica."""
+        """Return the total weight of the losses that leave a replica of every expert of ``counts`` ``[E, D]``."""
         return float(self.values[~self.dead(support_masks(counts)).any(axis=0)].sum())
 
 
 def support_masks(counts: Counts) -> Masks:
-    """``[E]``: domains of each expert as bit masks."""
+    """Return the domains of each expert as bit masks, ``[E]``."""
     bits = np.int64(1) << np.arange(counts.shape[1], dtype=np.int64)
     return np.asarray((counts > 0) @ bits, dtype=np.int64)
 
 
 class Search:
-    """Improvement of one placement. Deterministic: pairs of domains in order, the best exchange of each.
+    """Improves one placement. It tries the pairs of domains in order and makes the best exchange of each pair, so that
+    equal inputs give equal results.
 
-    Empty slots count as replicas of one additional expert without requirements.
+    Empty slots count as replicas of one additional expert, which need not survive.
     """
 
     def __init__(self, counts: Counts, capacities: Sequence[int], floor: int, losses: Losses, weights: Floats) -> None:
         vacant = np.asarray(capacities, dtype=np.int64) - counts.sum(axis=0)
         self.counts: Counts = np.vstack((counts, vacant))
         self.losses = losses
-        # Empty slots may lie anywhere, so their goal is 0, and no loss can take them.
+        # Empty slots may be in any domain, so they need 0 domains, and no loss affects them.
         self.goals = np.append(np.minimum(np.minimum(counts.sum(axis=1), floor), counts.shape[1]), 0)
         self.weights = np.append(weights, 0.0)
         self._refresh()
@@ -68,7 +69,7 @@ class Search:
         self.sums = self.weights @ self.counts
 
     def result(self) -> Counts:
-        """Replicas per domain, ``[E, D]``."""
+        """Return the number of replicas of each expert in each domain, ``[E, D]``."""
         return self.counts[:-1].copy()
 
     def descend(self) -> None:
@@ -76,7 +77,7 @@ class Search:
         self._repeat(self._improve)
 
     def even_out(self, least_score: float) -> None:
-        """Exchange replicas until no exchange makes loads more even with a score of at least ``least_score``."""
+        """Exchange replicas to even out the loads of domains, while the score is at least ``least_score``."""
 
         def evened(left: int, right: int) -> bool:
             ours, theirs, gains = self._gains(left, right)
@@ -95,7 +96,7 @@ class Search:
                     break
 
     def kick(self, draw: random.Random, num_swaps: int) -> None:
-        """Exchange replicas at random, keeping the minimum number of domains."""
+        """Make ``num_swaps`` random exchanges of replicas that leave every expert in its minimum number of domains."""
         for _ in range(num_swaps):
             left, right = draw.sample(range(self.counts.shape[1]), 2)
             ours, theirs, allowed = self._exchanges(left, right)
@@ -112,12 +113,12 @@ class Search:
         return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
 
     def _keeps_floor(self, experts: Masks, source: int, target: int) -> Bools:
-        # Domains that the expert leaves, less those that are new to it.
+        # Number of domains that the expert leaves, minus the number of domains that are new to it.
         lost = (self.counts[experts, source] == 1).astype(np.int64) - (self.counts[experts, target] == 0)
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 
     def _moved(self, experts: Masks, source: int, target: int) -> npt.NDArray[np.int16]:
-        """``[experts, M]``: change of ``cover`` when one replica of each expert moves."""
+        """Return ``[experts, M]``: the change of ``cover`` if one replica of an expert moves."""
         single = self.counts[experts, source] == 1
         after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
         # The two experts of an exchange are different, so their changes add up.
@@ -126,7 +127,7 @@ class Search:
         return change
 
     def _gains(self, left: int, right: int) -> tuple[Masks, Masks, Floats]:
-        # Experts in each of two domains, and the gain in score of each exchange; -inf where it is not allowed.
+        # Returns the experts in each of two domains, and the gain in score of each exchange; -inf if not allowed.
         ours, theirs, allowed = self._exchanges(left, right)
         change = self._moved(ours, left, right)[:, None] + self._moved(theirs, right, left)[None, :]
         gains = ((self.cover + change) == 0) @ self.losses.values - self.score
@@ -145,7 +146,7 @@ class Search:
         return True
 
     def _evener(self, ours: Masks, theirs: Masks, allowed: Bools, left: int, right: int) -> int | None:
-        # Flat index of the allowed exchange that lowers the sum of squared loads most; None if none does.
+        # Returns the flat index of the allowed exchange that lowers the sum of squared loads most; None if none does.
         if not allowed.any():
             return None
         moved = self.weights[ours][:, None] - self.weights[theirs][None, :]

@@ -1,4 +1,4 @@
-"""Maximum rank overlap: experts of similar popularity on the same failure domains."""
+"""Maximum rank overlap: puts experts of similar popularity into the same failure domains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from megatron_ft.planning.placement.layout import Counts
 class MaximumRankOverlap(LayerwisePlacement):
     """Construction of Lazarus, section 4.1, with failure domains instead of nodes.
 
-    Optimal for every number of lost domains if the slots of a domain divide the number of experts, or are at least as
-    many. Otherwise a better placement may exist, and an expert may be on fewer domains than slots would allow.
+    The placement is optimal for every number of lost domains if the number of slots of a domain divides the number of
+    experts or is not below it. Otherwise a better placement may exist, and an expert may be in fewer domains than the
+    slots allow.
     """
 
     name: ClassVar[str] = "maximum_rank_overlap"
@@ -25,17 +26,17 @@ class MaximumRankOverlap(LayerwisePlacement):
 
 
 def overlap(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
-    """Replicas per domain of one layer, ``[E, D]``.
+    """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
 
-    Experts in ascending order of replicas form groups of c, the slots of the smallest domain. Each group gets as many
-    domains as its first expert has replicas, the last group the remaining ones, and all experts of a group are on all
-    its domains. The remaining replicas fill the free slots.
+    In ascending order of their replicas, experts form groups; a group has as many experts as the smallest domain has
+    slots. A group gets as many domains as its first expert has replicas, and the last group the remaining domains.
+    Every expert of a group gets a replica in every domain of the group. All other replicas fill the free slots.
     """
     return overlap_groups(replica_counts, capacities, group_sizes(len(replica_counts), min(capacities)), loads)
 
 
 def group_sizes(num_experts: int, num_slots: int) -> list[int]:
-    """Sizes of full groups, then of the remainder."""
+    """Return the sizes of the groups: ``num_slots`` for full groups, then the size of the remaining group."""
     full, rest = divmod(num_experts, num_slots)
     return [num_slots] * full + ([rest] if rest else [])
 
@@ -43,13 +44,13 @@ def group_sizes(num_experts: int, num_slots: int) -> list[int]:
 def overlap_groups(
     replica_counts: Sequence[int], capacities: Sequence[int], sizes: Sequence[int], loads: Sequence[float] | None
 ) -> Counts:
-    """``overlap`` with groups of given sizes."""
+    """Do the same as ``overlap``, but with groups of the given ``sizes``."""
     order = ascending(replica_counts)
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     first_expert = first_domain = 0
     for size in sizes:
         group = order[first_expert : first_expert + size]
-        # The rarest expert of the group decides: the group lives as long as its rarest expert has a domain left.
+        # The rarest expert of the group decides, because the group survives as long as this expert survives.
         num_domains = min(replica_counts[group[0]], len(capacities) - first_domain)
         counts[np.asarray(group), first_domain : first_domain + num_domains] = 1
         first_expert += size

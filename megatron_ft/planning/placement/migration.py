@@ -1,4 +1,4 @@
-"""Migration from the present placement to a new one: assignment of slots to ranks, and transfers of experts."""
+"""Plans the migration from the present placement to a new one: which rank gets which slots, and which experts move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
 Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""Experts whose state each rank holds, as ``[layer][rank]`` in a plan's order of ranks; a joining rank holds none."""
+"""Experts whose state each rank holds, ``[layer][rank]``, in a plan's order of ranks; joining ranks hold none."""
 
 Costs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One expert's state from one rank to another."""
+    """Transfer of the state of one expert from one rank to another."""
 
     layer_number: int
     expert: int
@@ -28,7 +28,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPlan:
-    """Transfers that turn holdings into a placement."""
+    """Transfers after which every rank holds the experts of a new placement."""
 
     placement: PlacementPlan
     """Placement after the migration."""
@@ -36,18 +36,18 @@ class MigrationPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes over all transfers."""
+        """Total bytes of all transfers."""
         return sum(transfer.num_bytes for transfer in self.transfers)
 
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes that each sending rank sends."""
+        """Return the bytes that each sending rank sends."""
         sums: dict[int, int] = {}
         for transfer in self.transfers:
             sums[transfer.source_rank] = sums.get(transfer.source_rank, 0) + transfer.num_bytes
         return dict(sorted(sums.items()))
 
     def validate(self) -> None:
-        """Check that every transfer brings an expert, once, to a slot of the placement."""
+        """Check that every transfer sends an expert to another rank with a slot for it, and does so only once."""
         wanted = set()
         for layer, by_rank in zip(self.placement.layer_numbers, self.placement.slots, strict=True):
             for rank, experts in zip(self.placement.ranks, by_rank, strict=True):
@@ -57,21 +57,21 @@ class MigrationPlan:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
                 raise ConfigError.of(
-                    "transfer", transfer, "must bring an expert, once, from another rank to a rank that needs it"
+                    "transfer", transfer, "must be the only one of this expert to this rank, which must need the expert"
                 )
             seen.add(target)
 
     def summary(self) -> str:
         largest = max(self.sent_bytes().values(), default=0)
-        return f"{len(self.transfers)} expert states move: {self.num_bytes:,} bytes, at most {largest:,} from one rank"
+        return f"expert transfers: {len(self.transfers)}, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
-    """Return the holdings of ranks under ``plan``.
+    """Return the experts that ranks hold in each layer under ``plan``.
 
     Args:
-        previous: rank under ``plan`` of each rank of the next membership, in order, None for a joining rank; by default
-            the ranks are those of ``plan``.
+        previous: for each rank of the next membership, in order, its rank in ``plan``, or None if it is joining; by
+            default, the ranks are those of ``plan``.
     """
     position = {rank: index for index, rank in enumerate(plan.ranks)}
     wanted: Sequence[int | None] = plan.ranks if previous is None else previous
@@ -82,10 +82,10 @@ def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) 
 
 
 def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
-    """Permute the ranks of ``plan`` so that as few bytes as possible move, over all layers together.
+    """Permute the ranks of ``plan`` so that as few bytes as possible move, in all layers together.
 
-    Only domains with equal numbers of ranks, and ranks inside a domain, are exchanged, so survival does not change.
-    Both levels are solved exactly as linear assignment problems.
+    Only ranks within a domain, and whole domains with equal numbers of ranks, are exchanged, so survival does not
+    change. Both exchanges are solved exactly as linear assignment problems.
     """
     mapping = _mapping(plan, held, expert_bytes)
     slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
@@ -93,23 +93,24 @@ def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]
 
 
 def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> MigrationPlan:
-    """Plan the transfers that bring every missing expert to its ranks, distributed evenly over the ranks that hold it.
+    """Plan the transfers that send every expert to the ranks that lack it, distributed evenly over its holders.
 
-    The sender is the holder that has sent this expert least often, ties by fewest bytes sent so far, then by rank.
+    The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so far,
+    then by rank.
 
     Args:
-        plan: new placement, mapped to ranks.
-        held: holdings of ``plan.ranks``, in order.
-        expert_bytes: state of one expert, or of one expert of each layer.
+        plan: new placement, already permuted by ``remap``.
+        held: experts that each of ``plan.ranks`` holds, in the order of ranks.
+        expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
 
     Raises:
-        ConfigError: an expert that no rank holds.
+        ConfigError: no rank holds an expert that a rank lacks.
     """
     sizes = _sizes(plan, expert_bytes)
     sent = dict.fromkeys(plan.ranks, 0)
     transfers = []
     for layer, (by_rank, owned, size) in enumerate(zip(plan.slots, held, sizes, strict=True)):
-        # Only holders from before the migration send: a rank that receives an expert in it has nothing to send yet.
+        # Only ranks that held the expert before the migration send it: a receiving rank has nothing to send yet.
         owners: list[list[int]] = [[] for _ in range(plan.num_experts)]
         for rank, has in zip(plan.ranks, owned, strict=True):
             for expert in has:
@@ -141,7 +142,7 @@ def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequ
 def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:
     sizes = [expert_bytes] * len(plan.slots) if isinstance(expert_bytes, int) else list(expert_bytes)
     if len(sizes) != len(plan.slots):
-        raise ConfigError.of("expert_bytes", sizes, f"must have one entry for each of {len(plan.slots)} layers")
+        raise ConfigError.of("expert_bytes", sizes, f"must have {len(plan.slots)} entries, one for each layer")
     return sizes
 
 
@@ -151,7 +152,7 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
     for position, name in enumerate(plan.domains):
         members.setdefault(name, []).append(position)
     mapping = [0] * len(plan.ranks)
-    # Slots of a domain move as a whole: otherwise replicas of one expert could meet in a domain.
+    # Slots of a domain move as a whole: otherwise several replicas of one expert could get into the same domain.
     for size in sorted({len(positions) for positions in members.values()}):
         alike = [positions for positions in members.values() if len(positions) == size]
         if size == 1:
@@ -168,18 +169,18 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-    """(bytes, pairs) if the ranks at ``actual`` take over the slots at ``part``."""
+    """Return (bytes to move, pairs of positions) if the ranks at ``actual`` get the slots at ``part``."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]
 
 
 def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) -> Costs:
-    """``[N, N]``: bytes that the rank of a row needs to take over the slots of a column."""
+    """Return ``[N, N]``: the bytes that the rank of a row must receive to get the slots of a column."""
     costs = np.zeros((len(plan.ranks), len(plan.ranks)), dtype=np.int64)
     for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
         wants = _incidence(by_rank, plan.num_experts)
-        # As floats, which BLAS multiplies; counts of experts are exact in them.
+        # Floats, because BLAS multiplies them; they represent counts of experts exactly.
         has = _incidence(owned, plan.num_experts)
         costs += size * (wants.sum(axis=1)[None, :] - has @ wants.T).astype(np.int64)
     return costs

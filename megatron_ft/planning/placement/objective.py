@@ -1,4 +1,4 @@
-"""Objective of placements: expected survival over losses of failure domains."""
+"""Objective of placements: expected survival after the loss of failure domains."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
 
 NEGLIGIBLE = 1e-4
-"""Numbers of lost domains with a smaller weight, before normalization, are ignored."""
+"""Smallest weight, before normalization, with which a number of lost domains is considered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivalObjective:
-    """Expected survival over the number of domains that are lost together."""
+    """Expected survival, as a weighted mean over the number of domains that are lost at the same time."""
 
     lost_weights: tuple[float, ...] = ()
-    """Weight of losing 1, 2, ... domains; empty makes each further domain ``lost_ratio`` times as likely."""
+    """Weights of the loss of 1, 2, ... domains; if it is empty, ``lost_ratio`` determines the weights."""
     lost_ratio: float = 0.5
-    """Factor for each further domain if ``lost_weights`` is empty."""
+    """Ratio of the weight of losing n + 1 domains to the weight of losing n domains, if ``lost_weights`` is empty."""
     failure_rates: tuple[float, ...] = ()
     """Failure probability of each domain, in order; empty if all are equal."""
 
@@ -39,11 +39,11 @@ class SurvivalObjective:
             raise ConfigError.of("failure_rates", list(self.failure_rates), f"must have {num_domains} entries")
 
     def odds(self) -> tuple[float, ...] | None:
-        """``q / (1 - q)`` of each domain; None if all are equal."""
+        """Return the odds of failure ``q / (1 - q)`` of each domain; None if all are equal."""
         return tuple(rate / (1 - rate) for rate in self.failure_rates) or None
 
     def weights(self, num_domains: int) -> tuple[float, ...]:
-        """Weights of losing 0, 1, ... domains, at most ``num_domains``; they add up to 1, and the last is not 0."""
+        """Return the weights of losing 0, 1, ... domains, up to the last weight that is not 0; their sum is 1."""
         geometric = (self.lost_ratio**lost for lost in range(1, num_domains + 1))
         chosen = self.lost_weights or tuple(weight for weight in geometric if weight > NEGLIGIBLE)
         raw = [0.0, *chosen][: num_domains + 1]
@@ -53,9 +53,9 @@ class SurvivalObjective:
         return tuple(weight / total for weight in raw)
 
     def losses(self, num_domains: int, limit: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Sets of lost domains as bit masks, fewest domains first, and the weight of each.
+        """Return sets of lost domains as bit masks, fewest domains first, and the weight of each set.
 
-        Stops before the number of lost domains whose sets would exceed ``limit``; weights then add up to less than 1.
+        There are at most ``limit`` sets: larger losses are left out, and the sum of the weights is then below 1.
         """
         weights, odds = self.weights(num_domains), self.odds()
         masks: list[int] = []
@@ -63,7 +63,7 @@ class SurvivalObjective:
         for lost in range(1, len(weights)):
             if not weights[lost]:
                 continue
-            # All sets of one size or none: a part of them would favour the domains that it leaves out.
+            # All sets of one size or none of them: a part of them would favour the domains that it does not contain.
             if len(masks) + math.comb(num_domains, lost) > limit:
                 break
             sets = list(combinations(range(num_domains), lost))
@@ -73,14 +73,14 @@ class SurvivalObjective:
         return np.asarray(masks, dtype=np.int64), np.asarray(values, dtype=np.float64)
 
     def score(self, masks: Sequence[int], num_domains: int) -> float:
-        """Expected survival of state that the domains of each mask hold; exact up to rounding.
+        """Return the expected survival of state, exact up to rounding. Each mask has the domains of one piece of state.
 
         Raises:
-            TooManyStates: the sets overlap too much to be counted.
+            TooManyStates: the sets overlap so much that counting would take too much memory.
         """
         weights, odds = self.weights(num_domains), self.odds()
         last = len(weights) - 1
-        # State on more domains than can be lost always survives.
+        # State in more domains than can be lost always survives.
         minimal = [mask for mask in minimal_masks(masks) if mask.bit_count() <= last]
         survive = surviving_weights(minimal, num_domains, last, odds)
         possible = surviving_weights([], num_domains, last, odds)

@@ -1,4 +1,4 @@
-"""Placement by search: survives at least as often as maximum rank overlap and keeps a minimum of distinct domains."""
+"""Placement by search: survives at least as often as maximum rank overlap, with a minimum of domains per expert."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,23 +18,23 @@ from megatron_ft.planning.placement.objective import SurvivalObjective
 
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
-"""Number of sweeps of ``align`` over all layers."""
+"""Largest number of sweeps of ``align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
-"""``even_out`` makes no exchange that lowers the squared total load by less than this share."""
+"""``even_out`` makes an exchange only if the sum of squared loads falls by this fraction of the squared total load."""
 Column = tuple[int, ...]
 """Experts in the slots of one domain, ascending; the number of experts represents an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSearch(PlacementBase):
-    """Improves maximum rank overlap and its variants under an objective.
+    """Searches placements that survive more often than maximum rank overlap, under ``objective``.
 
-    * Every expert is on ``min_domains`` distinct failure domains, or on as many as its replicas and the cluster allow.
-    * If the slots of a domain divide the number of experts, or are at least as many, maximum rank overlap is optimal
-      and kept. Otherwise small layers are solved by enumeration of all placements, medium ones by exchanges of
-      replicas, large ones by the best of several groupings.
-    * Domains of layers are then permuted for joint survival.
+    * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
+    * If the number of slots of a domain divides the number of experts or is not below it, maximum rank overlap is
+      optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
+      exchanges of replicas, and a large layer by the best of several groupings.
+    * The domains of each layer are then permuted so that all layers survive together as often as possible.
     """
 
     name: ClassVar[str] = "overlap_search"
@@ -44,16 +44,16 @@ class OverlapSearch(PlacementBase):
     num_exhaustive_slots: int = 15
     """Largest number of slots of a layer that is solved by enumeration."""
     num_losses: int = 1024
-    """Largest number of sets of lost domains that guide the exchanges, fewest domains first."""
+    """Largest number of sets of lost domains with which exchanges are evaluated; sets of few domains come first."""
     num_kicks: int = 4
-    """Restarts from a perturbed best placement."""
+    """Number of times that the search starts again from a perturbed best placement."""
     seed: int = 0
     balance: bool = True
-    """Whether loads of domains are made even, if loads are given."""
+    """Whether the loads of domains are evened out, if loads are given."""
     survival_budget: float = 0.0
-    """Share of a layer's survival, under the objective, that may be given up for even loads. Above 0, rare experts
-    overlap in smaller groups, which leaves slots beside them for popular ones; the placement may then survive less
-    often than maximum rank overlap. The minimum number of domains is kept."""
+    """Fraction of a layer's survival that may be given up for more even loads. If it is above 0, rare experts may form
+    smaller groups, so that popular experts get slots in the same domains, and the placement may survive less often than
+    maximum rank overlap. ``min_domains`` still applies."""
 
     def assign_layers(
         self,
@@ -68,7 +68,7 @@ class OverlapSearch(PlacementBase):
         layers = [
             self.assign(counts, capacities, load, losses) for counts, load in zip(replica_counts, loads, strict=True)
         ]
-        # One layer has no other to be aligned with, and for very many domains there are no losses to guide the search.
+        # A single layer needs no alignment, and for very many domains there are no losses to evaluate exchanges with.
         if losses is not None and len(layers) > 1:
             layers = self._joint(layers, replica_counts, capacities, loads, losses)
         return layers
@@ -80,7 +80,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float] | None = None,
         losses: Losses | None = None,
     ) -> Counts:
-        """Replicas per domain of one layer, ``[E, D]``."""
+        """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``."""
         floor = self._floor(replica_counts)
         found = self._search(replica_counts, capacities, floor, loads, losses)
         if loads is None or not self.balance:
@@ -101,7 +101,7 @@ class OverlapSearch(PlacementBase):
         search = Search(evened, capacities, floor, losses, per_replica_loads(evened, loads))
         search.even_out(search.score)
         polished = search.result()
-        # The search is guided by some losses only, so its result may be worse under all of them.
+        # The search evaluates only some losses, so its result may be worse if all losses are counted.
         return polished if self._score([polished]) >= self._score([evened]) - EPSILON else evened
 
     def _looser(
@@ -143,7 +143,7 @@ class OverlapSearch(PlacementBase):
         if losses is None:
             return starts[0]
         found = self._improve(starts, capacities, floor, losses)
-        # The class promises never to survive less often than maximum rank overlap.
+        # The result must never survive less often than maximum rank overlap.
         return found if self._score([found]) >= self._score([start]) - EPSILON else start
 
     def _known_best(self, replica_counts: Sequence[int], capacities: Sequence[int]) -> bool:
@@ -157,14 +157,14 @@ class OverlapSearch(PlacementBase):
         return equal and sum(capacities) <= self.num_exhaustive_slots
 
     def _solve(self, replica_counts: Sequence[int], capacities: Sequence[int], floor: int, start: Counts) -> Counts:
-        # Best of all placements; ``start`` if none is better.
-        # All sets of lost domains: enumeration of placements is exact only if their scores are.
+        # Returns the best of all placements; ``start`` if none is better.
+        # All sets of lost domains are evaluated: the enumeration of placements is exact only if their scores are exact.
         losses = self._losses(len(capacities), limit=1 << len(capacities))
         assert losses is not None, "too many losses for a small layer"
         best, best_score = start, losses.score(start)
         for counts in placements(replica_counts, capacities[0], len(capacities), floor):
             score = losses.score(counts)
-            # Equal sums of floats in another order differ in the last bits: they must not replace the best placement.
+            # Sums of the same floats in another order differ in the last bits, which must not decide.
             if score > best_score + EPSILON:
                 best, best_score = counts, score
         return best
@@ -185,12 +185,12 @@ class OverlapSearch(PlacementBase):
         options = {tuple(sizes) for sizes in others} - {tuple(full)}
         built = [overlap_groups(replica_counts, capacities, sizes, loads) for sizes in sorted(options)]
         starts = [start, *(spread_to_floor(counts, floor) for counts in built)]
-        # Rounded, so that equal scores keep their order on every machine.
+        # Scores are rounded, so that equal scores have the same order on every machine.
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
 
     def _improve(self, starts: Sequence[Counts], capacities: Sequence[int], floor: int, losses: Losses) -> Counts:
         weights = np.ones(len(starts[0]))
-        # A generator of its own: every rank searches by itself and has to find the same placement.
+        # A separate generator: every rank searches by itself and has to find the same placement.
         draw = random.Random(self.seed)
         best = Search(starts[0], capacities, floor, losses, weights)
         best.descend()
@@ -211,7 +211,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         losses: Losses,
     ) -> list[Counts]:
-        # Align the layers for joint survival; use maximum rank overlap in all layers if that survives better.
+        # Aligns the layers for joint survival; uses maximum rank overlap in all layers if that survives more often.
         turned = align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
@@ -223,16 +223,16 @@ class OverlapSearch(PlacementBase):
         return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
-        # Losses that guide a search; None if there would be too many beyond single domains.
+        # Returns the losses with which exchanges are evaluated; None if losses of several domains are too many.
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
-        # Losses of single domains alone cannot guide a search whose objective has larger ones.
+        # Losses of single domains alone are not enough if the objective has larger losses.
         single_only = not (masks & (masks - 1)).any() and any(self.objective.weights(num_domains)[2:])
         return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
     def _score(self, layers: Iterable[Counts]) -> float:
-        # Joint survival under the objective; under the guiding losses if it cannot be counted.
+        # Returns the joint survival under the objective, or under the losses of ``_losses`` if it cannot be counted.
         kept = list(layers)
         num_domains = kept[0].shape[1]
         masks = [_mask(held) for counts in kept for held in counts > 0]
@@ -251,9 +251,9 @@ def _mask(held: np.ndarray) -> int:
 
 
 def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
-    """Yield replicas per domain ``[E, D]`` of every placement that keeps each expert on ``floor`` domains if possible.
+    """Yield every placement with each expert in ``floor`` domains if possible, as replicas of each domain ``[E, D]``.
 
-    Domains with ``num_slots`` each are interchangeable, so only one of all orders of the same columns is yielded.
+    All domains have ``num_slots`` slots and are interchangeable, so only one order of the same columns is yielded.
     """
     num_experts = len(replica_counts)
     left = [*replica_counts, num_slots * num_domains - sum(replica_counts)]
@@ -274,7 +274,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
     smallest = next(expert for expert, count in enumerate(left) if count)
     for position in range(first, len(columns)):
         column = columns[position]
-        # Columns are ascending, and so is their order: from here on none has the smallest expert that is left.
+        # Columns are in ascending order: no further column contains the smallest expert that still needs slots.
         if column[0] > smallest:
             return
         if any(column.count(expert) > left[expert] for expert in set(column)):
@@ -287,9 +287,9 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
 
 
 def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
-    """Exchange domains of equal capacity, one layer at a time, as long as joint survival grows.
+    """Exchange domains of equal capacity in one layer after another, as long as the joint survival of layers grows.
 
-    An exchange does not change the survival of its own layer, but a model survives only if all its layers do.
+    An exchange does not change the survival of its layer alone, but a model survives only if all of its layers survive.
     """
     result = [layer.copy() for layer in layers]
     lethal = [_lethal(layer, losses) for layer in result]
@@ -298,7 +298,7 @@ def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -
     for _ in range(MAX_SWEEPS):
         changed = False
         for position in range(len(result)):
-            # Only losses that all other layers survive can be gained or lost by this one.
+            # Only losses that all other layers survive can change the joint survival.
             others = (cover - lethal[position]) == 0
             improved = _turn(result[position], others, pairs, losses)
             if improved is not None:
@@ -318,7 +318,7 @@ def _lethal(counts: Counts, losses: Losses) -> Bools:
 def _turn(
     counts: Counts, others: Bools, pairs: Sequence[tuple[int, int]], losses: Losses
 ) -> tuple[Counts, Bools] | None:
-    # Exchange domains of a layer, each exchange as soon as it improves joint survival; None if none does.
+    # Makes every exchange of two domains of a layer that improves joint survival; returns None if no exchange does.
     values = np.where(others, losses.values, 0.0)
     best, best_lethal = counts, _lethal(counts, losses)
     score, changed, quiet = float(values[~best_lethal].sum()), False, 0
@@ -338,11 +338,11 @@ def _turn(
 
 
 def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EXCHANGES) -> Counts:
-    """Even out the loads of domains: exchange whole rows of ``counts`` ``[E, D]`` between experts with equal numbers of
-    replicas.
+    """Even out the loads of domains by exchanging the places of experts with equal numbers of replicas (whole rows of
+    ``counts`` ``[E, D]``).
 
-    Each exchange is the one that lowers the sum of squared loads most. The sets of domains that hold some expert do not
-    change, so the placement survives exactly as before, alone and jointly with other layers.
+    Each step makes the exchange that lowers the sum of squared loads most. The sets of domains that hold an expert stay
+    the same, so the placement survives exactly as often as before, alone and jointly with other layers.
     """
     weights = per_replica_loads(counts, loads)
     totals = counts.sum(axis=1)
@@ -353,7 +353,7 @@ def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EX
     overlaps = held @ held.T
     distances = overlaps[left, left] + overlaps[right, right] - 2 * overlaps[left, right]
     along = held @ (weights @ held)
-    # Gains of rounding errors would continue without end.
+    # Smaller gains may be rounding errors, with which the exchanges would never end.
     enough = -NEGLIGIBLE * float((weights @ held).sum()) ** 2
     expert_of = np.arange(len(totals))  # expert of each row
     for _ in range(max_exchanges):
@@ -364,7 +364,7 @@ def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EX
         if change[best] >= enough:
             break
         first, second = left[best], right[best]
-        # Updated, not computed again: with hundreds of experts each exchange would cost as much as the first.
+        # Updated instead of computed again, because with hundreds of experts that would take long for each exchange.
         along += moved[best] * (overlaps[first] - overlaps[second])
         expert_of[[first, second]] = expert_of[[second, first]]
     result = np.empty_like(counts)

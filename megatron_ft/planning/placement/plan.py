@@ -1,4 +1,4 @@
-"""``PlacementPlan``: experts in the slots of every rank and layer."""
+"""``PlacementPlan``: which experts are in the slots of every rank and layer."""
 
 import dataclasses
 from collections import Counter
@@ -13,15 +13,15 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.layout import Layout
 
 Slots = tuple[tuple[tuple[int, ...], ...], ...]
-"""Expert ids by layer, by rank in the plan's order, by slot."""
+"""Expert ids ``[layer][rank][slot]``, with ranks in the order of the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """Experts in the slots of every rank and layer.
+    """Assignment of experts to the slots of every rank and layer, the same on every rank.
 
-    Several slots of a rank may hold the same expert: they share one set of weights, which processes more of its tokens.
-    The plan is the same on every rank.
+    Several slots of a rank may hold the same expert. They share one set of weights, and the rank processes a larger
+    share of the expert's tokens.
     """
 
     num_experts: int
@@ -33,7 +33,7 @@ class PlacementPlan:
     layer_numbers: tuple[int, ...]
     """Megatron's layer numbers, counted from 1."""
     slots: Slots
-    """``[layer][rank][slot]``: expert ids, ascending; a rank may have fewer than its slots."""
+    """Expert ids ``[layer][rank][slot]``, ascending; some slots of a rank may be empty, which shortens its list."""
     algorithm: str
 
     @classmethod
@@ -45,7 +45,7 @@ class PlacementPlan:
         algorithm: str,
         layer_numbers: Sequence[int] | None = None,
     ) -> "PlacementPlan":
-        """Make a valid plan over a layout. Without ``layer_numbers`` layers count from 1."""
+        """Create a valid plan for the ranks of ``layout``. Without ``layer_numbers``, layers are numbered from 1."""
         plan = cls(
             num_experts=num_experts,
             num_slots_per_rank=layout.num_slots_per_rank,
@@ -62,7 +62,7 @@ class PlacementPlan:
         """Check that every expert of every layer has a slot and no rank holds more than its slots.
 
         Raises:
-            ConfigError: naming layer, rank or expert.
+            ConfigError: a slot list or a field is wrong; the message names layer, rank or expert.
         """
         if len(self.domains) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise ConfigError.of("ranks", list(self.ranks), "must be distinct, and each needs a failure domain")
@@ -77,10 +77,11 @@ class PlacementPlan:
             for rank, experts in zip(self.ranks, by_rank, strict=True):
                 if len(experts) > self.num_slots_per_rank:
                     where = f"slots of layer {layer}, rank {rank}"
-                    raise ConfigError.of(where, list(experts), f"must be at most {self.num_slots_per_rank} experts")
+                    raise ConfigError.of(where, list(experts), f"must have at most {self.num_slots_per_rank} experts")
             held = {expert for experts in by_rank for expert in experts}
             if foreign := sorted(held - everyone):
-                raise ConfigError.of(f"expert of layer {layer}", foreign[0], f"must be below {self.num_experts}")
+                constraint = f"must be from 0 to {self.num_experts - 1}"
+                raise ConfigError.of(f"expert of layer {layer}", foreign[0], constraint)
             if missing := sorted(everyone - held):
                 raise ConfigError.of(f"expert of layer {layer}", missing[0], "must have at least one slot")
 
@@ -90,12 +91,12 @@ class PlacementPlan:
         fewest = min((len(held) for held in self.all_expert_domains()), default=0)
         return (
             f"{self.algorithm}: {len(layers)} layers x {self.num_experts} experts, at most {num_replicas} replicas "
-            f"a layer on {len(self.ranks)} ranks in {len(set(self.domains))} failure domains, "
-            f"each expert on at least {fewest}"
+            f"in a layer, on {len(self.ranks)} ranks in {len(set(self.domains))} failure domains; "
+            f"failure domains of each expert: at least {fewest}"
         )
 
     def of_rank(self, position: int) -> frozenset[tuple[int, int]]:
-        """Return (layer number, expert) of all experts on the rank at ``position`` of the plan's order."""
+        """Return (layer number, expert) of all experts on the rank ``self.ranks[position]``."""
         return frozenset(
             (layer, expert)
             for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True)
@@ -103,20 +104,20 @@ class PlacementPlan:
         )
 
     def replica_counts(self, layer: int) -> tuple[int, ...]:
-        """Replicas of each expert in the layer at this position of the plan."""
+        """Return the number of replicas of each expert in the layer ``self.layer_numbers[layer]``."""
         held = Counter(expert for experts in self.slots[layer] for expert in experts)
         return tuple(held[expert] for expert in range(self.num_experts))
 
     def replicas_per_rank(self, layer: int) -> npt.NDArray[np.int64]:
-        """``R[E, N]``: replicas of each expert on each rank, for the dispatcher."""
+        """Return ``R[E, N]``, the number of replicas of each expert on each rank, for the dispatcher."""
         matrix = np.zeros((self.num_experts, len(self.ranks)), dtype=np.int64)
         for position, experts in enumerate(self.slots[layer]):
-            # A rank may hold an expert in several slots: ``+=`` with repeated indices would count one.
+            # A rank may hold an expert in several slots: ``+=`` with repeated indices would count only one of them.
             np.add.at(matrix[:, position], list(experts), 1)
         return matrix
 
     def expert_domains(self, layer: int) -> tuple[frozenset[str], ...]:
-        """Failure domains that hold each expert."""
+        """Return the failure domains that hold each expert of one layer."""
         held: list[set[str]] = [set() for _ in range(self.num_experts)]
         for domain, experts in zip(self.domains, self.slots[layer], strict=True):
             for expert in experts:
@@ -124,12 +125,12 @@ class PlacementPlan:
         return tuple(frozenset(names) for names in held)
 
     def all_expert_domains(self) -> Iterator[frozenset[str]]:
-        """Failure domains that hold each expert, over all layers."""
+        """Yield the failure domains that hold each expert, layer by layer."""
         for layer in range(len(self.slots)):
             yield from self.expert_domains(layer)
 
     def replacing(self, slots: Slots, algorithm: str | None = None) -> "PlacementPlan":
-        """Return a valid plan of the same ranks and layers with other slots."""
+        """Return a valid plan for the same ranks and layers with the new ``slots``."""
         plan = dataclasses.replace(self, slots=slots, algorithm=algorithm or self.algorithm)
         plan.validate()
         return plan

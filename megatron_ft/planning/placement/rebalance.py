@@ -1,4 +1,4 @@
-"""Rebalancing: whether the tokens that a new placement saves justify the bytes that it moves."""
+"""Rebalancing: decides whether a new placement saves enough tokens to justify the bytes that have to move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 def smooth(
     previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float
 ) -> list[list[float]]:
-    """Return exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the
-    newest."""
+    """Return exponentially smoothed loads [layers][experts]: ``weight`` times ``previous`` plus ``1 - weight`` times
+    ``newest``. Without ``previous``, return ``newest``."""
     if previous is None:
         return [[float(tokens) for tokens in layer] for layer in newest]
     return [
@@ -24,9 +24,9 @@ def smooth(
 
 
 def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Return the tokens of the busiest rank, summed over layers.
+    """Return the number of tokens of the busiest rank of each layer, summed over layers.
 
-    The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own busiest rank.
+    The all-to-all of a layer synchronizes all ranks, so a layer takes as long as the busiest rank in this layer.
     """
     total = 0.0
     for layer, load in enumerate(loads):
@@ -37,12 +37,12 @@ def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalance:
-    """Decision about a new placement."""
+    """Decision whether a new placement is used."""
 
     pays: bool
     reason: str
     gain: float
-    """Share of the busiest ranks' tokens that the new placement saves."""
+    """Fraction of the busiest ranks' tokens that the new placement saves; see ``critical_tokens``."""
     moved_bytes: int
 
 
@@ -52,19 +52,19 @@ class RebalancePolicy:
 
     interval_iterations: int
     min_gain: float
-    """Smallest share of the busiest ranks' tokens that a new plan must save."""
+    """Smallest fraction of the busiest ranks' tokens that a new plan must save."""
     bytes_per_saved_token: float
-    """Bytes that may move per token that the busiest ranks save until the next rebalancing."""
+    """Bytes that may move for each token that the busiest ranks save until the next rebalancing."""
 
     def due(self, iteration: int) -> bool:
         """Whether a new placement is planned after ``iteration``."""
         return self.interval_iterations > 0 and iteration > 0 and iteration % self.interval_iterations == 0
 
     def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> Rebalance:
-        """Compare the present plan with ``migration`` under ``loads`` [layers][experts] of one iteration."""
+        """Decide whether to carry out ``migration``, under the ``loads`` [layers][experts] of one iteration."""
         before, after = critical_tokens(now, loads), critical_tokens(migration.placement, loads)
         gain = 1.0 - after / before if before else 0.0
-        # The move is paid once and saves tokens until the next one.
+        # The migration costs bytes once and saves tokens until the next rebalancing.
         saved = (before - after) * self.interval_iterations
         budget = saved * self.bytes_per_saved_token
         if gain < self.min_gain:
@@ -83,7 +83,7 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Return the ratio of the busiest rank's tokens to the mean in the worst layer; 1 for even loads."""
+    """Return the largest ratio, over all layers, of the busiest rank's tokens to the mean; 1 if loads are even."""
     worst = 1.0
     for layer, load in enumerate(loads):
         copies = plan.replicas_per_rank(layer)

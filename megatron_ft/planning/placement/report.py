@@ -1,4 +1,4 @@
-"""Report of a job's first placement: slots, survival of its state, bytes of its copies."""
+"""Report about a job's first placement: slots, survival of the state, and bytes of its copies."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,30 +21,30 @@ Domains = frozenset[str]
 class PlacementReport:
     """First placement of a job with replica slots.
 
-    Survival is the probability that all state of a kind survives (every expert of every layer, and all other state). It
-    is computed for losses of one failure domain up to as many as the requested replicas.
+    Survival is the probability that all state survives: every expert of every layer, and all other state. It is
+    computed for the loss of 1, 2, ... failure domains, up to the number of requested replicas.
     """
 
     min_replicas: int
-    """Requested replicas of each expert."""
+    """Requested minimum number of replicas of each expert."""
     kept_min_replicas: int
-    """Replicas of the rarest expert; fewer than requested if there are too few slots."""
+    """Number of replicas of the rarest expert, which is less than requested if there are too few slots."""
     stages: tuple[PlacementPlan, ...]
     weights_survival: tuple[Survival, ...]
     """Survival of compute weights."""
     state_survival: tuple[Survival, ...]
-    """Survival of optimizer state, with ``num_state_copies`` copies if given."""
+    """Survival of optimizer state, including its copies if ``num_state_copies`` is not None."""
     num_state_copies: int | None
     expert_weights_bytes: int
-    """Compute weights of all replicas of experts."""
+    """Bytes of the compute weights of all expert replicas."""
     expert_state_bytes: int
-    """Optimizer state of all replicas of experts."""
+    """Bytes of the optimizer state of all expert replicas."""
     expert_copies_bytes: int | None
-    """Optimizer state of experts in ``num_state_copies`` copies."""
+    """Bytes of ``num_state_copies`` copies of the optimizer state of experts."""
     non_expert_state_bytes: int
-    """Optimizer state of other parameters under data parallelism: one sharded copy, or one on every rank."""
+    """Bytes of the optimizer state of all other parameters: once if it is sharded, otherwise on every rank."""
     non_expert_copies_bytes: int | None
-    """Optimizer state of other parameters in ``num_state_copies`` copies."""
+    """Bytes of ``num_state_copies`` copies of the optimizer state of all other parameters."""
 
     def validate(self) -> None:
         """Check every plan.
@@ -61,26 +61,26 @@ class PlacementReport:
 
     @property
     def num_slots_per_rank(self) -> int:
-        """Replica slots of each rank and layer."""
+        """Number of replica slots of each rank in each layer."""
         return self.stages[0].num_slots_per_rank
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Differences from the configuration."""
+        """Notes about differences between the placement and the configuration."""
         if self.kept_min_replicas >= self.min_replicas:
             return ()
         requested = f"placement.min_replicas={self.min_replicas}"
-        return (f"{requested}: there are too few slots; the rarest expert has {self.kept_min_replicas} replicas",)
+        return (f"{requested}: there are too few slots; replicas of the rarest expert: {self.kept_min_replicas}",)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, which are also a valid file for ``placement.schedule``."""
+        """Return JSON values. A file with them can be used in ``placement.schedule``."""
         stages = [plan.to_json() for plan in self.stages]
         return {"num_slots_per_rank": self.num_slots_per_rank, **asdict(self), "stages": stages}
 
 
 def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
-    """Return the optimizer bytes of one expert, and of all non-expert weights of a stage with ``num_dense`` on each
-    rank."""
+    """Return the bytes of optimizer state of one expert, and of all non-expert weights of a stage. A rank of the stage
+    has ``num_dense`` non-expert parameters."""
     full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
     state_bytes = (2 if full_precision else 3) * FP32_BYTES
     num_parts = config.parallel.tensor_model_parallel_size
@@ -88,13 +88,13 @@ def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
 
 
 def expert_parameters(config: JobConfig) -> int:
-    """Number of parameters of one routed expert of one layer."""
+    """Return the number of parameters of one routed expert in one layer."""
     operators = operators_of(config.model, 1)
     return next(operator.num_parameters for operator in operators if operator.id.kind == "expert")
 
 
 def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) -> StateCopyPlan | None:
-    """Plan the copies of a stage's optimizer state; None without ``placement.state_copies``."""
+    """Plan the copies of a stage's optimizer state; return None without ``placement.state_copies``."""
     if config.placement.state_copies is None:
         return None
     # Without the distributed optimizer every rank has all non-expert state already.
@@ -104,17 +104,17 @@ def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) ->
 
 
 def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[int]) -> PlacementReport:
-    """Plan the first placement of a job with replica slots, and check every scheduled one.
+    """Plan the first placement of a job with replica slots, and check every scheduled placement.
 
     Args:
-        config: with derived values.
-        num_dense: non-expert parameters on each rank, by pipeline stage.
+        config: configuration with derived values.
+        num_dense: number of non-expert parameters on a rank of each pipeline stage.
 
     Raises:
-        ConfigError, DataError: loads or placements that do not fit the job.
+        ConfigError, DataError: loads or placements do not fit the job.
     """
     requests = stage_requests(config, config.launch.num_nodes * config.launch.ranks_per_node)
-    # Also those of late iterations: a file that does not fit must not end a run after days.
+    # All scheduled placements are checked now: a file that does not fit must not end a run after days.
     for scheduled in inputs.schedule.values():
         scripted_plans(requests, scheduled)
     plans = tuple(first_plans(config, requests, inputs))
@@ -141,18 +141,18 @@ def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """Holders and sizes of the state of one pipeline stage."""
+    """State of one pipeline stage: its bytes, and the failure domains that hold it."""
 
     plan: PlacementPlan
     num_tensor_parts: int
-    """Ranks that split the non-expert weights."""
+    """Number of ranks over which tensor parallelism splits the non-expert weights."""
     sharded: bool
     """Whether the non-expert optimizer state is sharded (distributed optimizer)."""
     expert_weights_bytes: int
     expert_state_bytes: int
     """Moments of one expert, and its master weights if they differ from the compute weights."""
     dense_state_bytes: int
-    """Optimizer state of all non-expert weights of the stage, one copy."""
+    """Bytes of one copy of the optimizer state of all non-expert weights of the stage."""
     copies: StateCopyPlan | None
 
     @classmethod
@@ -171,22 +171,23 @@ class _Stage:
 
     @property
     def num_held(self) -> int:
-        """Number of sets of expert weights; slots of a rank with the same expert share one."""
+        """Number of sets of expert weights; several slots of a rank with the same expert share one set."""
         return sum(len(set(experts)) for by_rank in self.plan.slots for experts in by_rank)
 
     @property
     def non_expert_bytes(self) -> int:
-        """Non-expert optimizer state under data parallelism."""
+        """Bytes of non-expert optimizer state over all ranks, without additional copies."""
         num_whole = 1 if self.sharded else len(self.plan.ranks) // self.num_tensor_parts
         return self.dense_state_bytes * num_whole
 
     def weight_holders(self) -> Iterator[Domains]:
-        """Failure domains of every expert, and of every tensor-parallel part of other weights."""
+        """Yield the failure domains that hold each expert, and each tensor-parallel part of all other weights."""
         yield from self.plan.all_expert_domains()
         yield from self._dense_holders()
 
     def state_holders(self) -> Iterator[Domains]:
-        """Failure domains of every shard of optimizer state. Every replica of an expert has all its state."""
+        """Yield the failure domains that hold each shard of optimizer state. Every replica of an expert has all of
+        the expert's optimizer state."""
         domain_of = dict(zip(self.plan.ranks, self.plan.domains, strict=True))
         if not self.sharded:
             yield from self._dense_holders()
@@ -202,7 +203,7 @@ class _Stage:
             yield from (held | {domain_of[rank] for rank in owners} for owners in operator.owners)
 
     def copies_bytes(self, *, experts: bool) -> int:
-        """Bytes of the requested copies of optimizer state, of experts or of all other parameters."""
+        """Return the bytes of the requested copies of optimizer state, of experts or of all other parameters."""
         assert self.copies is not None, "no state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)

@@ -1,4 +1,4 @@
-"""Baseline placement: replicas round-robin over failure domains."""
+"""Baseline placement: distributes replicas round-robin over failure domains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ class Spread(LayerwisePlacement):
 def deal_round(
     replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None
 ) -> Counts:
-    """Replicas per domain of one layer, ``[E, D]``: by expert id, each replica to the next domain with a free slot."""
+    """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
+
+    In order of expert ids, each replica goes to the next domain that has a free slot.
+    """
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)
     domain = 0

@@ -1,6 +1,6 @@
-"""Placements of a job's pipeline stages, from loads to slots.
+"""Makes the placements of a job's pipeline stages from the loads of experts.
 
-The dry run and every rank call the same functions, so that the printed placement is the one that is used.
+The dry run and every rank call the same functions, so that the placement that is printed is also used.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_ft.topology import Cluster, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
-    """Fixed inputs of all placements of a stage."""
+    """Inputs that are the same for all placements of a stage."""
 
     cluster: Cluster
     ranks: tuple[int, ...]
@@ -32,20 +32,20 @@ class StageRequest:
 
     @property
     def num_domains(self) -> int:
-        """Number of failure domains of the stage's ranks."""
+        """Number of failure domains that contain ranks of the stage."""
         return len({self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks})
 
 
 def place_stage(
     request: StageRequest, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
 ) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
-    """Allocate replica counts from ``loads`` [layers][experts] and assign slots.
+    """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
 
     Raises:
-        ConfigError: loads, slots and failure domains do not fit each other.
+        ConfigError: loads, slots and failure domains do not fit together.
     """
     num_slots = request.num_slots_per_rank * len(request.ranks)
-    # Layers share ranks but not slots: each has its own.
+    # A rank has separate slots for each layer.
     allocations = tuple(
         allocate(load, num_slots, request.min_replicas, num_domains=request.num_domains) for load in loads
     )
@@ -81,21 +81,21 @@ def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
 
 
 def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
-    """Build the algorithm that a configuration names.
+    """Build the algorithm from ``placement.algorithm``.
 
     Raises:
-        ConfigError: it cannot be built, or is not a placement algorithm.
+        ConfigError: the class cannot be built, or is not a placement algorithm.
     """
     spec = config.placement.algorithm or {}
     algorithm: PlacementAlgorithm = build_policy("placement.algorithm", spec)
     if not callable(getattr(algorithm, "place", None)):
-        raise ConfigError.of("placement.algorithm._target_", spec["_target_"], "must name a class with a method place")
+        raise ConfigError.of("placement.algorithm._target_", spec["_target_"], "must be a class with a method 'place'")
     return algorithm
 
 
 def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: JobInputs) -> list[PlacementPlan]:
-    """Return the plans of all stages at the start of a job: those scheduled for iteration 1, or plans from recorded or
-    even loads.
+    """Return the plans of all stages at the start of a job: the plans that ``placement.schedule`` has for iteration 1,
+    or otherwise plans from recorded or even loads.
 
     Raises:
         ConfigError, DataError: recorded loads or a scheduled placement do not fit the job.
@@ -107,7 +107,7 @@ def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: Job
 
 
 def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> Sequence[Sequence[float]]:
-    """Return the loads [layers][experts] of a stage at the start: recorded or even.
+    """Return the recorded loads [layers][experts] of a stage at the start of a job, or even loads without a record.
 
     Raises:
         ConfigError: the recorded loads do not fit the model.
@@ -122,7 +122,7 @@ def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> 
             raise ConfigError.of(
                 "placement.loads_file",
                 config.placement.loads_file,
-                f"must have {request.num_experts} loads for each of {len(numbers)} MoE layers",
+                f"must contain {len(numbers)} MoE layers with {request.num_experts} experts each",
             )
     return [by_layer[number] for number in request.layer_numbers]
 
@@ -131,29 +131,30 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     """Return the plans of all stages from a file of ``placement.schedule``.
 
     Raises:
-        DataError: plans that are inconsistent or do not fit the job.
+        DataError: a plan is inconsistent or does not fit the job.
     """
     key = f"placement.schedule={scheduled.path}"
     if len(scheduled.stages) != len(requests):
-        constraint = f"has {len(scheduled.stages)} stages: must have {len(requests)}, as the pipeline"
-        raise DataError(f"{key}: stages={len(scheduled.stages)}: {constraint}")
+        constraint = f"must be {len(requests)}, the number of pipeline stages"
+        raise DataError(f"{key}: number of stages={len(scheduled.stages)}: {constraint}")
     plans = []
     for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
         try:
-            # The file is the user's: any error in it is an error of the data, not of this program.
+            # The user has written the file: any error in it is an error of the data, not of this program.
             plan = PlacementPlan.from_json(dict(content))
             check_fit(plan, request)
         except ConfigError as error:
             raise DataError(f"{key}: stage {stage}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
-            raise DataError(f"{key}: stage {stage}: must be a placement ({type(error).__name__}: {error})") from None
+            detail = f"{type(error).__name__}: {error}"
+            raise DataError(f"{key}: stage {stage}: must have the format of a placement plan ({detail})") from None
         plans.append(plan)
     return plans
 
 
 def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
-    """Check that ranks, domains, layers, experts and slots are equal and every rank has an expert. Raises
-    ConfigError."""
+    """Check that a plan has the ranks, domains, layers, experts and slots of ``request``, and that every rank has an
+    expert. Raises ConfigError if not."""
     domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
     for name in ("ranks", "layer_numbers", "num_experts"):
         found, wanted = getattr(plan, name), getattr(request, name)
@@ -172,7 +173,7 @@ def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
 
 
 def fits(plan: PlacementPlan, request: StageRequest) -> bool:
-    """Whether ``check_fit`` accepts a plan."""
+    """Whether ``check_fit`` accepts ``plan``."""
     try:
         check_fit(plan, request)
     except ConfigError:

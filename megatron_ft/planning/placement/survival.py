@@ -1,9 +1,9 @@
-"""Probability that a model's state survives the loss of failure domains.
+"""Computes the probability that a model's state survives the loss of failure domains.
 
 State survives if every piece of it (an expert of a layer, a shard of non-expert state) has a holder left. A piece is
-represented by the set of domains that hold it. All layers are considered together, because layers on the same domains
-do not survive independently. Counting is exact; sampling is used only if counting would take too much memory, and
-results say so.
+represented by the set of domains that hold it. All layers are considered together, because layers in the same domains
+do not survive independently. Counting is exact. Only if it would take too much memory, losses are sampled instead;
+``Survival.method`` states which method was used.
 """
 
 import math
@@ -22,12 +22,12 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 MAX_ENUMERATED_DOMAINS = 16
 """Largest number of domains for which all sets of lost domains are enumerated."""
 CONFIDENCE_DEVIATIONS = 3.2905
-"""Two-sided 99.9 % of a normal distribution."""
+"""Number of standard deviations on each side of the mean that contain 99.9 % of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """Probability of survival if exactly ``num_lost`` domains are lost, all such losses being equally likely."""
+    """Probability of survival if exactly ``num_lost`` domains are lost."""
 
     num_lost: int
     probability: float
@@ -38,7 +38,7 @@ class Survival:
 
     @property
     def exact(self) -> bool:
-        """Whether the probability is exact, not an estimate."""
+        """Whether the probability is exact and not an estimate."""
         return self.method != "monte_carlo"
 
 
@@ -51,41 +51,40 @@ def survival(
     num_samples: int = 200_000,
     seed: int = 0,
 ) -> tuple[Survival, ...]:
-    """Survival for each number of lost domains.
+    """Return the survival for each number of lost domains, in ascending order of these numbers.
 
     Args:
         holders: domains that hold each piece of state.
         domains: all domains that may be lost.
-        lost: numbers of domains that are lost together.
-        odds: odds ``q / (1 - q)`` of each domain's failure, if they differ; the weight of a loss is the product of its
-            domains' odds.
-        num_samples: samples where counting would take too much memory.
+        lost: numbers of domains that are lost at the same time.
+        odds: odds ``q / (1 - q)`` of the failure of each domain. The weight of a loss is the product of the odds of the
+            lost domains. If it is None, all losses of the same number of domains are equally likely.
+        num_samples: number of sampled losses, if counting would take too much memory.
         seed: seed of the samples.
 
     Raises:
-        ConfigError: more lost domains than there are, or a piece without a holder.
+        ConfigError: ``lost`` contains a number above the number of domains, or a piece of state has no holder.
     """
     index = {name: position for position, name in enumerate(domains)}
     masks = minimal_masks(sum(1 << index[name] for name in set(held)) for held in holders)
     wanted = sorted(set(lost))
     for count in wanted:
         if not 0 <= count <= len(index):
-            raise ConfigError.of("lost domains", count, f"must be in 0..{len(index)}, the number of failure domains")
+            raise ConfigError.of("lost domains", count, f"must be from 0 to {len(index)}, the number of domains")
     if 0 in masks:
         raise ConfigError.of("holders", "{}", "must name at least one failure domain for each piece of state")
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
 
 
 def single_loss_survival(plans: Sequence[PlacementPlan], *, min_ranks: int = 0) -> float | None:
-    """Return the probability that a job continues from expert replicas when one failure domain, chosen at random, is
-    lost.
+    """Return the probability that a job continues from expert replicas after the loss of one random failure domain.
 
-    It continues if every expert of all stages has a replica left and at least ``min_ranks`` ranks remain. None if there
-    is only one domain.
+    The job continues if every expert of all stages has a replica left and at least ``min_ranks`` ranks remain. The
+    result is None if there is only one domain.
     """
     num_ranks = Counter(domain for plan in plans for domain in plan.domains)
     alone = {next(iter(held)) for plan in plans for held in plan.all_expert_domains() if len(held) == 1}
-    # Experts that survive are of no use to a job that ends for lack of ranks.
+    # A job with too few ranks ends even if all experts survive.
     too_large = {domain for domain, count in num_ranks.items() if num_ranks.total() - count < min_ranks}
     return 1.0 - len(alone | too_large) / len(num_ranks) if len(num_ranks) > 1 else None
 
@@ -110,7 +109,7 @@ def _survival(
 
 
 def popcounts(num_domains: int) -> npt.NDArray[np.int64]:
-    """Number of lost domains in each of the ``2**num_domains`` sets."""
+    """Return the number of lost domains in each of the ``2**num_domains`` sets of lost domains."""
     counts = np.zeros(1, dtype=np.int64)
     for _ in range(num_domains):
         counts = np.concatenate((counts, counts + 1))
@@ -118,18 +117,18 @@ def popcounts(num_domains: int) -> npt.NDArray[np.int64]:
 
 
 def lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
-    """Whether each of the ``2**num_domains`` sets of lost domains includes one of ``masks``."""
+    """Return for each of the ``2**num_domains`` sets of lost domains whether it contains one of ``masks``."""
     bad = np.zeros(1 << num_domains, dtype=np.bool_)
     bad[list(masks)] = True
     for bit in range(num_domains):
-        # Sets with the bit are lethal if they are without it: n passes over all sets instead of one for each mask.
+        # A set with the bit is lethal if the same set without it is. So n passes suffice, not one for each mask.
         view = bad.reshape(-1, 2, 1 << bit)
         view[:, 1] |= view[:, 0]
     return bad
 
 
 def _monte_carlo(masks: Sequence[int], num_domains: int, lost: int, num_samples: int, seed: int) -> Survival:
-    # A generator of its own: the same question has the same answer everywhere.
+    # A separate generator, so that equal inputs give equal results everywhere.
     draw = random.Random(seed)
     good = 0
     for _ in range(num_samples):

@@ -1,6 +1,6 @@
-"""Decision of a batch job when its training command has ended: another attempt on the same nodes, requeue, or end.
+"""Decides what a batch job does after its training command has ended: another attempt, a requeue, or the end.
 
-Pure. Every run of the command is an attempt, recorded in ``attempts.jsonl`` of the run's folder.
+Every run of the command is an attempt, which is recorded in ``attempts.jsonl`` in the run's folder.
 """
 
 import enum
@@ -12,9 +12,9 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # One failure can be chance.
 MOST_FAILURES = 2
-"""A node with this many failures in the newest attempts is not used while there are enough others."""
+"""A host with this many failures in the newest ``MEMORY`` attempts is not used if there are enough other hosts."""
 MEMORY = 10
-"""Number of newest attempts whose failures count: over weeks every machine fails at some time."""
+"""Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 
 
 class Asked(enum.Enum):
@@ -43,26 +43,28 @@ class Attempt:
     hosts: tuple[str, ...]
     """Hosts of the allocation, in the order of node numbers."""
     exit_code: int | None
-    """Exit code; negative for the signal that ended it; None if its end was not seen, as when its node died."""
+    """Exit code of the command, or the negative number of the signal that killed it; None if the end was not observed,
+    for example because the node failed."""
     asked: Asked | None
     iteration: int
-    """Newest iteration that the run had reported at its end; 0 for none."""
+    """Newest iteration that the run had reported when the attempt ended; 0 if it had reported none."""
     lost_hosts: tuple[str, ...] = ()
     """Hosts of nodes that were lost."""
     failed_hosts: tuple[str, ...] = ()
-    """Hosts on which a rank failed first; may contain a host several times."""
+    """Host of the first failed rank, for each failure; may contain a host several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPolicy:
-    """Limits of attempts."""
+    """Limits of attempts, and the step if an attempt cannot be repeated in the same allocation."""
 
     num_nodes: int
-    """Fewest nodes of an attempt."""
+    """Smallest number of nodes with which an attempt can start."""
     max_fruitless: int = 3
-    """Attempts in a row without progress after which the job gives up."""
+    """Number of consecutive attempts without progress after which the job ends."""
     on_warning: Next = Next.REQUEUE
-    """Step after ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` if another job takes over."""
+    """Step after ``Asked.TO_GO_ON_LATER`` or with too few usable nodes: ``REQUEUE``, or ``END`` if another job
+    continues the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Verdict:
     next: Next
     reason: str
     is_final: bool = False
-    """Whether the run is complete, or cannot continue without a change by the user: no other job should try."""
+    """Whether no other job should continue the run, because it is complete or needs a change by the user."""
 
 
 def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[str]) -> Verdict:
@@ -89,33 +91,33 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
     if last.exit_code in FINAL_EXIT_CODES:
         return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
-        return Verdict(Next.END, "it was asked to end", is_final=True)
+        return Verdict(Next.END, "the run received a signal to end", is_final=True)
     # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
     no_progress = why_hopeless(attempts, policy.max_fruitless)
     if no_progress is not None:
         return Verdict(Next.END, no_progress, is_final=True)
     if last.asked is Asked.TO_GO_ON_LATER:
         return Verdict(policy.on_warning, "the nodes will be taken away (warning signal)")
-    # ``hosts`` may still contain those that the last attempt lost.
+    # ``hosts`` may still contain hosts that the last attempt lost.
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
     how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
     if usable >= policy.num_nodes:
-        return Verdict(Next.AGAIN, f"{how}; {usable} nodes remain, {policy.num_nodes} are needed")
-    lacking = f"{how}; only {usable} nodes remain, {policy.num_nodes} are needed"
+        return Verdict(Next.AGAIN, f"{how}; usable nodes: {usable}, needed: {policy.num_nodes}")
+    lacking = f"{how}; too few usable nodes: {usable}, needed: {policy.num_nodes}"
     return Verdict(policy.on_warning, lacking)
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Return a reason to give up because of attempts without progress; None if another attempt is allowed."""
+    """Return the reason to end the job after too many attempts without progress; None if another one is allowed."""
     fruitless = num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
     newest = max(attempt.iteration for attempt in attempts)
-    return f"{fruitless} attempts in a row made no progress beyond iteration {newest}"
+    return f"consecutive attempts without progress beyond iteration {newest}: {fruitless}"
 
 
 def num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Return the number of last attempts that made no progress; the first attempt must complete an iteration."""
+    """Count the newest consecutive attempts that did not get beyond the iteration of all attempts before them."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1
@@ -124,13 +126,13 @@ def num_fruitless(attempts: Sequence[Attempt]) -> int:
 
 
 def to_exclude(attempts: Sequence[Attempt]) -> list[str]:
-    """Hosts that have failed too often, sorted."""
+    """Return the hosts with at least ``MOST_FAILURES`` failures, sorted."""
     failures = _failures(attempts)
     return sorted(host for host, count in failures.items() if count >= MOST_FAILURES)
 
 
 def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list[str]:
-    """Sort hosts by number of failures, in a stable order; hosts of nodes lost in the last attempt come last."""
+    """Sort hosts by their number of failures, in a stable order; hosts that the last attempt lost come last."""
     failures = _failures(attempts)
     lost = set(attempts[-1].lost_hosts) if attempts else set()
     return sorted(hosts, key=lambda host: (host in lost, failures[host]))

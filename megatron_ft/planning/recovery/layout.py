@@ -1,7 +1,7 @@
-"""Parallel layout of the living processes after a loss: the same, or with fewer or more lanes. TP, CP and PP stay.
+"""Chooses the parallel layout of the living processes after a loss: TP, CP and PP stay, the number of lanes may change.
 
-Processes have numbers that do not change with the membership: those in ``former`` for its members, others for processes
-that have joined since.
+The number of a process does not change with the membership. Members of the former layout keep the numbers that they
+have in it, and processes that have joined since have other numbers.
 """
 
 from bisect import bisect_left
@@ -18,17 +18,17 @@ class LaneLimits:
     """Numbers of lanes that a job may have."""
 
     most: int
-    """Number of lanes that was configured."""
+    """Largest number of lanes, which is the configured one."""
     multiple: int = 1
-    """The number of lanes must be a multiple of this: the lanes that Megatron's expert groups span, if experts have no
-    slots."""
+    """The number of lanes must be a multiple of this number. Without expert slots, it is the number of lanes that one
+    expert-parallel group of Megatron spans."""
     fewest: int = 1
     """Smallest number of lanes with a slot for every expert."""
     num_expert_ranks: int | None = None
-    """EP times expert TP, if experts have no slots: ranks of a stage whose numbers differ by this hold the same
-    experts."""
+    """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
+    differ by a multiple of this."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Optimizer bytes of a stage without its experts, and of its experts; their ratio decides between lanes."""
+    """Bytes of a stage's optimizer state without experts, and of its experts. Groups choose lanes by their ratio."""
 
     @classmethod
     def of(
@@ -41,11 +41,11 @@ class LaneLimits:
         num_slots_per_rank: int | None = None,
         optimizer_bytes: tuple[int, int] = (1, 1),
     ) -> "LaneLimits":
-        """Return the limits of a job with groups like those of ``layout``.
+        """Return the limits of a job whose TP·CP groups have the size of those in ``layout``.
 
         Args:
-            num_expert_ranks: EP times expert TP, for a job without slots.
-            num_slots_per_rank: for a job whose experts are placed in slots.
+            num_expert_ranks: EP times expert TP; used only if ``num_slots_per_rank`` is None.
+            num_slots_per_rank: number of expert slots of a rank; None if experts are not placed in slots.
         """
         size = layout.group_size
         if num_slots_per_rank is None:
@@ -60,7 +60,7 @@ class LaneLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A TP·CP group that can train, and the group whose state its ranks have."""
+    """A complete TP·CP group, and the former stage and lane whose state its ranks have; None and -1 without state."""
 
     ranks: Group
     stage: int | None = None
@@ -70,17 +70,18 @@ class _Group:
 def choose_layout(
     former: ParallelLayout, living: Collection[int], node_of: Mapping[int, int], limits: LaneLimits
 ) -> ParallelLayout | Declined:
-    """Choose the layout with which ``living`` continue.
+    """Choose the layout with which the ``living`` processes continue.
 
-    If there are enough hot spares, they take the lost places and the layout stays. Otherwise there are as many lanes as
-    whole groups allow: groups whose members all live, and groups made of other living processes of one node. Groups
-    keep their stage and the experts of their lane if possible, and get lanes in their previous order, so that most
-    optimizer state stays where it is. Incomplete and surplus groups become hot spares.
+    If there are enough hot spares, they replace the lost processes, and the layout does not change. Otherwise there are
+    as many lanes as complete groups allow: groups whose members are all living, and new groups of other living
+    processes of one node. If possible, a group keeps its stage and gets a lane with the same experts. Groups get lanes
+    in the order of their former lanes, so that most optimizer state need not move. Processes of incomplete and surplus
+    groups become hot spares.
 
     Args:
         former: the layout that committed the newest iteration.
-        living: processes that continue: members of ``former``, its spares, and new ones, without leaving ones.
-        node_of: node of every process, lost ones included.
+        living: processes that continue: members of ``former``, its spares and new processes, but not leaving ones.
+        node_of: node of every process, including lost processes.
     """
     # Everything below depends on sorted numbers only: each rank computes the layout by itself, and all must agree.
     alive = set(living)
@@ -109,16 +110,16 @@ def choose_layout(
 def _too_few(former: ParallelLayout, num_groups: int, num_alive: int, limits: LaneLimits) -> str:
     fewest = -(-max(1, limits.fewest) // limits.multiple) * limits.multiple
     return (
-        f"{num_alive} living ranks have {num_groups} whole groups of TP * CP = {former.group_size} ranks, but "
-        f"{fewest * former.num_stages} are needed: {fewest} lanes of {former.num_stages} pipeline stages"
+        f"complete groups of TP * CP = {former.group_size} ranks among {num_alive} living ranks: {num_groups}; needed: "
+        f"{fewest * former.num_stages}, for a number of lanes of at least {fewest} and PP{former.num_stages}"
     )
 
 
 def _substitutes(
     former: ParallelLayout, alive: Collection[int], free: Sequence[int], node_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Choose the replacement of each lost rank: a process of the same node, else spare nodes, one for each lost node.
-    If there are too few, only processes of the same node complete their groups."""
+    """Choose the replacement of each lost rank. A free process on the same node comes first. Other lost ranks are
+    replaced by spare nodes, if possible one for each lost node, but only if there are enough processes for all."""
     lost = sorted((rank for rank in former.ranks if rank not in alive), key=lambda rank: (node_of[rank], rank))
     by_node: dict[int, list[int]] = {}
     for rank in free:
@@ -127,7 +128,7 @@ def _substitutes(
     for rank in lost:
         if by_node.get(node_of[rank]):
             found[rank] = by_node[node_of[rank]].pop(0)
-    # The layout cannot stay, so spare nodes are not scattered over groups: they form whole groups of their own.
+    # The layout has to change, so spare nodes are not scattered over groups: they form complete groups of their own.
     if len(free) < len(lost):
         return found
     lost_by_node: dict[int, list[int]] = {}
@@ -135,7 +136,7 @@ def _substitutes(
         if rank not in found:
             lost_by_node.setdefault(node_of[rank], []).append(rank)
     for ranks in lost_by_node.values():
-        # One node for one lost node, so that groups that lay within a node still do.
+        # One spare node replaces one lost node, so that groups within one node remain within one node.
         wide = (node for node, spares in sorted(by_node.items()) if len(spares) >= len(ranks))
         chosen = next(wide, None)
         pool = by_node[chosen] if chosen is not None else [rank for spares in by_node.values() for rank in spares]
@@ -153,7 +154,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
         per_node[node] = per_node.get(node, 0) + 1
     by_node: dict[int, list[int]] = {}
     for rank in sorted(left, key=lambda rank: (node_of[rank], rank)):
-        # Where no node has room for a group, groups have always spanned nodes.
+        # If a group is larger than every node, groups span nodes anyway.
         by_node.setdefault(node_of[rank] if size <= max(per_node.values()) else 0, []).append(rank)
     found = []
     for ranks in by_node.values():
@@ -163,7 +164,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
                 stage, _, place = places[rank]
                 by_place.setdefault((stage, place), []).append(rank)
         rest = set(ranks)
-        for stage in range(former.num_stages):  # halves of one stage make a group that has its weights
+        for stage in range(former.num_stages):  # parts of incomplete groups of a stage form a group with its weights
             for members in zip(*(by_place.get((stage, place), []) for place in range(size)), strict=False):
                 found.append(_Group(members, stage, places[members[0]][1]))
                 rest -= set(members)
@@ -175,7 +176,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
 def _arranged(
     former: ParallelLayout, groups: Sequence[_Group], num_lanes: int, limits: LaneLimits, alive: Collection[int]
 ) -> ParallelLayout:
-    """Assign groups to (stage, lane): to their previous place if possible, then to places without a group."""
+    """Assign a stage and a lane to each group: its former ones if possible, otherwise a place without a group."""
     stages: list[list[Group | None]] = []
     pool = [group for group in groups if group.stage is None]
     surplus: list[_Group] = []
@@ -194,10 +195,10 @@ def _arranged(
 
 
 def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Group | None], list[_Group]]:
-    """Return a stage's lanes with its own groups, and its groups without a lane.
+    """Assign lanes to the former groups of a stage. Return the group of each lane, and the groups without a lane.
 
-    Lanes that differ by a multiple of the period hold the same experts. Weights of experts have more bytes than shards
-    of optimizer state, so groups keep such a lane if they can.
+    Lanes whose numbers differ by a multiple of the period hold the same experts. Weights of experts have more bytes
+    than shards of optimizer state, so a group gets a lane with its own experts if possible.
     """
     num_lanes, period = overlap.num_lanes, overlap.limits.multiple
     lanes: list[Group | None] = [None] * num_lanes
@@ -219,11 +220,11 @@ def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Grou
 
 
 def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[int, int]:
-    """Return a lane for each place in ``before`` (ascending former lanes), ascending too, so that most optimizer state
-    stays.
+    """Choose ascending new lanes for groups with the ascending former lanes ``before``, so that most optimizer state
+    stays. Return the new lane by position in ``before``; groups without a lane are missing.
 
-    A lane's optimizer shard is its fraction of each bucket, so lanes share state if their fractions overlap. Each
-    former lane overlaps with few new ones; among these the heaviest ascending chain is found in O(n log n).
+    The optimizer shard of a lane is a fraction of each bucket, so lanes share state if their fractions overlap. Each
+    former lane overlaps with few new lanes. The assignment with the most shared state is found in O(n log n).
     """
     num_before, num_lanes, period = overlap.num_before, overlap.num_lanes, overlap.limits.multiple
     best = _PrefixMaximum(num_lanes)
@@ -235,10 +236,10 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
         for new in range(max(0, first), min(num_lanes, last)):
             weight = overlap.weight(lane, new) if new % period == offset else 0
             if weight:
-                # Lanes rise with former lanes, so each chain continues below ``new``.
+                # New lanes ascend with former lanes, so ``new`` can only follow a chain that ends below it.
                 total, chain = best.below(new)
                 found.append((total + weight, new, chain))
-        for total, new, chain in found:  # after all were asked: a group has one lane
+        for total, new, chain in found:  # only now, because a group gets at most one lane
             chains.append((place, new, chain))
             best.raise_to(new, total, len(chains) - 1)
     chosen = {}
@@ -251,7 +252,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """The parts of its optimizer shards that a group of a former lane keeps at a new lane."""
+    """Computes how much of its optimizer shards a group keeps if it moves from a former lane to a new lane."""
 
     num_before: int
     num_lanes: int
@@ -259,7 +260,7 @@ class _Overlap:
     limits: LaneLimits
 
     def weight(self, lane: int, new: int) -> int:
-        """Return the bytes that stay, up to a common factor; a shard is the same fraction of every bucket."""
+        """Return the bytes of state in both lanes, times a factor that is the same for all pairs of lanes."""
         dense_bytes, expert_bytes = self.limits.optimizer_bytes
         dense = _shared(lane, self.num_before, new, self.num_lanes)
         every = self.limits.num_expert_ranks
@@ -270,7 +271,7 @@ class _Overlap:
         for place in range(self.group_size):
             (block, part), (new_block, new_part) = (divmod(at * self.group_size + place, every) for at in (lane, new))
             expert += _shared(block, before, new_block, after) if part == new_part else 0
-        # Of the one a lane has a part per lane, of the other a part per block and class: one common denominator.
+        # ``dense`` counts in 1 / (num_before * num_lanes), ``expert`` in 1 / (before * after * every): use one unit.
         return dense * dense_bytes * before * after * every + expert * expert_bytes * self.num_before * self.num_lanes
 
 
@@ -280,7 +281,7 @@ def _shared(part: int, num_parts: int, other: int, num_others: int) -> int:
 
 
 class _PrefixMaximum:
-    """Largest value below a place, with its source, in O(log n); values and places ascend as lanes are tried."""
+    """Finds the largest value below a place in O(log n); stored values ascend with their places."""
 
     def __init__(self, size: int) -> None:
         self._places: list[int] = []
@@ -293,7 +294,7 @@ class _PrefixMaximum:
         return self._values[found - 1] if found else (0, -1)
 
     def raise_to(self, place: int, value: int, source: int) -> None:
-        """Set a place's value if it is larger than all before it, and remove smaller ones after it."""
+        """Set the value of ``place`` if it exceeds all values up to this place; remove smaller values after it."""
         assert 0 <= place < self._size, f"place {place} of {self._size}"
         at = bisect_left(self._places, place + 1)
         if at and self._values[at - 1][0] >= value:

@@ -1,8 +1,9 @@
 """Localized replay: which pipeline stages replay after a loss, and which stages send them their logged tensors.
 
-A stage with a rank that lacks the state after the target returns as a whole to the newest committed window. Adjacent
-stages replay jointly; separate regions replay at the same time. A healthy stage next to a region sends the tensors that
-it has logged; it keeps its state and computes nothing (MoEvement, section 3.4 and appendix A).
+If a rank lacks the state after the target iteration, its whole stage goes back to the newest committed window. Adjacent
+stages that go back form a *region* and replay jointly; separate regions replay at the same time. A healthy stage next
+to a region sends the tensors that it has logged. It keeps its state and computes nothing (MoEvement, section 3.4 and
+appendix A).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +20,17 @@ RUNG = "localized"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """State that one rank reports when a membership with the same layout begins."""
+    """Report of one rank about its state when a membership with the same layout begins."""
 
     stage: int
     iteration: int | None
-    """Newest iteration of its state, the same on all ranks that have state; None without state."""
+    """Iteration after which the rank has the state, the same on all ranks with state; None without state."""
     window: WindowKey | None = None
-    """Newest window that the rank knows to be committed; another rank may know a newer one from the last vote."""
+    """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
     logged: tuple[int, ...] = ()
-    """Iterations in its upstream log, ascending."""
+    """Iterations in the rank's upstream log, ascending."""
     voted: tuple[int, ...] = ()
-    """Iterations whose vote it has kept, ascending."""
+    """Iterations whose vote the rank still has, ascending."""
 
     @property
     def has_state(self) -> bool:
@@ -54,9 +55,9 @@ class LocalizedPlan:
     is_ring: bool
     """Whether the last stage also sends to the first one, as with virtual stages."""
     window: WindowKey | None
-    """Newest committed window; None if there is none yet and no rank needs one."""
+    """Newest committed window; None if no window is committed and no rank needs one."""
     target: int
-    """Iteration of the state from which all ranks continue."""
+    """Iteration after which all ranks continue."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if all ranks have state."""
 
@@ -67,7 +68,7 @@ class LocalizedPlan:
         return range(start + 1, self.target + 1)
 
     def region_of(self, stage: int) -> tuple[int, ...] | None:
-        """Region of a stage that replays; None for a healthy stage."""
+        """Return the region that contains ``stage``; None for a healthy stage."""
         return next((region for region in self.regions if stage in region), None)
 
     def replays(self, stage: int) -> bool:
@@ -75,19 +76,19 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
-        """Return the stage that receives the tensors of ``stage``, by direction."""
+        """Return the stage to which ``stage`` sends tensors in each direction."""
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
-        """(direction, receiving stage) of the tensors that a healthy stage sends from its log."""
+        """Return (direction, receiving stage) for the tensors that ``stage`` sends from its log, if it is healthy."""
         if self.replays(stage):
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Rank that sends votes and state besides tensors to all: of those with state the one that has kept most of the
-        votes that a replay needs, the first of several."""
-        # One rank alone: votes are the same on every rank, and one that has kept them all can share them.
+        """Return the rank that sends votes and non-tensor state to all ranks: of the ranks with state, the first one
+        that has the most votes of the iterations to replay."""
+        # One rank is enough, because votes are the same on every rank.
         able = [rank for rank, standing in enumerate(standings) if standing.has_state]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
 
@@ -95,13 +96,13 @@ class LocalizedPlan:
         """Assert that regions are separate and that the window starts at or before the target."""
         stages = [stage for region in self.regions for stage in region]
         assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), (
-            "a stage is in two regions, or unknown"
+            "a stage is in two regions or does not exist"
         )
         assert self.window is not None or not stages, "stages replay without a window"
         assert self.window is None or self.target >= self.window.start_iteration, "the window starts after the target"
         for region in self.regions:
             beside = {to for stage in region for to in self.neighbours(stage).values()} - set(region)
-            assert not any(self.replays(stage) for stage in beside), f"region {region} is adjacent to another one"
+            assert not any(self.replays(stage) for stage in beside), f"region {region} is adjacent to another region"
 
     def summary(self) -> str:
         if not self.regions or self.window is None:
@@ -109,21 +110,22 @@ class LocalizedPlan:
         regions = " and ".join(_named(region) for region in self.regions)
         first, count = self.window.start_iteration, len(self.iterations)
         return (
-            f"{regions} of {self.num_stages} replay {count} iterations from window {first} to iteration {self.target}"
+            f"replay by {regions} of PP{self.num_stages} from the window of iteration {first} to iteration "
+            f"{self.target}, iterations: {count}"
         )
 
 
 def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
-    """Decide which stages replay, or why none can.
+    """Decide which stages replay, or return the reason why localized replay is impossible.
 
     Args:
-        standings: report of every rank; at least one rank has state.
+        standings: report of every rank, by rank; at least one rank must have state.
         is_ring: see ``LocalizedPlan``.
     """
     targets = {standing.iteration for standing in standings if standing.iteration is not None}
     assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
     target = targets.pop()
-    # The whole stage goes back: its other ranks have to compute beside the new one in every collective of the replay.
+    # The whole stage goes back, because all of its ranks take part in every collective of the replay.
     behind = sorted({standing.stage for standing in standings if not standing.has_state})
     windows = [standing.window for standing in standings if standing.window is not None]
     if behind and not windows:
@@ -140,16 +142,13 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
     voter = plan.voter(standings)
     unknown = sorted(set(plan.iterations) - set(standings[voter].voted)) if behind else []
     if unknown:
-        reason = f"no rank has kept all votes since the window: rank {voter} lacks those of iterations {_span(unknown)}"
+        reason = f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
         return Declined(rung=RUNG, reason=reason)
     for rank, standing in enumerate(standings):
         # Only logs at the edges of a region are read; stages inside it send each other what they compute.
         lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
         if lacking:
-            reason = (
-                f"an adjacent stage needs iterations {_span(lacking)} of the upstream log of rank {rank}, which "
-                "lacks them"
-            )
+            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
             return Declined(rung=RUNG, reason=reason)
     plan.validate()
     return plan

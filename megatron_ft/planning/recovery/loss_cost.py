@@ -13,7 +13,7 @@ RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "chec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCost:
-    """Cost of losing nodes together."""
+    """Recovery after several nodes are lost at the same time, and its cost."""
 
     lost_nodes: tuple[int, ...]
     is_gone: bool
@@ -21,29 +21,29 @@ class LossCost:
     rung: Rung
     """Strategy that recovers the job."""
     is_automatic: bool
-    """Whether the job continues by itself, in its processes or new ones; otherwise it ends, and ``run.resume=auto``
-    continues it on all nodes."""
+    """Whether the job continues without intervention, in its present processes or new ones. Otherwise the job ends; it
+    can be started on all nodes with ``run.resume=auto``."""
     declined: tuple[Declined, ...]
-    """Reasons why earlier strategies cannot recover, in order."""
+    """Strategies that are tried before the one that recovers, each with the reason why it cannot be used."""
     lost_operators: tuple[OperatorId, ...]
     """Operators whose state is not complete on the surviving ranks."""
     max_iterations: int | None
-    """Upper bound of committed iterations that run again; None if the size of a window is not measured yet."""
+    """Largest possible number of committed iterations that run again; None if the size of a window is not measured."""
     moved_bytes: int | None
-    """Expert state that surviving ranks send; None if it was not planned or nothing moves."""
+    """Bytes of expert state that surviving ranks send; None if they were not computed or no state is sent."""
     is_bitwise: bool
-    """Whether the run ends with the bits of an undisturbed run; otherwise sums have another order, and it agrees within
-    a tolerance."""
+    """Whether the run gives the same results as a run without failures, bit by bit. Otherwise sums are computed in
+    another order, and results agree within a tolerance."""
     stages: tuple[int, ...] = ()
-    """Pipeline stages that replay while the others keep their state; empty if all or none do."""
+    """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Restart of a job that has ended: by ``hand`` (the user) or by ``Slurm``."""
+    """Restarter of a job that has ended: ``hand`` for the user, or ``Slurm``."""
     max_windows: int = 2
-    """Upper bound of windows of iterations that run again, where ``max_iterations`` is not known."""
+    """Largest possible number of windows that run again, used if ``max_iterations`` is None."""
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether there is any state from which to continue."""
+        """Whether the job can continue from some state; otherwise it starts again at iteration 0."""
         return self.rung != "nothing"
 
     def validate(self) -> None:
@@ -51,25 +51,26 @@ class LossCost:
         assert self.rung in RUNGS, f"unknown strategy {self.rung}"
         earlier = RUNGS[: RUNGS.index(self.rung)]
         found = tuple(declined.rung for declined in self.declined)
-        # Jobs that do not keep their layout never try this one.
+        # Jobs without ``recovery.keep_layout`` never try this strategy.
         without = tuple(rung for rung in earlier if rung != "localized")
-        assert found in (earlier, without), f"{self.rung}: the declined strategies before it are {found}"
+        assert found in (earlier, without), f"strategy {self.rung}: {found} are declined instead of {earlier}"
         if self.rung == "replicas":
             assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, (
-                "recovery from replicas with a loss"
+                "recovery from replicas loses no state and no iterations"
             )
         assert not (self.is_gone and self.rung == "memory"), "memory of lost nodes cannot be a source"
 
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))
         what = "loss of" if self.is_gone else "death of all ranks of"
-        return f"{what} nodes {nodes}: {self.source}; iterations run again: {self.iterations}; {self.result}"
+        noun = "node" if len(self.lost_nodes) == 1 else "nodes"
+        return f"{what} {noun} {nodes}: {self.source}; iterations run again: {self.iterations}; {self.result}"
 
     @property
     def source(self) -> str:
         """Source of the state, as text."""
         if self.rung == "nothing":
-            return "starts over" if self.is_automatic else f"starts over after {self.restarted_by}"
+            return "starts over" if self.is_automatic else f"starts over, by {self.restarted_by}"
         where = f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
         return f"{self.rung}{where}" if self.is_automatic else f"{self.rung}, by {self.restarted_by}"
 

@@ -1,11 +1,11 @@
-"""Cost of losing nodes: the strategy that recovers, why earlier ones cannot, and the iterations that run again.
+"""Cost of losing nodes: the recovery strategy, why other strategies are impossible, and the iterations that run again.
 
-Strategies are those of the control plane. To continue on fewer nodes, the job needs a replica of everything
-(``replicas``). With ``recovery.keep_layout`` other nodes take the places of lost ones, and only the stages that lost a
-rank replay (``localized``). Otherwise all ranks restart. If only ranks died, they restart on all nodes, from windows in
-memory, persisted windows or a dense checkpoint. If nodes are lost, they restart on the remaining nodes, if there are
-enough, from a dense checkpoint, because a window can only be loaded by as many ranks as captured it. Otherwise the job
-ends and has to be started again.
+The strategies are those of the control plane. With ``replicas``, the job continues on fewer nodes, which must have a
+replica of all state. With ``localized`` (``recovery.keep_layout``), other nodes replace the lost nodes, and only
+pipeline stages that lost a rank replay. With any other strategy, all ranks restart. If only ranks died, all nodes
+restart them from windows in memory, persisted windows or a dense checkpoint. If nodes are lost and enough nodes remain,
+the remaining nodes restart the ranks from a dense checkpoint, because a window can only be loaded by as many ranks as
+captured it. If too few nodes remain, the job ends and has to be started again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,25 +21,25 @@ from megatron_ft.planning.recovery.replicas import NO_HOLDER, Declined, plan_rep
 NOT_RUNNING = "the job is not running"
 
 Place = Callable[[tuple[int, ...]], PlacementPlan]
-"""Function that plans the placement on the ranks of the given nodes."""
+"""Function that plans the placement of expert replicas on the ranks of the given nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOperator:
-    """State of one operator and the ranks of the present membership that hold it."""
+    """One operator and the ranks of the present membership that hold its state."""
 
     operator: OperatorId
     holders: tuple[frozenset[int], ...]
-    """Ranks that hold each part of the state."""
+    """Set of ranks for each part of the state; every rank of the set holds the part."""
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
-        """Whether ``ranks`` together hold every part."""
+        """Whether ``ranks`` together hold every part of the state."""
         return all(held & ranks for held in self.holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Saved state of a run, by its own records."""
+    """Saved state of a run, according to the records in its folder."""
 
     iteration: int
     """Newest committed iteration."""
@@ -53,7 +53,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryMeans:
-    """Recovery capabilities of a job, made by ``means.means_of``."""
+    """Facts about a job that determine how it can recover, created by ``means.means_of``."""
 
     nodes: tuple[int, ...]
     """Present nodes, ascending; node numbers never change."""
@@ -61,21 +61,21 @@ class RecoveryMeans:
     failure_domains: tuple[str, ...]
     """Failure domain of each node that the job started with."""
     stages: tuple[tuple[int, ...], ...]
-    """Pipeline stages of the ranks of each present node."""
+    """Pipeline stages in which the ranks of each present node train."""
     operators: tuple[HeldOperator, ...]
     min_nodes: int | None
     uncovered: tuple[str, ...]
-    """Keys that prevent ranks from continuing on fewer nodes, each with its value."""
+    """Configuration keys, as ``key=value``, that prevent the job from continuing on fewer nodes."""
     placement: PlacementPlan | None
     num_slots_per_rank: int
     expert_bytes: int
-    """State of one expert of one layer."""
+    """Bytes of the state of one expert in one layer."""
     max_restarts: int
     takes_snapshots: bool
     peers: tuple[tuple[int, ...], ...]
-    """Nodes that hold the peer copies of each node that the job started with; empty without snapshots."""
+    """Peers that store copies of a node's windows, for each node that the job started with; empty without snapshots."""
     window_iterations: int | None
-    """W; None if it is not measured yet."""
+    """Number of iterations of a window (W); None if it is not measured yet."""
     interval_iterations: int | None
     persist_interval_windows: int
     save_interval_iterations: int
@@ -86,18 +86,18 @@ class RecoveryMeans:
     num_spare_nodes: int = 0
     restarts_lost_nodes: bool = False
     runs_in_slurm: bool = False
-    """Whether a batch job restarts or requeues the job when it has ended."""
+    """Whether a Slurm batch job restarts or requeues the training command after it has ended."""
     is_running: bool = True
     """Whether the job has running ranks, which could continue after a loss."""
 
     def ranks_on(self, nodes: Iterable[int]) -> frozenset[int]:
-        """Ranks of ``nodes``."""
+        """Return the ranks on ``nodes``."""
         size = self.ranks_per_node
         places = [self.nodes.index(node) for node in nodes]
         return frozenset(rank for place in places for rank in range(place * size, (place + 1) * size))
 
     def domain_of(self, node: int) -> str:
-        """Failure domain of a node."""
+        """Return the failure domain of ``node``."""
         return self.failure_domains[node]
 
     @property
@@ -109,7 +109,7 @@ class RecoveryMeans:
             if len(stages) > 1
         ]
         shared = [
-            f"node {node}: its peer {peer} is in the same failure domain, {self.domain_of(node)}"
+            f"node {node} and its peer, node {peer}, are in the same failure domain {self.domain_of(node)}"
             for node in self.nodes
             for peer in (self.peers[node] if self.peers else ())
             if self.domain_of(peer) == self.domain_of(node)
@@ -125,19 +125,19 @@ def cost_of_loss(
     place: Place | None = None,
     stored: Stored | None = None,
 ) -> LossCost:
-    """Compute the cost of losing the nodes ``lost`` together.
+    """Compute the cost of losing the nodes ``lost`` at the same time.
 
     Args:
         lost: node numbers.
         is_gone: whether the nodes are lost with their memory; otherwise only their ranks have died.
-        place: planner of the survivors' placement, for the bytes that move; without it they are not known.
-        stored: saved state of the run; without it the bounds of the configuration are used.
+        place: function that plans the survivors' placement, to compute the bytes that move; None if not required.
+        stored: saved state of the run; if it is None, the result has upper bounds that follow from the configuration.
 
     Raises:
-        ConfigError: a node that is not present.
+        ConfigError: ``lost`` contains a node that is not present.
     """
     if foreign := sorted(set(lost) - set(means.nodes)):
-        raise ConfigError.of("lost nodes", foreign[0], f"must be one of the present nodes {list(means.nodes)}")
+        raise ConfigError.of("lost node", foreign[0], f"must be one of the present nodes {list(means.nodes)}")
     gone = tuple(sorted(set(lost)))
     remaining = tuple(node for node in means.nodes if node not in gone)
     restart = _restart(means, gone, remaining, is_gone)
@@ -186,13 +186,13 @@ class _Served:
 def _restart(
     means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], is_gone: bool
 ) -> Literal["all", "fewer"] | None:
-    # Nodes on which the job restarts its ranks by itself; None where it ends.
+    # Returns the nodes on which the job itself restarts its ranks; None if the job ends.
     if not means.is_running or not means.max_restarts:
         return None
     if not is_gone:
         return "all"
     if means.keeps_layout and (means.restarts_lost_nodes or len(lost) <= means.num_spare_nodes):
-        return "all"  # the places of the lost nodes are filled first
+        return "all"  # other nodes first replace the lost ones
     return "fewer" if means.min_nodes is not None and len(remaining) >= means.min_nodes else None
 
 
@@ -207,7 +207,7 @@ def _replicas(
     elif means.min_nodes is None:
         reason = "recovery.min_nodes=null: all nodes are needed"
     elif len(remaining) < means.min_nodes:
-        reason = f"{len(remaining)} nodes are left, fewer than recovery.min_nodes={means.min_nodes}"
+        reason = f"recovery.min_nodes={means.min_nodes} is more than the number of remaining nodes, {len(remaining)}"
     elif not remaining:
         reason = "no node is left"
     if reason:
@@ -231,18 +231,18 @@ def _replicas(
 def _localized(
     means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], *, is_gone: bool, stored: Stored | None
 ) -> _Served | Declined:
-    # The windows of lost ranks are in the memory of their own node, if only ranks have died, or of a peer.
+    # If only ranks have died, their windows are in the memory of their own node; otherwise only peers have copies.
     reason = ""
-    # A copy on a node that is lost as well serves nothing.
+    # A copy on a node that is lost as well cannot be used.
     alone = [node for node in lost if not set(means.peers[node]) & set(remaining)] if means.peers else list(lost)
     if not means.is_running:
         reason = NOT_RUNNING
     elif not remaining:
-        reason = "no surviving rank has the votes"
+        reason = "no rank survives, so the logged votes are lost"
     elif is_gone and not means.restarts_lost_nodes and len(lost) > means.num_spare_nodes:
-        reason = f"nodes.num_spare_nodes={means.num_spare_nodes}: too few spares, {len(lost)} nodes need a replacement"
+        reason = f"nodes.num_spare_nodes={means.num_spare_nodes} is less than the number of lost nodes, {len(lost)}"
     elif is_gone and alone:
-        reason = f"nodes {alone} are lost, and so are the peers with copies of their windows"
+        reason = f"no remaining node has copies of the windows of nodes {alone}"
     elif stored is not None and stored.memory_start is None:
         reason = "no window has been committed yet"
     if reason:
@@ -254,8 +254,8 @@ def _localized(
 
 
 def _has_unusable_windows(means: RecoveryMeans, stored: Stored | None) -> bool:
-    """Whether windows with committed iterations exist although restarted ranks can use no state; then ranks do not
-    start at iteration 0, unless ``run.start_over=true``."""
+    """Whether windows with committed iterations exist, for a restart in which ranks cannot load any state. Such ranks
+    refuse to start at iteration 0 unless ``run.start_over=true``."""
     if stored is None:
         return means.takes_snapshots
     return stored.memory_start is not None or stored.persisted_start is not None
@@ -278,7 +278,7 @@ def _store(
         case "checkpoint":
             start, bound = (None if stored is None else stored.checkpoint), means.save_interval_iterations
             reason = (
-                "" if start is not None or bound else "checkpoint.save_interval_iterations=0: saves at the end only"
+                "" if start is not None or bound else "checkpoint.save_interval_iterations=0: saved only at the end"
             )
         # Starting over loses every iteration so far.
         case _:
@@ -288,12 +288,12 @@ def _store(
     if stored is None:
         return _Served(bound)
     if start is None:
-        return Declined(rung=rung, reason="the run has none yet")
+        return Declined(rung=rung, reason="the run has not saved such state yet")
     return _Served(max(0, stored.iteration - start))
 
 
 _OTHER_SIZE = "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
-_NO_SNAPSHOTS = "snapshot.policy=null: nothing is captured"
+_NO_SNAPSHOTS = "snapshot.policy=null: no windows are captured"
 
 
 def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
@@ -306,7 +306,7 @@ def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
     if is_gone and restart == "all":
         return "windows and peer copies of the lost nodes are lost, or no window has been committed"
     if is_gone:
-        return "the loss of a node ends the job, and windows in memory are lost with it"
+        return "the loss of a node ends the job, and windows in memory are lost with the job"
     return "" if restart else "recovery.max_restarts=0: the job does not restart its ranks"
 
 
@@ -318,7 +318,7 @@ def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) 
     if not means.takes_snapshots:
         return _NO_SNAPSHOTS
     if not means.persist_interval_windows:
-        return "snapshot.persist_interval_windows=0: windows are written on request only"
+        return "snapshot.persist_interval_windows=0: windows are written to storage only on request"
     return ""
 
 
@@ -330,5 +330,5 @@ def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
     if means.window_iterations is None:
         return None
     assert means.interval_iterations is not None, "a plan with a window has an interval"
-    # In the worst case the failure comes just before the commit of the window that would have served.
+    # In the worst case the failure comes just before the commit of the next window.
     return num_windows * means.interval_iterations + means.window_iterations

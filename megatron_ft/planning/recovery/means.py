@@ -1,4 +1,4 @@
-"""Recovery capabilities of a job, from its configuration and present placement."""
+"""Determines from the configuration and the present placement how a job can recover from the loss of ranks or nodes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,8 +17,8 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
 MAX_PLANNED_NODES = 16
-"""Largest number of nodes whose loss is planned with the survivors' placement; with more, moved bytes are not
-listed."""
+"""Number of present nodes for whose loss the survivors' placement is planned; for the loss of any further node, the
+bytes that move are not computed."""
 
 
 def means_of(
@@ -27,13 +27,12 @@ def means_of(
     snapshot: SnapshotReport | None,
     nodes: Sequence[int] | None = None,
 ) -> RecoveryMeans:
-    """Determine the recovery capabilities of ``config``.
+    """Determine how a job with ``config`` can recover.
 
     Args:
-        config: of the whole job, with derived values, and with ``training.device`` resolved; ``auto`` counts as
-            ``cpu``.
-        plans: present placement of each pipeline stage; empty without replicas.
-        snapshot: estimate of its windows; None without snapshots.
+        config: configuration of the whole job with derived values; ``training.device=auto`` counts as ``cpu``.
+        plans: present placement of each pipeline stage; empty without expert replicas.
+        snapshot: estimate of the job's snapshots; None without snapshots.
         nodes: present nodes, ascending; all nodes if None.
     """
     launch, recovery = config.launch, config.recovery
@@ -50,7 +49,7 @@ def means_of(
         operators=tuple(_held(of_present, topology, plans)),
         min_nodes=recovery.min_nodes if config.may_lose_nodes else None,
         uncovered=_uncovered(config),
-        # Continuing by replicas needs one pipeline stage.
+        # Recovery from replicas is only possible with one pipeline stage.
         placement=plans[0] if len(plans) == 1 else None,
         num_slots_per_rank=config.placement.num_slots_per_rank or 0,
         expert_bytes=expert_state_bytes(config) if config.model.num_moe_experts else 0,
@@ -71,10 +70,10 @@ def means_of(
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Return the reason why no lost node can be recovered from expert replicas; empty if it is possible.
+    """Return the reason why the job cannot continue from expert replicas after the loss of a node; empty if it can.
 
     Args:
-        config: with ``training.device`` resolved.
+        config: configuration of the job, in which ``training.device`` is not ``auto``.
     """
     if config.placement.algorithm is None:
         return "placement.algorithm=null"
@@ -84,13 +83,13 @@ def why_no_replicas(config: JobConfig) -> str:
 
 
 def idle_copies(config: JobConfig) -> tuple[str, ...]:
-    """Return notes on copies that a job keeps on other nodes although no recovery from a lost node uses them."""
+    """Return notes on copies that the job stores on other nodes although no recovery from a lost node uses them."""
     notes = []
     if config.placement.state_copies is not None:
         copies = f"placement.state_copies={config.placement.state_copies}"
         notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
     if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
-        after = "the loss of a node ends the job, and windows in memory are lost with it"
+        after = "the loss of a node ends the job, and windows in memory are lost with the job"
         if not why_no_replicas(config):
             after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
@@ -99,7 +98,7 @@ def idle_copies(config: JobConfig) -> tuple[str, ...]:
 
 
 def windows_serve(config: JobConfig) -> str:
-    """Describe the failures from which the windows of a job's snapshots can recover."""
+    """Describe the failures after which the job can recover from its snapshot windows."""
     recovery, snapshot = config.recovery, config.snapshot
     served = []
     if recovery.keep_layout:
@@ -107,12 +106,12 @@ def windows_serve(config: JobConfig) -> str:
     if recovery.max_restarts:
         served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
     if snapshot.persist_interval_windows:
-        served.append("run.resume with the same number of ranks, from persisted windows")
+        served.append("the end of the job: run.resume with the same number of ranks loads persisted windows")
     return "; ".join(served) or "no failure: recovery.max_restarts=0 and snapshot.persist_interval_windows=0"
 
 
 def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -> tuple[LossCost, ...]:
-    """Compute the cost of losing each present node alone and, if ranks are restarted, of the death of all ranks."""
+    """Compute the cost of losing each present node alone and, if the job restarts ranks, of the death of all ranks."""
     wanted = placer(config, inputs)
     gone = tuple(
         cost_of_loss(means, [node], place=wanted if position < MAX_PLANNED_NODES else None)
@@ -122,7 +121,7 @@ def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -
 
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
-    """Make a planner of survivors' placements from ``loads`` [layers][experts], or from the loads at the start."""
+    """Return a function that plans survivors' placements from ``loads`` [layers][experts]; None for the first loads."""
 
     def place(nodes: tuple[int, ...]) -> PlacementPlan:
         remaining = config_of(config, nodes)

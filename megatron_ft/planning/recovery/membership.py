@@ -10,22 +10,22 @@ from megatron_ft.planning.recovery.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextMembership:
-    """The membership of ``generation``. Ranks are renumbered, without gaps, in the order of their nodes.
+    """Membership number ``generation``. Its ranks are numbered without gaps, in the order of their nodes.
 
-    With ``recovery.keep_layout`` surviving ranks keep their numbers, and joining ranks take the numbers of those that
-    they replace.
+    With ``recovery.keep_layout``, surviving ranks keep their numbers, and joining ranks get the numbers of the ranks
+    that they replace.
     """
 
     generation: int
     previous_ranks: tuple[int | None, ...]
-    """Previous rank of each new rank, in order; None for a *joining* rank, which has no state of the run."""
+    """Number that each new rank had in the previous membership; None for a *joining* rank, which has no state."""
     nodes: tuple[int, ...]
-    """Node of each new rank: ascending, or in the order of the kept layout. Ranks of a node are adjacent, in the order
-    of local ranks. Node numbers never change."""
+    """Node of each new rank. Nodes are ascending, or in the order of the kept layout. Ranks of a node are adjacent, in
+    the order of local ranks. Node numbers never change."""
     target: Target
     master_addr: str
     master_port: int
-    """Port of the store of this generation, on its rank 0."""
+    """Port of this generation's TCP store, which runs on its rank 0."""
     reason: str
     """Reason for the end of the previous membership."""
 
@@ -43,7 +43,8 @@ class NextMembership:
         """Assert that ranks and nodes are in order and that at least one rank has state."""
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
-        # Sums are taken in rank order: a scheduled history repeats one of failures only if nodes decide that order.
+        # Sums are computed in rank order. Only if nodes determine this order, a scheduled history of memberships gives
+        # the same results as a history of failures.
         assert staying == sorted(set(staying)), "ranks changed their order"
         assert len(self.nodes) == self.world_size, "not every rank has a node"
         together = [node for node, _ in groupby(self.nodes)]
@@ -55,11 +56,11 @@ class NextMembership:
         self.target.validate()
 
     def new_rank(self, previous: int) -> int | None:
-        """New number of a rank of the previous membership; None if it is not a member."""
+        """Return the new number of the rank that had the number ``previous``; None if it is not a member any more."""
         return self.previous_ranks.index(previous) if previous in self.previous_ranks else None
 
     def rank_on(self, node: int, local_rank: int) -> int | None:
-        """Rank of the process ``local_rank`` (from 0) of a node; None if it is not a member."""
+        """Return the rank of the process ``local_rank`` (from 0) on ``node``; None if the process is not a member."""
         # Ranks of a node are adjacent, which ``validate`` asserts.
         rank = self.nodes.index(node) + local_rank if node in self.nodes else self.world_size
         return rank if rank < self.world_size and self.nodes[rank] == node else None

@@ -11,23 +11,23 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStep:
-    """A step loads a slice, then runs an iteration again."""
+    """Step of a replay, which loads a slice and then runs an iteration again."""
 
     load: int | None
-    """Slice to load; None after the last one, when the state is dense."""
+    """Number of the slice to load; None after the last slice, when the state is dense."""
     active: tuple[OperatorId, ...]
-    """Operators with at least a part in full state."""
+    """Operators of which at least one part has its full state."""
     frozen: tuple[OperatorId, ...]
-    """Operators with compute weights only: they compute outputs and input gradients and are not updated."""
+    """Operators with compute weights only: they compute outputs and input gradients, but are not updated."""
     vote: Vote | None
-    """Committed vote of the iteration to run; None at the end of the replay."""
+    """Committed vote of the iteration to run; None in a last step that only loads a slice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
     """Steps from a window to the dense state after ``final_iteration`` (MoEvement, section 3.3).
 
-    The state is dense once the last slice is loaded; later iterations run again as in training.
+    The state is dense after the last slice is loaded. All further iterations run as in training.
     """
 
     start_iteration: int
@@ -46,19 +46,19 @@ class ReplayPlan:
 
     def validate(self) -> None:
         """Assert that slices are loaded in order, iterations are consecutive, and no operator stays frozen."""
-        assert self.steps, "the replay has no slice"
+        assert self.steps, "the replay has no step"
         loads = [step.load for step in self.steps if step.load is not None]
         assert loads and loads == list(range(len(loads))), "slices are not loaded in order"
         assert all(step.load is None for step in self.steps[len(loads) :]), "slices are not loaded in consecutive steps"
         expected = tuple(range(self.start_iteration + 1, self.final_iteration + 1))
-        assert self.iterations == expected, f"replays {self.iterations}, not {expected}"
-        assert all(step.vote is not None for step in self.steps[:-1]), "a step before the last has no iteration"
+        assert self.iterations == expected, f"the plan replays the iterations {self.iterations} instead of {expected}"
+        assert all(step.vote is not None for step in self.steps[:-1]), "a step before the last one has no vote"
         assert not self.steps[len(loads) - 1].frozen, "operators are frozen after the last slice"
         for before, after in self._pairs():
             assert set(before.active) <= set(after.active), f"slice {after.load} freezes an active operator"
             everything = set(before.active) | set(before.frozen)
             assert everything == set(after.active) | set(after.frozen), (
-                f"slice {after.load} has other operators than the one before"
+                f"slice {after.load} has other operators than the slice before"
             )
             assert not set(before.active) & set(before.frozen), f"slice {before.load} contains an operator twice"
 
@@ -67,8 +67,8 @@ class ReplayPlan:
         total = sum(len(step.frozen) + len(step.active) for step in self.steps if step.vote is not None)
         share = f", {100 * frozen / total:.0f} % of operators frozen on average" if total else ""
         return (
-            f"{sum(step.load is not None for step in self.steps)} slices from iteration {self.start_iteration}, "
-            f"{len(self.iterations)} iterations replayed to {self.final_iteration}{share}"
+            f"window of iteration {self.start_iteration}: {sum(step.load is not None for step in self.steps)} slices "
+            f"loaded, {len(self.iterations)} iterations replayed up to iteration {self.final_iteration}{share}"
         )
 
     def _pairs(self) -> Iterator[tuple[ReplayStep, ReplayStep]]:
@@ -82,10 +82,10 @@ def plan_replay(
 
     Args:
         votes: logged votes by iteration, for all iterations to run.
-        until: last iteration to run, at or after the window's last; None for the window's last.
+        until: last iteration to run, not before the last iteration of the window; None for the latter.
 
     Raises:
-        RecoveryError: a vote is missing, or the window is not complete by ``until``.
+        RecoveryError: the vote of an iteration is missing, or ``until`` is before the last iteration of the window.
     """
     dense = start_iteration + window.num_iterations - 1
     last = dense if until is None else until
@@ -106,7 +106,7 @@ def plan_replay(
         frozen = {unit.operator for unit in window.frozen(slice_index)} - active
         steps.append(
             ReplayStep(
-                # Behind the window all state is dense, and iterations run as in training.
+                # After the window all state is dense, and iterations run as in training.
                 load=index if index == slice_index else None,
                 active=tuple(sorted(active, key=str)),
                 frozen=tuple(sorted(frozen, key=str)),

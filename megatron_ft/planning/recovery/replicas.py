@@ -1,4 +1,4 @@
-"""Recovery from expert replicas: what moves when ranks are lost, leave or join. Pure."""
+"""Recovery from expert replicas: plans which experts move if ranks are lost, leave or join."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
-NO_HOLDER = "no surviving rank holds"
+NO_HOLDER = "no surviving rank holds these operators"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """A recovery strategy cannot be used."""
+    """Reason why a recovery strategy cannot be used."""
 
     rung: str
     """Name of the strategy."""
@@ -26,7 +26,7 @@ class Declined:
 
 
 def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> tuple[OperatorId, ...]:
-    """Return the experts that no surviving rank of ``plan`` (``previous_ranks``) holds."""
+    """Return the experts of ``plan`` that none of the surviving ranks ``previous_ranks`` holds."""
     return tuple(
         OperatorId(layer=layer, kind="expert", expert=expert)
         for layer, of_layer in zip(plan.layer_numbers, holdings(plan, previous_ranks), strict=True)
@@ -42,26 +42,26 @@ def plan_replicas(
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
 ) -> MigrationPlan | Declined:
-    """Plan the migration to a placement of the next membership, or explain why it cannot continue.
+    """Plan the migration of experts to a placement on the next membership; ``Declined`` if this is impossible.
 
     Only experts move, because every rank holds all other state.
 
     Args:
         plan: present placement.
-        previous_ranks: rank under ``plan`` of each rank of the next membership, in order; None without state.
-        place: planner of the next placement, called only if it is needed.
-        num_slots_per_rank: of the next membership.
-        expert_bytes: state of one expert, or of one expert of each layer.
+        previous_ranks: rank in ``plan`` of each rank of the next membership, in order; None for ranks without state.
+        place: function that plans the next placement; it is called only if the job can continue.
+        num_slots_per_rank: number of expert slots of a rank in the next membership.
+        expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
     """
     if missing := lost_experts(plan, previous_ranks):
         return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
-    # Declined here: the planner of placements would raise, and the next strategy would not be tried.
+    # Declined here, because ``place`` would raise an error, and the next strategy would not be tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
         return Declined(
             rung="replicas",
-            reason=f"{len(previous_ranks)} ranks have {num_slots} slots for {plan.num_experts} experts "
-            f"(placement.num_slots_per_rank={num_slots_per_rank})",
+            reason=f"placement.num_slots_per_rank={num_slots_per_rank}: the slots of all ranks, {num_slots}, are fewer "
+            f"than the experts, {plan.num_experts}",
         )
     held = holdings(plan, previous_ranks)
     return plan_migration(remap(place(), held, expert_bytes), held, expert_bytes)
@@ -74,15 +74,15 @@ def plan_drain(
     *,
     expert_bytes: int | Sequence[int],
 ) -> MigrationPlan | None:
-    """Plan the migration before ranks leave, after which the ranks that stay hold every expert.
+    """Plan a migration before some ranks leave, so that the staying ranks hold every expert.
 
-    None if they hold every expert already: other moves can be made after the leaving ranks have left.
+    Return None if the staying ranks already hold every expert: other moves can wait until the ranks have left.
 
     Args:
         plan: present placement.
         staying: ranks of ``plan`` that stay, ascending.
-        place: planner of the placement of the staying ranks, called only if it is needed.
-        expert_bytes: state of one expert, or of one expert of each layer.
+        place: function that plans the placement on the staying ranks; it is called only if a migration is necessary.
+        expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
     """
     if not lost_experts(plan, staying):
         return None
@@ -97,10 +97,10 @@ def plan_drain(
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """Distribute the tensors for joining ranks over the sending ``ranks``, about the same number of bytes each.
+    """Distribute tensors for joining ranks over the sending ``ranks``, so that each sends about the same bytes.
 
     Args:
-        sizes: bytes by name.
+        sizes: bytes of each tensor, by its name.
 
     Returns:
         Sorted names of the tensors that each rank sends.

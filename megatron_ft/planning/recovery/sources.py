@@ -1,7 +1,7 @@
-"""State from which a restarted job of the same layout continues: the newest that is available to every rank.
+"""Chooses the state from which a restarted job with the same layout continues: the newest that every rank can load.
 
-Candidates are windows in memory, persisted windows and the newest dense checkpoint. The candidate with most iterations
-is chosen, and a reason is given for every other one.
+Candidates are windows in memory, persisted windows and the newest dense checkpoint. The result also contains the reason
+why each candidate that was tried before the chosen one cannot be used.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWindow:
-    """A window of one rank in a node's memory or on storage; an entry of inventories."""
+    """Snapshot window of one rank in the memory of a node or on storage; an entry of a node's inventory."""
 
     start_iteration: int
     generation: int
-    """Membership that captured it; windows of different generations are never mixed."""
+    """Number of the membership that captured the window; windows of different generations are never mixed."""
     num_slices: int
     num_held: int
-    """Slices that are stored, with their hashes."""
+    """Number of slices that are stored together with their hashes."""
     where: Where
     node: int = -1
-    """Node whose memory holds it; -1 for storage."""
+    """Node whose memory contains the window; -1 for storage."""
     committed: bool = False
-    """Whether all ranks have replicated it."""
+    """Whether all ranks have replicated their windows with the same ``key``."""
     buffer: int | None = None
-    """Buffer of the window in the rank's own memory or in the memory for its copies; None elsewhere."""
+    """Number of the buffer that contains the window; None on storage and in the inventory of a peer."""
 
     @property
     def key(self) -> WindowKey:
@@ -40,21 +40,22 @@ class StoredWindow:
 
     @property
     def complete(self) -> bool:
-        """Whether all of its slices are stored."""
+        """Whether all slices of the window are stored."""
         return self.num_held == self.num_slices
 
     @property
     def last_iteration(self) -> int:
-        """Iteration of the dense state."""
+        """Iteration of the dense state that a replay of the window restores."""
         return self.start_iteration + self.num_slices - 1
 
     @classmethod
     def from_json(cls, content: JsonValue) -> "StoredWindow":
-        """Read the values of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        """Create the window from the result of ``dataclasses.asdict``. Raises ValueError for any other value."""
         # Inventories come from other nodes: every field is checked before it is used.
         names = {entry.name: entry.type for entry in fields(cls)}
         if not isinstance(content, dict) or content.keys() != names.keys() or content["where"] not in get_args(Where):
-            raise ValueError(f"{content!r:.100}: must be an object of {', '.join(names)}")
+            constraint = f"must be an object with the keys {', '.join(names)} and with where=own, copy or persisted"
+            raise ValueError(f"stored window {content!r:.100}: {constraint}")
         hints = {name: hint for name, hint in names.items() if name != "where"}
         return cls(where=content["where"], **{name: decode(hints[name], content[name], name) for name in hints})
 
@@ -65,16 +66,16 @@ class RecoverySource:
 
     kind: Literal["memory", "persisted", "checkpoint", "nothing"]
     iteration: int
-    """Iteration of the dense state; 0 for ``nothing``."""
+    """Iteration of the dense state after the recovery; 0 for ``nothing``."""
     places: tuple[StoredWindow, ...] = ()
-    """Window of each rank; empty for ``checkpoint`` and ``nothing``."""
+    """Window that each rank loads, by rank; empty for ``checkpoint`` and ``nothing``."""
     declined: tuple[str, ...] = ()
     """Reasons why other candidates are not used."""
 
     def validate(self) -> None:
-        """Assert that, if the kind is a window, all ranks have the same one."""
+        """Assert that all ranks load the same window, or no window if ``kind`` is not a window."""
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
-            f"{self.kind} with {len(self.places)} places"
+            f"a source of kind {self.kind} cannot have {len(self.places)} windows"
         )
         assert len({place.key for place in self.places}) <= 1, "ranks load different windows"
 
@@ -89,16 +90,16 @@ def choose_source(
     *,
     reasons: Sequence[str] = (),
 ) -> RecoverySource:
-    """Choose the newest state that is available to all ranks; if a checkpoint is as new as a window, it is chosen,
+    """Choose the newest state that all ranks can load. If a checkpoint is as new as a window, the checkpoint is chosen,
     because it needs no replay.
 
     Args:
         windows_by_rank: stored windows of each rank.
         checkpoint_iteration: iteration of the newest valid dense checkpoint; None without one.
-        reasons: reasons why windows that are not listed cannot be used.
+        reasons: reasons why windows that ``windows_by_rank`` does not contain cannot be used.
     """
     declined = list(reasons)
-    # Of captures of the same iteration the one of the newest generation comes first; generations are never mixed.
+    # If several generations captured a window of the same iteration, the newest generation comes first.
     candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
     for key in candidates:
         start = key.start_iteration
@@ -122,7 +123,7 @@ def choose_source(
 def _places(
     windows_by_rank: Sequence[Sequence[StoredWindow]], key: WindowKey, kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
-    # Stored window of each rank; None and a reason if a rank has none.
+    # Returns the stored window of each rank, or None and the reason if a rank has no such window.
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
         same = [window for window in windows if window.key == key and window.complete]
@@ -135,5 +136,5 @@ def _places(
     if not found:
         return None, ""
     if missing:
-        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, missing on rank {missing[0]}"
+        return None, f"{kind} window of iteration {key.start_iteration}: no complete window of rank {missing[0]}"
     return tuple(found), ""

@@ -1,9 +1,9 @@
-"""Iteration after which a job continues when ranks are lost: the newest one that any survivor knows to have a complete
-vote.
+"""Chooses the iteration after which a job continues if ranks are lost: the newest iteration of which at least one
+survivor has the complete vote.
 
-A vote is complete only after every rank has contributed. So every survivor has kept its reduced gradients and can
-finish the iteration with the values of the vote. If no survivor has the complete vote, all return to the state before
-the iteration.
+A vote is complete only after every rank has contributed. So if one survivor has the complete vote of an iteration,
+every survivor still has its reduced gradients and can finish the iteration with the values of this vote. If no survivor
+has the complete vote, all survivors return to the state before the iteration.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatron_ft.planning.commit import Vote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Progress of a rank at the end of a membership; it has the complete state after ``completed``."""
+    """Progress of a rank at the end of a membership; the rank has the complete state after iteration ``completed``."""
 
     rank: int
     """Rank in the membership that ends."""
@@ -24,25 +24,25 @@ class Position:
     completed: int
     """Newest iteration that this rank has committed or skipped; 0 before the first."""
     contributed: int
-    """Newest iteration to whose vote this rank has contributed, and whose gradients it keeps: ``completed`` or the next
-    one."""
+    """Newest iteration to whose vote this rank has contributed: ``completed`` or ``completed + 1``. The rank still has
+    the gradients of this iteration."""
     vote: Vote | None
-    """Newest complete vote, of ``completed`` or the next iteration; None before the first."""
+    """Newest complete vote of this rank, for iteration ``completed`` or ``completed + 1``; None before the first."""
     has_state: bool = True
-    """False on a joining rank that did not receive its state in the membership that ends."""
+    """False for a joining rank that had not received its state when the membership ended."""
 
     def validate(self) -> None:
         """Check that the fields are consistent.
 
         Raises:
-            RecoveryError: they are not.
+            RecoveryError: the fields contradict each other.
         """
         settled = 0 if self.vote is None else self.vote.iteration
         in_order = self.completed <= self.contributed <= self.completed + 1 and settled <= self.contributed
         if not in_order or (self.vote is not None and settled < self.completed):
             raise RecoveryError(
-                f"rank {self.rank} reports an impossible position: completed iteration {self.completed}, "
-                f"contributed to {self.contributed}, vote complete for {settled}"
+                f"rank {self.rank} reports an impossible position: it has completed iteration {self.completed}, "
+                f"contributed to the vote of {self.contributed} and received the complete vote of {settled}"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -57,14 +57,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Iteration from whose state every survivor continues."""
+    """Iteration after which every survivor continues."""
 
     iteration: int
     vote: Vote | None
-    """Vote with which survivors finish ``iteration``; None if all have completed it."""
+    """Vote with which survivors finish ``iteration``; None if all survivors have already completed it."""
 
     def validate(self) -> None:
-        """Assert that the vote is of the iteration."""
+        """Assert that ``vote`` is the vote of ``iteration``."""
         assert self.vote is None or self.vote.iteration == self.iteration, "the vote is of another iteration"
 
     def summary(self) -> str:
@@ -81,7 +81,7 @@ class Target:
 
 
 def choose_target(positions: Sequence[Position]) -> Target:
-    """Choose the target of the survivors of one generation, a pure function of their positions.
+    """Choose the iteration after which the survivors of one generation continue.
 
     Raises:
         RecoveryError: no rank with state survives, or positions contradict each other.
@@ -93,12 +93,12 @@ def choose_target(positions: Sequence[Position]) -> Target:
     for position in positions:
         position.validate()
     _check_alike("generation", [position.generation for position in positions])
-    # A settled vote proves that every rank had contributed, lost ones included: no rank can be further than one
-    # iteration behind it, and each has kept what it needs to finish.
+    # A complete vote proves that every rank has contributed, including lost ranks. So no survivor is more than one
+    # iteration behind, and every survivor still has the gradients to finish the iteration.
     settled = {position.vote.iteration: position.vote for position in positions if position.vote is not None}
     target = max([position.completed for position in positions] + list(settled))
     for position in positions:
-        # Positions that contradict this come from different histories: continuing would mix them.
+        # Positions that contradict this belong to different histories, which must not be mixed.
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
                 f"rank {position.rank} has completed iteration {position.completed} and has no gradients of "
@@ -114,4 +114,5 @@ def choose_target(positions: Sequence[Position]) -> Target:
 
 def _check_alike(name: str, values: Sequence[object]) -> None:
     if any(value != values[0] for value in values):
-        raise RecoveryError(f"surviving ranks have different values of the {name}: {sorted(set(map(str, values)))}")
+        found = ", ".join(sorted(set(map(str, values))))
+        raise RecoveryError(f"all surviving ranks must report the same {name}, but they report {found}")

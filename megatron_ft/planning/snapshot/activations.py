@@ -10,16 +10,16 @@ from megatron_ft.operators import is_moe_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Tokens that every expert received in the whole job, the same on every rank."""
+    """Number of tokens that each expert received in the whole job; the values are the same on every rank."""
 
     layers: tuple[int, ...]
     """Layers with experts, in Megatron's numbering (from 1)."""
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
-    """[record][layer][expert], oldest record first; a record is one or several iterations."""
+    """Numbers of tokens [record][layer][expert], oldest record first; a record covers one or several iterations."""
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
-        """Make activations from records of tokens [layer of the model][expert], oldest first; None without any."""
+        """Create activations from records of tokens [layer of the model][expert], oldest first; None without any."""
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None
@@ -35,13 +35,13 @@ class Activations:
 
     @property
     def totals(self) -> tuple[tuple[int, ...], ...]:
-        """[layer][expert]: tokens over all records."""
+        """Tokens over all records, as [layer][expert]."""
         return tuple(
             tuple(sum(column) for column in zip(*rows, strict=True)) for rows in zip(*self.tokens, strict=True)
         )
 
     def collapsed(self) -> "Activations":
-        """Return the totals as one record."""
+        """Return the same activations with ``totals`` as the only record."""
         return Activations(layers=self.layers, tokens=(self.totals,))
 
     @classmethod
@@ -63,13 +63,13 @@ class ReorderTrigger:
     min_change: float = 0.10
     """Relative change of an expert's frequency above which the expert counts as changed."""
     min_share: float = 0.25
-    """Share of all experts that must have changed; above 1 keeps the first order."""
+    """Share of all experts that must have changed; with a value above 1, the first order is kept."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
-        """Whether the order made from ``before`` is outdated."""
+        """Whether the order that was made from ``before`` is outdated for ``now``."""
         if now is None:
             return False
-        # Before the next check: the first order stays, even if it was made without any activations.
+        # Checked before ``before``: the first order is kept even if it was made without activations.
         if self.min_share > 1:
             return False
         if before is None or before.layers != now.layers:

@@ -1,4 +1,4 @@
-"""``Demand``: state that a job has to capture, as shards of every rank, and its bytes as matrices of units by ranks."""
+"""``Demand``: the shards of state that every rank of a job has to capture, and their bytes as [units, ranks]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes of units on ranks, without alignment."""
+    """Bytes of each unit on each rank, without alignment."""
 
     full: Matrix
-    """[units, ranks]: bytes of the full state."""
+    """Bytes of the full state, ``[units, ranks]``."""
     frozen: Matrix
-    """[units, ranks]: bytes of compute weights only."""
+    """Bytes of compute weights only, ``[units, ranks]``."""
 
     def take(self, rows: Sequence[int]) -> "UnitBytes":
         """Select the units ``rows``, in that order."""
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Merge the columns of ranks that capture the same bytes of every unit."""
+        """Keep one column for all ranks that capture the same number of bytes of every unit."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
@@ -58,21 +58,21 @@ class Demand:
 
     @cached_property
     def operator_bytes(self) -> UnitBytes:
-        """Bytes of whole operators, in the order of ``operators``."""
+        """Bytes of whole operators on every rank, in the order of ``operators``."""
         return self.bytes_of([Unit(operator=operator) for operator in self.operators])
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """Return the largest excess [operators, ranks] of a part of an operator over an equal share of its full state.
+        """Most bytes by which a part of an operator can exceed an equal share of its state, ``[operators, ranks]``.
 
-        Ranges are rounded to whole elements, and components without elements are captured with every part.
+        Ranges are rounded to whole elements, and components that are not per element are captured with every part.
         """
         values, found = self._table.values, np.zeros((len(self.operators), self.num_ranks), dtype=np.int64)
         np.add.at(found, (self._table.operators, values[:, 1]), values[:, 2] + values[:, 3])
         return found
 
     def bytes_of(self, units: Sequence[Unit]) -> UnitBytes:
-        """Bytes of ``units`` on every rank."""
+        """Return the bytes of ``units`` on every rank."""
         part = np.array([unit.part for unit in units], dtype=np.int64)
         num_parts = np.array([unit.num_parts for unit in units], dtype=np.int64)
         rows, shards = self._pairs(units)
@@ -87,7 +87,7 @@ class Demand:
         return UnitBytes(full=full, frozen=frozen)
 
     def _pairs(self, units: Sequence[Unit]) -> tuple[Indices, Indices]:
-        """(rows of units, shards) for all shards of each unit's operator."""
+        """Return the pairs of a unit's row and a shard of the unit's operator, as two arrays."""
         row_of = {operator: row for row, operator in enumerate(self.operators)}
         of_unit = np.array([row_of[unit.operator] for unit in units], dtype=np.intp)
         # Without a loop in Python: a large job has millions of pairs of units and shards.
@@ -99,7 +99,7 @@ class Demand:
         return rows, by_operator[np.repeat(bounds[of_unit], counts) + inside]
 
     def slice_bytes(self, plan: WindowPlan) -> Matrix:
-        """[slices, ranks]: bytes that each rank captures in each slice of ``plan``."""
+        """Return the bytes that each rank captures in each slice of ``plan``, ``[slices, ranks]``."""
         units = [unit for units in plan.slices for unit in units]
         bounds = np.cumsum([0, *(len(units) for units in plan.slices)])
         table = self.bytes_of(units)
@@ -117,16 +117,16 @@ class Demand:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardTable:
     operators: Indices
-    """[shards]: row of the operator."""
+    """Row of each shard's operator, ``[shards]``."""
     values: Matrix
-    """[shards, 6]: elements, rank, bytes per element and per shard of the full state, the same of compute weights."""
+    """``[shards, 6]``: elements, rank, bytes per element and per shard of the full state, and of compute weights."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:
     sizes: dict[int, tuple[int, int]] = {}
 
     def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
-        # By identity: a million shards share a few tuples, whose hash would be computed each time.
+        # The key is the identity: a million shards share a few tuples, whose hash would be computed each time.
         if id(components) not in sizes:
             sizes[id(components)] = component_bytes(components)
         return sizes[id(components)]
@@ -143,6 +143,6 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
 
 
 def component_bytes(components: Sequence[Component]) -> tuple[int, int]:
-    """(bytes per element, bytes per shard) of components."""
+    """Return the bytes per element and the bytes per shard of ``components``."""
     per_element = sum(component.item_bytes for component in components if component.per_element)
     return per_element, sum(component.item_bytes for component in components if not component.per_element)

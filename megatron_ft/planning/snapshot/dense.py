@@ -1,4 +1,4 @@
-"""Dense snapshots, the baselines of sparse windows: the whole state in one slice, at an interval."""
+"""Dense snapshots, which capture the whole state in one slice at an interval; baselines of sparse windows."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ class DenseInterval:
     interval_iterations: int
     """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the snapshot, above which another plan is made."""
+    """Relative change of the bytes that an iteration can capture, or of the snapshot, that requires a new plan."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan dense snapshots at ``interval_iterations``.
 
         Raises:
-            ConfigError: an interval below 1, or measurements out of range.
+            ConfigError: ``interval_iterations`` is below 1, or a measurement is out of range.
         """
         if self.interval_iterations < 1:
             raise ConfigError.of("snapshot.policy.interval_iterations", self.interval_iterations, "must be at least 1")
@@ -41,16 +41,16 @@ class OverheadBounded:
     """
 
     max_overhead: float = 0.03
-    """Largest share of time for stalls."""
+    """Largest share of training time that stalls may take."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the snapshot, above which another plan is made."""
+    """Relative change of the bytes that an iteration can capture, or of the snapshot, that requires a new plan."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan dense snapshots at the smallest interval within ``max_overhead``.
 
         Raises:
-            ConfigError: an overhead that is not above 0, or measurements out of range.
+            ConfigError: ``max_overhead`` is not above 0, or a measurement is out of range.
         """
         if not self.max_overhead > 0:
             raise ConfigError.of("snapshot.policy.max_overhead", self.max_overhead, "must be above 0")
@@ -67,20 +67,20 @@ class GeminiStyle:
     MoEvement, section 2.4: ``ETTR = 1 / (1 + stall / (n * T)) * 1 / (1 + n * T / (2 * MTBF))`` for an interval of n
     iterations of T seconds; a failure costs half an interval on average. The product of the two denominators is convex
     in n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In
-    section 5.2 the paper gives Gemini the interval that is best in hindsight; this one is known in advance.
+    section 5.2 the paper gives Gemini the interval that is best in hindsight; this policy computes it in advance.
     """
 
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the snapshot, above which another plan is made."""
+    """Relative change of the bytes that an iteration can capture, or of the snapshot, that requires a new plan."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan dense snapshots at the interval with the largest share of useful time.
 
         Raises:
-            ConfigError: an MTBF that is not above 0 and finite, or measurements out of range.
+            ConfigError: ``mtbf_seconds`` is not above 0 and finite, or a measurement is out of range.
         """
         if not 0 < self.mtbf_seconds < math.inf:
             raise ConfigError.of("snapshot.policy.mtbf_seconds", self.mtbf_seconds, "must be above 0 and finite")
@@ -97,7 +97,7 @@ class GeminiStyle:
 def useful_time_ratio(
     interval_iterations: int, stall_seconds: float, iteration_seconds: float, mtbf_seconds: float
 ) -> float:
-    """Share of time for useful training, ETTR (MoEvement, section 2.4)."""
+    """Return the share of time that is useful training (ETTR; MoEvement, section 2.4)."""
     seconds = interval_iterations * iteration_seconds
     return 1.0 / ((1.0 + stall_seconds / seconds) * (1.0 + seconds / (2.0 * mtbf_seconds)))
 

@@ -1,4 +1,4 @@
-"""Estimate of a ``Demand`` from a configuration, by parameter counts, before there is a model."""
+"""Estimates the ``Demand`` of a job from its configuration and parameter counts, before the model exists."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,21 +10,22 @@ from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.topology import Topology
 
 Span = tuple[Operator, int, int]
-"""Elements [start, stop) of the concatenated parameters of an operator."""
+"""An operator and elements [start, stop) of its concatenated parameters."""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Smallest size of Megatron's gradient buckets, in parameters, where reduction overlaps the backward pass."""
+"""Parameters for each data-parallel rank that a gradient bucket of Megatron has at least, if the reduction overlaps the
+backward pass; ``_MIN_BUCKET`` is the minimum for any number of ranks."""
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
-    """Estimate one shard for every operator and rank that captures a part of it; the operator's name is its parameter.
+    """Estimate the state that each rank has to capture: one shard for each operator that the rank captures in part.
 
-    Every parameter is counted once. With the distributed optimizer a rank captures its part of each gradient bucket, in
-    the order of Megatron's buffers; buckets are assumed to end with operators, not with parameters. Otherwise operators
-    are split evenly over the ranks that hold them, and experts with replica slots over all ranks of the stage. A tied
-    embedding is split over the first and the last stage.
+    The operator's id replaces the names of its parameters. Every parameter is counted once. With the distributed
+    optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets are assumed
+    to end only with an operator. Otherwise operators are split evenly over the ranks that hold them.
+    Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
     components = _components(config.precision.params_dtype)
@@ -67,7 +68,7 @@ def _groups(
             spans = _spans_of_chunk(config, topology, operators, stage, chunk)
             dense = [span for span in spans if span[0].id.expert is None]
             experts = [span for span in spans if span[0].id.expert is not None]
-            # Buckets are cut at other places where experts and dense parameters share a buffer.
+            # If experts and dense parameters share a buffer, buckets end at other places.
             if _in_one_buffer(config, topology):
                 dense, experts = spans, []
             size = topology.tensor_model_parallel_size
@@ -110,7 +111,7 @@ def _spans_of_chunk(
     layers |= {model.num_layers + 1} if is_last else set()
     spans = [(operator, 0, operator.num_parameters) for operator in operators if operator.id.layer in layers]
     is_tied = not model.untie_embeddings_and_output_weights and last_stage > 0
-    # Both stages hold the whole matrix, and state that several ranks hold is divided among them.
+    # Both stages hold the whole matrix. State that several ranks hold is divided among these ranks.
     if is_tied and is_first:
         spans[0] = (operators[0], operators[0].num_split_parameters // 2, operators[0].num_parameters)
     if is_tied and is_last:
@@ -153,7 +154,7 @@ def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
 
 def _cut_evenly(ranks: Sequence[int], bucket: Sequence[Span]) -> Iterator[tuple[int, Span]]:
     total = sum(stop - start for _, start, stop in bucket)
-    # Bounds may lie inside operators, as those of the distributed optimizer do.
+    # As with the distributed optimizer, a bound may be inside an operator.
     bounds = [total * place // len(ranks) for place in range(len(ranks) + 1)]
     place = position = 0
     for operator, start, stop in bucket:

@@ -1,4 +1,4 @@
-"""Host memory of every node for its own windows and for peer copies."""
+"""Computes the host memory that every node needs for its own windows and for peer copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
-# These three are what the snapshot server allocates (``snapshot/server``), which planning does not import.
+# These three are equal to what the snapshot server allocates (``snapshot/server``), which planning does not import.
 NUM_OWN_BUFFERS = 3
-"""Buffers for a rank's windows: committed, being replicated, being captured."""
+"""Number of buffers for a rank's own windows: one committed, one being replicated, one being captured."""
 NUM_COPY_BUFFERS = 2
-"""Buffers for copies of a peer's rank: committed, incoming."""
+"""Number of buffers for copies of another node's rank: one committed, one being received."""
 STATUS_BYTES = 4096
 """Size of the status page before a rank's buffers."""
 _PAGE_BYTES = 4096
@@ -23,14 +23,14 @@ _MARGIN_FOR_OTHER_PLANS = (5, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """Bytes of windows on one node."""
+    """Bytes of memory for windows on one node."""
 
     own_bytes: int
     """Windows of the node's own ranks."""
     copies_bytes: int
-    """Copies for other nodes."""
+    """Copies of other nodes' windows."""
     device_bytes: int = 0
-    """Memory on the devices: none, as slices are copied directly from the state."""
+    """Additional memory on devices; always 0, because slices are copied directly from the state."""
 
     @property
     def total_bytes(self) -> int:
@@ -46,9 +46,9 @@ def host_bytes(
     *,
     plans_again: bool = False,
 ) -> tuple[NodeMemory, ...]:
-    """Memory of every node."""
+    """Compute the memory for windows on every node."""
     num_nodes = len(assignment.peers)
-    assert len(shards_by_rank) == num_nodes * ranks_per_node, f"{len(shards_by_rank)} ranks on {num_nodes} nodes"
+    assert len(shards_by_rank) == num_nodes * ranks_per_node, f"{len(shards_by_rank)} ranks, but {num_nodes} nodes"
     window = [buffer_bytes(plan, shards, plans_again=plans_again) for shards in shards_by_rank]
     by_node = [window[node * ranks_per_node : (node + 1) * ranks_per_node] for node in range(num_nodes)]
     return tuple(
@@ -61,7 +61,7 @@ def host_bytes(
 
 
 def buffer_bytes(plan: WindowPlan, shards: Sequence[StateShard], *, plans_again: bool) -> int:
-    """Size of one buffer of the rank with ``shards``: a window, with a margin for later plans if ``plans_again``."""
+    """Return the bytes of one buffer of the rank with ``shards``: a window, and a margin if ``plans_again``."""
     numerator, denominator = _MARGIN_FOR_OTHER_PLANS if plans_again else (1, 1)
     return _whole_pages(max(1, -(-window_bytes(plan, shards) * numerator // denominator)))
 

@@ -1,8 +1,8 @@
-"""Order of operators within a window: popular ones last, so that they stay frozen longest in a replay.
+"""Order of operators within a window: popular operators come last, so that they stay frozen longest in a replay.
 
 A frozen operator computes no weight gradients, so a replay is cheaper the longer busy operators stay frozen (MoEvement,
-section 3.5). Operators other than routed experts process every token and come after the experts (its figure 6), from
-the last layer to the first, because a backward pass ends at the first active operator (appendix E).
+section 3.5). Operators other than routed experts process every token and come after the experts (figure 6). They are
+ordered from the last layer to the first, because a backward pass ends at the first active operator (appendix E).
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from megatron_ft.planning.snapshot.activations import Activations
 
 
 class OperatorOrder(Protocol):
-    """Orders the operators of a job, the same on every rank."""
+    """Protocol of a policy that orders the operators of a job, in the same way on every rank."""
 
     @property
     def uses_activations(self) -> bool:
         """Whether the order depends on activations."""
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """Order ``operators``, the first to capture first. Without ``activations`` all experts are equally popular."""
+        """Return ``operators`` in the order of their capture; without ``activations`` experts are equally popular."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardCount:
-    """Orders experts by tokens over all records (MoEvement, section 3.5)."""
+    """Orders experts by their numbers of tokens in all records (MoEvement, section 3.5)."""
 
     uses_activations: ClassVar[bool] = True
 
@@ -37,14 +37,14 @@ class HardCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeDecayed:
-    """Orders experts by a moving average: ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
+    """Orders experts by the moving average ``A(t) = decay * A(t-1) + (1 - decay) * tokens(t)`` (appendix B)."""
 
     decay: float = 0.9
     """Weight of the past (alpha in the paper), from 0 (newest record only) to below 1."""
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """Order operators; raises ConfigError for a decay outside [0, 1)."""
+        """Return the ordered operators. Raises ConfigError if ``decay`` is outside [0, 1)."""
         if not 0 <= self.decay < 1:
             raise ConfigError.of("snapshot.policy.order.decay", self.decay, "must be at least 0 and below 1")
         scores: list[list[float]] = []
@@ -59,14 +59,14 @@ class TimeDecayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityAware:
-    """Orders experts by tokens over capacity, for experts of different capacities (appendix B)."""
+    """Orders experts by their tokens divided by their capacity, for experts of different capacities (appendix B)."""
 
     capacities: tuple[float, ...]
     """Capacity of each expert, by expert id, above 0, in any unit; the same in all layers."""
     uses_activations: ClassVar[bool] = True
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """Order operators; raises ConfigError unless every expert has a capacity above 0."""
+        """Return the ordered operators. Raises ConfigError unless every expert has a capacity above 0."""
         num_experts = 1 + max((operator.expert for operator in operators if operator.expert is not None), default=-1)
         if len(self.capacities) != num_experts or not all(capacity > 0 for capacity in self.capacities):
             constraint = f"must be {num_experts} numbers above 0, one for each expert"
@@ -78,7 +78,7 @@ class CapacityAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackToFront:
-    """Orders operators from the head to the embedding: for dense models (appendix E)."""
+    """Orders operators from the output head to the embedding; meant for dense models (appendix E)."""
 
     uses_activations: ClassVar[bool] = False
 
@@ -88,7 +88,7 @@ class BackToFront:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOrder:
-    """Orders operators from the embedding to the head, as a baseline."""
+    """Orders operators from the embedding to the output head; a baseline."""
 
     uses_activations: ClassVar[bool] = False
 
@@ -99,7 +99,7 @@ class LayerOrder:
 def _ascending(
     operators: Sequence[OperatorId], activations: Activations | None, scores: Sequence[Sequence[float]]
 ) -> tuple[OperatorId, ...]:
-    """Order experts by score [layer][expert], ties by layer and id, then other operators from last to first layer."""
+    """Order experts by ``scores`` [layer][expert], then other operators from the last layer to the first."""
     experts = [operator for operator in operators if operator.expert is not None]
     rest = [operator for operator in operators if operator.expert is None]
     row_of = {} if activations is None else {layer: row for row, layer in enumerate(activations.layers)}

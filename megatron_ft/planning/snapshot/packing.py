@@ -1,4 +1,4 @@
-"""Packing of units into the fewest slices within a budget of bytes on every rank, in integers."""
+"""Packs units into the fewest slices that stay within a budget of bytes on every rank."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ from megatron_ft.planning.snapshot.demand import Matrix, UnitBytes
 Rows = npt.NDArray[np.intp]
 
 _BLOCK = 256
-"""Units that are tried together."""
+"""Number of units that are tried together."""
 _RESOLUTION = 1024
-"""The search for the smallest budget stops at a relative error of one over this."""
+"""The search for the smallest budget stops at a relative error of ``1 / _RESOLUTION``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Units of each slice, and the budget of the packing."""
+    """Units of each slice, and the budget of bytes that no slice exceeds on any rank."""
 
     slices: tuple[tuple[int, ...], ...]
     budget_bytes: int
 
 
 def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None:
-    """Pack the units of ``table``, in order; None if that takes more than ``max_slices`` or a unit does not fit.
+    """Pack the units of ``table`` in order; return None if ``max_slices`` do not suffice or a unit does not fit.
 
-    Every slice holds the frozen bytes of all units that are captured later. It takes each remaining unit with which
-    every rank stays within the budget: the first ones in order, and later ones on ranks with budget left.
+    Every slice contains the frozen bytes of all units of later slices. The remaining units are tried in order, and each
+    one is added to the slice if no rank exceeds the budget. So a unit may be added after an earlier one did not fit.
     """
     extra = table.full - table.frozen
     remaining: Rows = np.arange(len(extra))
@@ -38,7 +38,7 @@ def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None
         if not len(taken) or len(slices) == max_slices:
             return None
         slices.append(tuple(taken.tolist()))
-        # What is captured in full now is not among the compute weights of the slices that follow.
+        # Later slices do not contain the compute weights of units that this slice captures in full.
         room += table.frozen[taken].sum(axis=0)
         remaining = np.setdiff1d(remaining, taken, assume_unique=True)
     return Packing(slices=tuple(slices), budget_bytes=budget_bytes)
@@ -52,7 +52,7 @@ def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
         block = remaining[first : first + _BLOCK]
         block = block[(extra[block] <= room).all(axis=1)]
         total = extra[block].sum(axis=0)
-        # Most blocks fit as a whole; units are tried one by one only where that ends.
+        # Most blocks fit as a whole. Units of other blocks are tried one by one.
         if not (total <= room).all():
             block = _fill_singly(extra, block, room)
             total = extra[block].sum(axis=0)
@@ -72,13 +72,13 @@ def _fill_singly(extra: Matrix, block: Rows, room: Matrix) -> Rows:
 
 
 def smallest_packing(table: UnitBytes, low_bytes: int, high: Packing, max_slices: int) -> Packing:
-    """Find the packing into at most ``max_slices`` with the smallest budget above ``low_bytes``, by bisection.
+    """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by bisection.
 
-    ``high`` is a known packing. The search stops at a relative error of 1 / 1024. Packing in order is not monotone in
-    the budget, so the result may not be the optimum, but it is never worse than ``high``.
+    ``high`` is a known packing. The search stops at a relative error of 1 / 1024. A larger budget can give a worse
+    packing, so the result may not be the optimum, but it is never worse than ``high``.
     """
     low = low_bytes
-    # Finer steps cannot pay: bandwidth and iteration time are measured less exactly.
+    # Finer steps have no use, because bandwidth and iteration time are measured less exactly.
     while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
         middle = (low + high.budget_bytes) // 2
         found = pack(table, middle, max_slices)
@@ -90,19 +90,20 @@ def smallest_packing(table: UnitBytes, low_bytes: int, high: Packing, max_slices
 
 
 def least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
-    """Lower bound of the largest slice of ``num_slices``: frozen bytes of all units, or an even share of full bytes."""
+    """Return a lower bound for the largest of ``num_slices`` slices: the frozen bytes of all units, or an equal share
+    of the full bytes of all units, if that is more."""
     even = -(-table.full.sum(axis=0) // num_slices)
     return int(max(table.frozen.sum(axis=0).max(), even.max()))
 
 
 def num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
-    """Return the number of equal parts of each unit such that one part fits a slice with all other units frozen.
+    """Return the number of equal parts of each unit, so that one part fits into a slice with all other units frozen.
 
-    If frozen bytes leave less room than an eighth of themselves, parts are sized for that eighth: such windows stall
-    training anyway, and smaller parts would make them longer.
+    If the frozen bytes leave less of the budget than an eighth of the frozen bytes, parts get the size of this eighth:
+    such windows stall training anyway, and smaller parts would only make them longer.
 
     Args:
-        rounding_bytes: [units, ranks], largest excess of a part over an equal share.
+        rounding_bytes: largest excess of a part over an equal share, in bytes, ``[units, ranks]``.
     """
     frozen, extra = table.frozen.sum(axis=0), table.full - table.frozen
     room = np.maximum(np.maximum(budget_bytes - frozen, -(-frozen // 8)), 1)

@@ -1,4 +1,4 @@
-"""Peer assignment: nodes in other failure domains that keep copies of each node's windows, evenly distributed."""
+"""Assigns peers: nodes in other failure domains that store copies of each node's windows, evenly distributed."""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,27 @@ from megatron_ft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAssignment:
-    """Nodes that keep copies of every node's windows."""
+    """Peers of every node, which store copies of the node's windows."""
 
     peers: tuple[tuple[int, ...], ...]
-    """Nodes that keep a copy of each node, nearest on the ring first."""
+    """Peers of each node, nearest on the ring first."""
     failure_domains: tuple[str, ...]
     """Failure domain of each node."""
     num_copies: int
     """Number of other failure domains that must hold the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """Nodes that capture the same bytes as each node; empty if no node does."""
+    """Other nodes that capture the same bytes as each node and thus replace copies; empty without such nodes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
-        """Nodes whose copies ``node`` keeps."""
+        """Return the nodes of which ``node`` stores copies."""
         return tuple(source for source, peers in enumerate(self.peers) if node in peers)
 
     def held_by(self, node: int) -> tuple[int, ...]:
-        """Nodes that capture the same bytes as ``node``."""
+        """Return the other nodes that capture the same bytes as ``node``."""
         return self.already_held[node] if self.already_held else ()
 
     def validate(self) -> None:
-        """Assert that ``num_copies`` other domains hold the windows of every node, with one copy in each."""
+        """Assert that the windows of every node are in ``num_copies`` other domains, with at most one copy in each."""
         assert len(self.peers) == len(self.failure_domains), "a node has no peers or no failure domain"
         domains = self.failure_domains
         for node, peers in enumerate(self.peers):
@@ -39,14 +39,15 @@ class PeerAssignment:
             assert len(set(chosen)) == len(chosen), f"node {node} has two copies in one domain: {chosen}"
             assert domains[node] not in chosen, f"node {node} has a copy in its own domain"
             assert not held & set(chosen), f"node {node} has a copy in a domain that already holds its bytes"
-            assert len(chosen) == max(0, self.num_copies - len(held)), f"node {node} has {len(chosen)} copies"
+            needed = max(0, self.num_copies - len(held))
+            assert len(chosen) == needed, f"node {node} has {len(chosen)} copies instead of {needed}"
 
     def summary(self) -> str:
         kept = Counter(chain.from_iterable(self.peers))
         counts = [kept[node] for node in range(len(self.peers))]
         return (
-            f"{self.num_copies} copies in other failure domains: {len(self.peers)} nodes in "
-            f"{len(set(self.failure_domains))} domains keep {min(counts)} to {max(counts)} copies each"
+            f"copies of each node in other failure domains: {self.num_copies}; {len(self.peers)} nodes in "
+            f"{len(set(self.failure_domains))} domains store {min(counts)} to {max(counts)} copies each"
         )
 
 
@@ -55,19 +56,19 @@ def assign_peers(
 ) -> PeerAssignment:
     """Assign peers to every node.
 
-    Nodes form a ring on which domains alternate, and a node's copies go to the next nodes of other domains. With
-    domains of equal size every node then keeps ``num_copies`` copies. Otherwise copies are moved from nodes with many
-    copies to nodes with fewer, along chains of moves, until the sum of squares of copies per node is minimal. Uneven
-    domains can leave uneven counts: with domains of 3, 1 and 1 nodes and two copies, the two single nodes keep four
-    copies each.
+    Nodes form a ring on which failure domains alternate, and the copies of a node go to the next nodes in other
+    domains. If all domains have the same size, every node stores ``num_copies`` copies. Otherwise chains of moves bring
+    copies from nodes with many copies to nodes with fewer, until the sum of the squared numbers of copies is minimal.
+    Uneven domains can leave uneven numbers: with domains of 3, 1 and 1 nodes and two copies, the two single nodes store
+    four copies each.
 
     Args:
         failure_domains: failure domain of each node of the job.
-        num_copies: r, other domains that must hold every node's windows.
-        already_held: nodes that capture the same bytes as a node; their domains count as copies.
+        num_copies: number of other failure domains that must contain the windows of each node (r).
+        already_held: other nodes that capture the same bytes as a node; their domains count as copies.
 
     Raises:
-        ConfigError: fewer other domains than copies.
+        ConfigError: the number of failure domains is not above ``num_copies``.
     """
     num_domains = len(set(failure_domains))
     if not 0 <= num_copies < num_domains:
@@ -76,7 +77,7 @@ def assign_peers(
             num_copies,
             f"must be at least 0 and below the number of failure domains, {num_domains}",
         )
-    # Every rank computes the assignment itself: it depends on nothing but its arguments, and ties go by node number.
+    # Every rank computes the assignment itself, so the result depends only on the arguments. Ties: smaller node number.
     nodes = range(len(failure_domains))
     held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
     ring = _Ring(failure_domains, num_copies, held)
@@ -105,11 +106,11 @@ class _Ring:
         return range(len(self._domains))
 
     def sorted_peers(self, node: int) -> list[int]:
-        """Peers of a node, nearest on the ring first."""
+        """Return the peers of ``node``, nearest on the ring first."""
         return sorted(self.peers[node], key=lambda peer: self._distance(node, peer))
 
     def even_out(self) -> None:
-        """Move copies until the sum of squares of copies per node is minimal."""
+        """Move copies between nodes until the sum of the squared numbers of copies is minimal."""
         while any(self._shift_one(node) for node in sorted(self._nodes, key=lambda node: -self._kept[node])):
             pass
 
@@ -127,8 +128,8 @@ class _Ring:
         return peers
 
     def _shift_one(self, start: int) -> bool:
-        # A move lowers the sum of squares only if the last node of the chain has at least two copies fewer; those
-        # between keep their number.
+        # A chain of moves lowers the sum of squares only if its last node has at least two copies fewer than its first
+        # node. The number of copies on nodes between them does not change.
         limit = self._kept[start] - 2
         if limit < min(self._kept[node] for node in self._nodes):
             return False
@@ -151,7 +152,7 @@ class _Ring:
         return False
 
     def _alternatives(self, source: int, peer: int) -> list[int]:
-        """Nodes that could keep the copy of ``source`` instead of ``peer``, in ring order."""
+        """Return the nodes that could store the copy of ``source`` instead of ``peer``, in the order of the ring."""
         # A second copy in a domain would be lost together with the first one.
         used = self._taken[source] | {self._domains[other] for other in self.peers[source] if other != peer}
         return [other for other in self._order if other != peer and self._domains[other] not in used]
@@ -167,7 +168,7 @@ class _Ring:
 
 
 def _alternating(domains: Sequence[str]) -> list[int]:
-    # Order nodes so that those of every domain are evenly spaced.
+    # Orders nodes so that the nodes of each domain are evenly spaced.
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)

@@ -1,4 +1,4 @@
-"""Layout of a slice in bytes, the same on the rank that captures it and on the one that restores it."""
+"""Byte layout of a slice, which is the same on the rank that captures it and on the rank that restores it."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,38 +7,39 @@ from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
-# A restore views each piece as a tensor of its dtype where it lies, which needs its address to be aligned.
+# A restore uses each piece in place as a tensor of its dtype, so the address of the piece must be aligned.
 PIECE_ALIGNMENT_BYTES = 64
 SLICE_ALIGNMENT_BYTES = 4096
-"""Slices, and the payload of a window in its file, begin at multiples of it."""
+"""Slices, and the payload of a window in its file, begin at multiples of this number of bytes."""
 
 
 class Piece(NamedTuple):
-    """One component of an element range of one parameter, captured from one state; a row of a slice's manifest."""
+    """One kind of state for a range of elements of one parameter; a row in the manifest of a slice."""
 
     parameter: str
-    """Global name."""
+    """Name of the parameter in the whole model."""
     tensor_part: int
-    """Tensor-parallel part of the parameter."""
+    """Number of the tensor-parallel part of the parameter."""
     component: str
-    """``weight``, ``master``, ``exp_avg``..."""
+    """Kind of state: ``weight``, ``master``, ``exp_avg``, ..."""
     dtype: str
-    """torch's name of it."""
+    """Name of the data type in torch."""
     start: int
     stop: int
-    """Elements [start, stop) of the flattened tensor part; a component without elements has one value for all."""
+    """End of the elements [start, stop) of the flattened tensor part. A component that is not per element, such as
+    ``step``, has one value for all of them."""
     offset: int
-    """First byte in the slice."""
+    """Offset of the first byte from the start of the slice."""
     num_bytes: int
 
     @property
     def end(self) -> int:
-        """Byte after the last, from the start of the slice."""
+        """Offset of the byte after the piece, from the start of the slice."""
         return self.offset + self.num_bytes
 
 
 def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
-    """Pieces that the rank with ``shards`` captures in slice ``index``, by offset."""
+    """Return the pieces that the rank with ``shards`` captures in slice ``index``, in order of their offsets."""
     # The order is a function of plan and shards alone: a window is loaded only into a model that gives the same pieces.
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
@@ -55,7 +56,7 @@ def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> 
 
 
 def slice_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes of a slice in a window's buffer."""
+    """Return the bytes that a slice with ``pieces`` occupies in the buffer of its window."""
     return align(pieces[-1].end) if pieces else 0
 
 
@@ -79,17 +80,17 @@ def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], o
 
 
 def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
-    """The next multiple of ``alignment``."""
+    """Return ``num_bytes`` rounded up to a multiple of ``alignment``."""
     return -(-num_bytes // alignment) * alignment
 
 
 def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
-    """Bytes of a window on the rank with ``shards``: the sum of ``slice_bytes``, in one pass."""
+    """Return the bytes of a window on the rank with ``shards``, which are the sum of ``slice_bytes`` of its slices."""
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)
     total = later_frozen = 0
-    # From the last slice on: every slice has the compute weights of all that come after it.
+    # Backwards from the last slice: every slice contains the compute weights of the units of all later slices.
     for units in reversed(plan.slices):
         found = [(unit, shard) for unit in units for shard in by_operator.get(unit.operator, ())]
         full = sum(_aligned_bytes(unit, shard, shard.full) for unit, shard in found)

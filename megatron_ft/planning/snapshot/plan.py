@@ -1,4 +1,4 @@
-"""``WindowPlan``: the units of state that are captured in full in each iteration of a window; ``WindowKey``."""
+"""``WindowPlan``: units of state that each iteration of a window captures in full. ``WindowKey``: id of a window."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,14 +20,14 @@ class WindowKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Unit:
-    """An operator, or the ``part``-th of ``num_parts`` equal ranges of each of its shards, captured in one slice."""
+    """An operator, or one of ``num_parts`` equal ranges of each of its shards, that is captured in one slice."""
 
     operator: OperatorId
     part: int = 0
     num_parts: int = 1
 
     def range_of(self, shard: StateShard) -> tuple[int, int]:
-        """Elements (start, stop) of ``shard`` that belong to this unit."""
+        """Return the elements (start, stop) of ``shard`` that belong to this unit."""
         return (
             # The end of one part is computed as the start of the next: no gap and no overlap, whatever the rounding.
             shard.start + shard.num_elements * self.part // self.num_parts,
@@ -40,7 +40,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBasis:
-    """Inputs of a plan; present values are compared with them to decide whether another plan is made."""
+    """Inputs from which a plan was made; a new plan is made if the present values differ too much from them."""
 
     budget_bytes: int
     """Bytes that a rank can capture within one iteration."""
@@ -58,53 +58,55 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """A window of the whole job. Slice i is captured from the state after iteration ``start + i``.
+    """Plan of a window of the whole job. Slice i is captured from the state after iteration ``start + i``.
 
-    Slice i holds its own units in full, units of later slices as compute weights only, and nothing of earlier ones
-    (MoEvement, section 3.2). A window of one slice is a dense snapshot.
+    Slice i contains its own units in full, the units of later slices as compute weights only, and nothing of the units
+    of earlier slices (MoEvement, section 3.2). A window of one slice is a dense snapshot.
     """
 
     slices: tuple[tuple[Unit, ...], ...]
     interval_iterations: int
     """Iterations from the start of a window to the start of the next; at least the number of slices."""
     reason: str = ""
-    """Reason for this size and order."""
+    """Reason for the number of slices and the order of units."""
     basis: PlanBasis | None = None
-    """None for a plan that was not made by a policy."""
+    """Inputs from which the plan was made; None for a plan that was not made by a policy."""
 
     @property
     def num_iterations(self) -> int:
-        """W, the number of slices."""
+        """Number of slices, which is the number of iterations of a window (W)."""
         return len(self.slices)
 
     def active(self, index: int) -> tuple[Unit, ...]:
-        """Units with full state once slices 0 to ``index`` are loaded."""
+        """Return the units that have their full state after slices 0 to ``index`` are loaded."""
         return tuple(unit for units in self.slices[: index + 1] for unit in units)
 
     def frozen(self, index: int) -> tuple[Unit, ...]:
-        """Units with compute weights only once slice ``index`` is loaded."""
+        """Return the units that have only compute weights after slices 0 to ``index`` are loaded."""
         return tuple(unit for units in self.slices[index + 1 :] for unit in units)
 
     def validate(self, operators: Iterable[OperatorId]) -> None:
         """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
-        assert self.slices and all(self.slices), "a slice captures nothing, or there is none"
-        # A rank fills one window at a time: the snapshot server forgets an incomplete one when the next begins.
-        assert self.interval_iterations >= self.num_iterations, f"windows of {self.num_iterations} slices overlap"
+        assert self.slices and all(self.slices), "a slice captures nothing, or the window has no slice"
+        # A rank fills one window at a time: the snapshot server drops an incomplete window when the next one begins.
+        assert self.interval_iterations >= self.num_iterations, (
+            f"windows of {self.num_iterations} slices overlap at an interval of {self.interval_iterations} iterations"
+        )
         parts: dict[OperatorId, list[Unit]] = {}
         for unit in self.active(self.num_iterations - 1):
             parts.setdefault(unit.operator, []).append(unit)
         for operator, units in parts.items():
             found = sorted((unit.part, unit.num_parts) for unit in units)
             wanted = [(part, len(units)) for part in range(len(units))]
-            assert found == wanted, f"{operator} is captured in the parts {found}"
+            assert found == wanted, f"{operator} is captured in the (part, num_parts) {found} instead of {wanted}"
         missing = set(operators) ^ set(parts)
         assert not missing, f"operators are not captured, or are unknown: {sorted(map(str, missing))[:5]}"
 
     def summary(self) -> str:
         sizes = " ".join(str(len(units)) for units in self.slices)
         return (
-            f"window of {self.num_iterations} iterations every {self.interval_iterations}: "
-            f"operators or parts per slice {sizes}; {self.reason}"
+            f"window of {self.num_iterations} iterations every {self.interval_iterations} iterations: "
+            f"operators or parts in each slice: {sizes}; {self.reason}"
         )
 
     def to_json(self) -> dict[str, Any]:

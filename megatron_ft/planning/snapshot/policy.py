@@ -1,4 +1,4 @@
-"""Interface of snapshot policies: from demand and measurements to a ``WindowPlan``, the same on every rank."""
+"""Interface of snapshot policies, which make the same ``WindowPlan`` on every rank from demand and measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class SnapshotContext:
     iteration_seconds: float
     """Time of an iteration, during which a slice is captured."""
     activations: Activations | None = None
-    """Activations of experts; None if not counted yet."""
+    """Activations of experts; None if they have not been counted yet."""
     previous: WindowPlan | None = None
-    """Present plan; None for the first."""
+    """Plan that is in use; None if there is no plan yet."""
 
     @property
     def budget_bytes(self) -> int:
@@ -29,8 +29,8 @@ class SnapshotContext:
         return int(self.bandwidth_bytes_per_second * self.iteration_seconds)
 
     def stall_seconds(self, num_bytes: int) -> float:
-        """Time that training waits for a slice of ``num_bytes``."""
-        # In integers, as plans are packed: a slice of exactly the budget must not show a stall of rounding errors.
+        """Return the time that training waits for a slice of ``num_bytes``."""
+        # Compared in integers, as in the packing: a slice of exactly the budget must not stall by a rounding error.
         if num_bytes <= self.budget_bytes:
             return 0.0
         return max(0.0, num_bytes / self.bandwidth_bytes_per_second - self.iteration_seconds)
@@ -61,7 +61,7 @@ class SnapshotPolicy(Protocol):
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """Change of activations upon which ``replan`` makes another order; None if order does not depend on them."""
+        """Change of activations after which ``replan`` makes a new order; None for orders without activations."""
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan windows that capture every operator of ``demand`` once.
@@ -72,10 +72,10 @@ class SnapshotPolicy(Protocol):
 
 
 def replan(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> WindowPlan:
-    """Return ``previous``, or another plan if it is outdated; the reason of that plan begins with the cause.
+    """Return ``previous``, or a new plan if ``previous`` is outdated; the ``reason`` of a new plan states the cause.
 
-    A plan is outdated if it is for other operators, if its budget or largest slice has changed by more than the
-    policy's ``replan_drift``, or if the policy's ``trigger`` fires.
+    A plan is outdated if it has other operators than ``demand``, if the budget or the largest slice has changed by more
+    than the policy's ``replan_drift``, or if the policy's ``trigger`` fires.
     """
     why = _outdated(policy, demand, context, previous)
     if why is None:
@@ -98,7 +98,7 @@ def make_plan(
     reason: str,
     activations: Activations | None = None,
 ) -> WindowPlan:
-    """Make a valid plan of ``slices`` with its basis; its reason includes the cost of the largest slice."""
+    """Create a valid plan of ``slices`` with its basis; the plan's reason includes the largest slice and the stall."""
     bare = WindowPlan(slices=tuple(tuple(units) for units in slices), interval_iterations=interval_iterations)
     bare.validate(demand.operators)
     by_slice = demand.slice_bytes(bare).max(axis=1)
@@ -117,7 +117,7 @@ def make_plan(
         basis=PlanBasis(
             budget_bytes=context.budget_bytes,
             peak_bytes=peak,
-            # The plan is part of every window's manifest: all records would make it large.
+            # The plan is part of every window's manifest, which all records of activations would make large.
             activations=None if activations is None else activations.collapsed(),
         ),
     )
@@ -126,17 +126,17 @@ def make_plan(
 def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
     if {unit.operator for units in previous.slices for unit in units} != set(demand.operators):
         return "the operators have changed"
-    # The comparison is with what the plan was made from, not with the last check: slow changes add up.
+    # Compared with the inputs of the present plan, not with those of the last check, so that slow changes add up.
     basis = previous.basis
     if basis is None:
-        return "no inputs of the present plan are known"
+        return "the inputs of the present plan are not known"
     if _drift(context.budget_bytes, basis.budget_bytes) > policy.replan_drift:
         return f"the budget of an iteration changed from {basis.budget_bytes:,} to {context.budget_bytes:,} bytes"
     peak = int(demand.slice_bytes(previous).max())
     if _drift(peak, basis.peak_bytes) > policy.replan_drift:
         return f"the largest slice changed from {basis.peak_bytes:,} to {peak:,} bytes"
     if policy.trigger is not None and policy.trigger.fires(basis.activations, context.activations):
-        return "experts are activated with other frequencies"
+        return "the activation frequencies of experts have changed"
     return None
 
 

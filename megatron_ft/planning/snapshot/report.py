@@ -1,4 +1,4 @@
-"""Estimate of a job's snapshots before anything runs: window, bytes, and host memory of every node."""
+"""Estimates a job's snapshots before the job runs: size of the window, bytes, and host memory of every node."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,33 +19,34 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotReport:
-    """Estimate that ``dry_run`` prints; the event ``snapshot_planned`` holds the actual plan."""
+    """Estimate of a job's snapshots, which ``dry_run`` prints. The event ``snapshot_planned`` has the actual plan."""
 
     policy: str
     window_iterations: int | None
-    """W; None if bandwidth or iteration time is not measured yet; sizes are then those of a dense window."""
+    """Number of iterations of a window (W). It is None as long as bandwidth or iteration time is not measured; in this
+    case ``window_bytes`` and ``nodes`` are those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
-    """Bytes of a window on the rank that captures most."""
+    """Bytes of a window on the rank with the largest one."""
     dense_bytes: int
-    """Bytes of a dense snapshot on the rank that captures most."""
+    """Bytes of a dense snapshot on the rank with the largest one."""
     num_peer_copies: int
     peers: tuple[tuple[int, ...], ...]
-    """Nodes that keep copies of each node."""
+    """Nodes that store copies of each node's windows."""
     nodes: tuple[NodeMemory, ...]
     host_memory_limit_bytes: int | None
     reason: str
 
     @property
     def host_bytes(self) -> int:
-        """Memory of windows and copies on the largest node."""
+        """Host memory for windows and peer copies on the node with the most."""
         return max(node.total_bytes for node in self.nodes)
 
     def validate(self) -> None:
         """Check the memory limit of the configuration.
 
         Raises:
-            ConfigError: a node needs more.
+            ConfigError: a node needs more than ``host_memory_limit_bytes``.
         """
         check_limit(self.host_bytes, self.host_memory_limit_bytes)
 
@@ -54,7 +55,7 @@ class SnapshotReport:
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Check that windows do not take more than ``snapshot.host_memory_limit_bytes``. Raises ConfigError."""
+    """Check that windows and copies need at most ``snapshot.host_memory_limit_bytes``. Raises ConfigError otherwise."""
     within_limit(
         limit_bytes,
         "snapshot.host_memory_limit_bytes",
@@ -65,16 +66,16 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 
 
 def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> SnapshotReport | None:
-    """Estimate the snapshots of ``config``; None without snapshots.
+    """Estimate the snapshots of a job; return None if ``config`` has no snapshots.
 
     Raises:
-        ConfigError: the policy cannot be built, or cannot plan with this configuration.
+        ConfigError: the policy cannot be built, cannot plan with this configuration, or exceeds the memory limit.
     """
     snapshot, launch = config.snapshot, config.launch
     if snapshot.policy is None:
         return None
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
-    # Only this is an estimate, by parameter counts: the policy plans as it will on the ranks.
+    # Only the demand is an estimate, from parameter counts. The policy plans in the same way as on the ranks.
     demand = estimate_demand(config, topology, tokenizer_vocab_size)
     policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
     dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))
@@ -104,15 +105,15 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
 
 
 def whole_plan(shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterations: int) -> WindowPlan:
-    """The whole state of the job as one slice."""
+    """Return a plan that captures the whole state of the job in one slice."""
     operators = sorted({shard.operator for shards in shards_by_rank for shard in shards}, key=str)
     units = tuple(Unit(operator=operator) for operator in operators)
     return WindowPlan(
-        slices=(units,), interval_iterations=interval_iterations, reason="whole state at once, after a recovery"
+        slices=(units,), interval_iterations=interval_iterations, reason="whole state in one slice, after a recovery"
     )
 
 
 def dense_plan(shards: tuple[StateShard, ...]) -> WindowPlan:
-    """The whole state of ``shards`` as one slice."""
+    """Return a plan that captures the whole state of ``shards`` in one slice."""
     operators = sorted({shard.operator for shard in shards}, key=str)
     return WindowPlan(slices=(tuple(Unit(operator=operator) for operator in operators),), interval_iterations=1)

@@ -1,4 +1,4 @@
-"""Sparse windows: a slice of the operators every iteration, all operators in the fewest slices without a stall."""
+"""Sparse windows: every iteration captures one slice of the operators, with the fewest slices that cause no stall."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,41 +17,42 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 class SparseWindow:
     """Consecutive windows, each of which captures every operator once (MoEvement, sections 3.2 and 3.5).
 
-    Algorithm 1 of the paper counts operators of equal size on one rank. Here slices are packed by bytes over all ranks
-    together, so that the job has one number of slices; operators that do not fit are split into equal parts. If not
-    even the compute weights fit an iteration, training stalls: the plan then has the smallest largest slice, and its
-    reason states the stall.
+    Algorithm 1 of the paper assumes operators of equal size on one rank. This policy packs slices by their bytes on all
+    ranks together, so that all ranks have the same number of slices. Operators that do not fit into a slice are split
+    into equal parts. If an iteration is too short to capture the compute weights, training stalls. The plan then makes
+    the largest slice as small as possible, and its ``reason`` states the stall.
     """
 
     order: OperatorOrder = field(default_factory=HardCount)
-    """Order of operators."""
+    """Order in which operators are captured."""
     balance: bool = True
-    """Whether slices are made as even as their number allows; otherwise early ones are filled first."""
+    """Whether all slices get about the same size; otherwise early slices are filled up to the budget."""
     min_window_iterations: int = 1
-    """Fewest slices, if there are as many units."""
+    """Smallest number of slices, unless there are fewer units."""
     max_window_iterations: int = 32
-    """Most slices. If the budget would need more, slices are larger and training stalls."""
+    """Largest number of slices. If the budget requires more, slices exceed the budget and training stalls."""
     max_parts: int = 64
-    """Most parts of one operator."""
+    """Largest number of parts into which one operator is split."""
     replan_drift: float = 0.2
-    """Relative change of bytes per iteration, or of the largest slice, above which another plan is made."""
+    """Relative change of the bytes that an iteration can capture, or of the largest slice, above which a new plan is
+    made."""
     reorder: ReorderTrigger = field(default_factory=ReorderTrigger)
-    """Change of activations upon which another plan is made."""
+    """Change of expert activations that requires a new plan."""
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """``reorder``, unless the order does not depend on activations."""
+        """``reorder``, or None if the order does not depend on activations."""
         return self.reorder if self.order.uses_activations else None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan the window with the fewest slices that does not stall training.
 
         Raises:
-            ConfigError: fields or measurements out of range.
+            ConfigError: a field of the policy or a measurement is out of range.
         """
         self._check()
         context.validate()
-        # Measurements are reduced over the job before: with its own ones every rank would make another plan.
+        # Measurements are already reduced over the job: with local values, every rank would make a different plan.
         budget = context.budget_bytes
         ordered = self.order.order(demand.operators, context.activations)
         units = _cut(demand, ordered, budget, self.max_parts)
@@ -62,7 +63,7 @@ class SparseWindow:
             context,
             [[units[row] for row in rows] for rows in packing.slices],
             interval_iterations=len(packing.slices),
-            reason=f"{type(self.order).__name__} order, {num_cut} operators split into parts",
+            reason=f"{type(self.order).__name__} order, operators split into parts: {num_cut}",
             activations=context.activations if self.order.uses_activations else None,
         )
 
@@ -73,7 +74,7 @@ class SparseWindow:
             low = max(budget, least_peak_bytes(table, self.max_window_iterations) - 1)
             return smallest_packing(table, low, _dense(table), self.max_window_iterations)
         num_slices = max(len(found.slices), self.min_window_iterations)
-        # Early slices would be filled to the budget, and any variation of bandwidth would then stall training.
+        # Otherwise early slices would fill the budget, and any variation of bandwidth would stall training.
         if self.balance or num_slices > len(found.slices):
             return smallest_packing(table, least_peak_bytes(table, num_slices) - 1, found, num_slices)
         return found

@@ -1,9 +1,10 @@
-"""Shares the sending of bytes among the ranks that hold them, so that the busiest sender has as little as possible.
+"""Distributes bytes over the ranks that can send them, so that the busiest sender sends as little as possible.
 
-The bound: let ``t`` be ``Shares.slack``. No rank sends bytes of a set while another rank of that set sends more than
-``t`` bytes less in total. It follows that, compared with the busiest sender of the best assignment, the busiest of
-``m`` senders sends at most ``(m - 1) * t`` bytes more. For every ``e > 0`` it also sends at most a factor ``1 + e`` and
-``t * log(m) / log(1 + e)`` bytes more. Ranks that alone hold something are included.
+A *set* consists of ranks that hold the same elements; its *demand* is the number of bytes that these ranks together
+must send. Let ``t`` be ``Shares.slack``. If a rank sends bytes of a set, no other rank of this set sends more than
+``t`` bytes less in total. Let ``b`` be the bytes of the busiest sender in the best assignment. It follows that the
+busiest of ``m`` senders sends at most ``b + (m - 1) * t`` bytes, and also at most
+``(1 + e) * b + t * log(m) / log(1 + e)`` bytes for every ``e > 0``. This also holds with sets of only one rank.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ import numpy as np
 from megatron_ft.planning.state.tensors import Column
 
 RELATIVE_SLACK = 0.01
-"""Largest difference between senders of a set, as a share of the busiest sender's bytes; a smaller one is not worth a
-further pass."""
+"""Difference between two ranks of a set, as a fraction of the busiest sender's bytes, that is accepted: to reduce it
+further is not worth another pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,22 +26,22 @@ class Shares:
     senders: tuple[Column, ...]
     """Sending ranks of each set, ascending."""
     amounts: tuple[Column, ...]
-    """Bytes of these ranks, all above 0; they add up to the demand."""
+    """Bytes that each of these ranks sends, all above 0; their sum is the demand of the set."""
     slack: int
-    """Bytes by which two senders of a set may differ."""
+    """Bytes by which the total of a set's sender may exceed the total of another rank of the set."""
 
 
 def share(demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> Shares:
-    """Share each set's demand among its ranks.
+    """Distribute the demand of each set over its ranks.
 
-    A set's demand is sent by at most ``demand // min_piece_bytes`` of its ranks, but at least by one: many small pieces
-    cost more than a busier sender. Sets with one rank come first. Then every demand is spread over its least busy
-    ranks, repeatedly, as long as two senders of a set differ by more than the slack and spreading lowers the sum of
-    squares. Every pass lowers this integer, so the passes end.
+    At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
+    than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least busy
+    ranks of its set. Demands are spread again as long as the totals of a set differ by more than the slack and this
+    lowers the sum of the squared totals. Every pass lowers this integer, so the passes end.
 
     Args:
-        demands: bytes to be sent for each set.
-        sets: ranks, ascending; a set may consist of the pseudo rank of storage.
+        demands: bytes that each set must send.
+        sets: ranks of each set, ascending; a set may consist of ``STORAGE`` alone.
     """
     highest = max((int(ranks[-1]) for ranks in sets if len(ranks)), default=0)
     loads = [0] * (highest + 2)  # index -1 is storage
@@ -71,7 +72,7 @@ def share(demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: in
             _add(loads, chosen[number], amounts[number], -1)
             again = _spread(demands[number], members[number], loads, min_piece_bytes)
             _add(loads, *again, 1)
-            # Only a true decrease counts: moving the same bytes back and forth would never end.
+            # Only a decrease counts: otherwise the same bytes could move back and forth without end.
             if sum(loads[rank] ** 2 for rank in members[number]) < before:
                 chosen[number], amounts[number] = again
                 has_changed = True
@@ -95,9 +96,9 @@ def _add(loads: list[int], ranks: Sequence[int], amounts: Sequence[int], sign: i
 def _spread(
     demand: int, ranks: Sequence[int], loads: Sequence[int], min_piece_bytes: int
 ) -> tuple[list[int], list[int]]:
-    # Fill up the least busy ranks to one level; ranks ascending with their bytes, all above 0.
+    # Raises the least busy ranks to one level. Returns the sending ranks, ascending, and their bytes, all above 0.
     most = max(1, demand // max(1, min_piece_bytes))
-    # In whole bytes, ties by rank: every rank computes the same shares.
+    # Shares are whole bytes, and ties are resolved by rank number, so that every rank computes the same shares.
     by_load = sorted(ranks, key=lambda rank: (loads[rank], rank))[:most]
     total, count = demand, 0
     for rank in by_load:

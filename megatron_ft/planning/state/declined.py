@@ -1,4 +1,4 @@
-"""``Declined``: why something cannot be carried out, and what is missing."""
+"""``Declined``: the reason why no plan is possible, and the state that is missing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingState:
-    """Elements [start, stop) of a tensor that a rank needs and no rank has."""
+    """Elements [start, stop) of a tensor that a rank needs but no rank has."""
 
     tensor: StateTensor
     start: int
     stop: int
     iteration: int
-    """Iteration that is needed."""
+    """Iteration after which the state of the elements is needed."""
     held_iterations: tuple[int, ...]
-    """Other iterations of which a rank has any of the tensor's elements."""
+    """Other iterations for which a rank or storage has elements of this tensor."""
 
     def __str__(self) -> str:
-        held = f" (held: {', '.join(map(str, self.held_iterations))})" if self.held_iterations else ""
+        held = f" (iterations held: {', '.join(map(str, self.held_iterations))})" if self.held_iterations else ""
         return f"{self.tensor} elements {self.start} to {self.stop} of iteration {self.iteration}{held}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """A request cannot be met, and the reason."""
+    """Result of a planner if no plan is possible."""
 
     reason: str
-    """Reason, as a clause."""
+    """Reason as a clause, without a full stop."""
     missing: tuple[MissingState, ...] = ()
 
     def summary(self) -> str:

@@ -1,7 +1,7 @@
-"""``Holdings`` and ``Needs``: the elements of tensors at iterations that ranks have, and that they must have.
+"""``Holdings``: the tensor elements that each rank has. ``Needs``: the tensor elements that each rank must have.
 
-Both are stored as columns, because a job of thousands of ranks has a million of them. ``Holding`` and ``Need`` are
-single rows.
+Both are stored as columns, because a job with thousands of ranks has about a million rows. ``Holding`` and ``Need``
+are single rows.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,29 +16,29 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 STORAGE = -1
-"""Rank number of storage, which every rank reads by itself."""
+"""Rank number that stands for storage, which every rank can read without the help of another rank."""
 
 
 class Medium(IntEnum):
-    """Places of elements, fastest first."""
+    """Kinds of places that contain elements, fastest first."""
 
     LIVE = 0
-    """Tensors that a rank trains with: its own part, a data-parallel peer's, an expert replica's."""
+    """Weights and optimizer state with which the rank trains."""
     STATE_COPY = 1
-    """Optimizer state that a rank keeps for an owner on another failure domain."""
+    """Copy of an optimizer shard that the rank stores for an owner in another failure domain."""
     OWN_WINDOW = 2
-    """A window in the memory of the rank's own node."""
+    """Snapshot window of the rank, in the memory of its own node."""
     PEER_WINDOW = 3
-    """A copy of another node's window; the rank is one that can send it."""
+    """Copy of another node's snapshot window, in the memory of the rank's node; the rank can send it."""
     STORAGE = 4
-    """A window or dense checkpoint that verifies, on storage; its rank is ``STORAGE``."""
+    """Snapshot window or dense checkpoint on storage, with correct hashes; the rank number is ``STORAGE``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Elements [start, stop) of one tensor, of one iteration, that a rank must have.
+    """Elements [start, stop) of one tensor that a rank must have in their state after ``iteration``.
 
-    Holdings and needs number ranks in the same way, each living process once, spares and leaving ranks included.
+    Holdings and needs use the same rank numbers. Every living process has one number, also spares and leaving ranks.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Elements [start, stop) of one tensor, of one iteration, that a rank has."""
+    """Elements [start, stop) of one tensor that a rank has in their state after ``iteration``."""
 
     rank: int
     domain: str
@@ -64,26 +64,26 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Needs:
-    """Needs as columns of equal length, in any order. Elements that a rank names twice are needed once."""
+    """Rows of ``Need`` as columns of equal length, in any order. Rows of one rank may overlap."""
 
     index: TensorIndex
     rank: Column
     tensor: Column
-    """Number in ``index``."""
+    """Number of the tensor in ``index``."""
     start: Column
     stop: Column
     iteration: Column
 
     @classmethod
     def of(cls, index: TensorIndex, rows: Iterable[Need]) -> "Needs":
-        """Build the columns from single rows."""
+        """Build the columns from ``rows``."""
         numbers = index.number_of
         table = [(row.rank, numbers[row.tensor.key], row.start, row.stop, row.iteration) for row in rows]
         return cls(index=index, **_columns(("rank", "tensor", "start", "stop", "iteration"), table))
 
     @classmethod
     def concatenate(cls, index: TensorIndex, parts: Sequence[Mapping[str, Column]]) -> "Needs":
-        """Join columns, part after part."""
+        """Concatenate the columns of ``parts``; each part has a column for every field except ``index``."""
         names = ("rank", "tensor", "start", "stop", "iteration")
         if not parts:
             return cls.of(index, ())
@@ -100,36 +100,36 @@ class Needs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes over all rows."""
+        """Total bytes of all rows."""
         return int(((self.stop - self.start) * self.index.item_bytes[self.tensor]).sum())
 
     def validate(self) -> None:
-        """Check that every row lies inside its tensor and names a rank.
+        """Check that the elements of every row are inside their tensor and that its rank is at least 0.
 
         Raises:
-            ConfigError: naming the row.
+            ConfigError: a row violates this; the message names the first such row.
         """
         _check_rows(self, lowest_rank=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Holdings:
-    """Holdings as columns of equal length, in any order."""
+    """Rows of ``Holding`` as columns of equal length, in any order."""
 
     index: TensorIndex
     rank: Column
     tensor: Column
-    """Number in ``index``."""
+    """Number of the tensor in ``index``."""
     start: Column
     stop: Column
     iteration: Column
     medium: Column
     domain_of: Mapping[int, str]
-    """Failure domain by rank."""
+    """Failure domain of each rank."""
 
     @classmethod
     def of(cls, index: TensorIndex, rows: Iterable[Holding]) -> "Holdings":
-        """Build the columns from single rows."""
+        """Build the columns from ``rows``."""
         numbers, domains, table = index.number_of, {}, []
         for row in rows:
             domains[row.rank] = row.domain
@@ -140,7 +140,7 @@ class Holdings:
 
     @classmethod
     def of_needs(cls, needs: Needs, domain_of: Mapping[int, str], medium: Medium = Medium.LIVE) -> "Holdings":
-        """Return the holdings of ranks after ``needs`` are met."""
+        """Return what the ranks hold on ``medium`` if every rank has received the elements in ``needs``."""
         return cls(
             index=needs.index,
             rank=needs.rank,
@@ -169,23 +169,28 @@ class Holdings:
             )
 
     def and_also(self, other: "Holdings") -> "Holdings":
-        """Join these rows and those of ``other``, which has the same index."""
-        # Columns hold numbers of one index; those of another one would name other tensors.
+        """Return the rows of this object followed by the rows of ``other``; both must have the same index."""
+        # Columns contain tensor numbers of one index. In another index a number may stand for another tensor.
         assert self.index is other.index, "holdings have different indices"
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         columns = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Holdings(index=self.index, domain_of={**self.domain_of, **other.domain_of}, **columns)
 
     def without(self, *, ranks: Collection[int] = (), domains: Collection[str] = ()) -> "Holdings":
-        """Return the holdings after ``ranks`` and every rank of ``domains`` are lost; storage stays."""
+        """Return the rows that remain if ``ranks`` and all ranks in the failure domains ``domains`` are lost.
+
+        Rows on storage always remain.
+        """
         lost = {rank for rank, domain in self.domain_of.items() if domain in domains} | set(ranks)
         # Storage is no rank: it survives every loss of ranks.
         lost.discard(STORAGE)
         return self.take(~np.isin(self.rank, sorted(lost)))
 
     def renumbered(self, new_ranks: Mapping[int, int]) -> "Holdings":
-        """Return the holdings with other numbers of ranks; rows of ranks that are not in ``new_ranks`` are left out,
-        storage stays."""
+        """Return the rows with new rank numbers, where ``new_ranks`` maps old numbers to new ones.
+
+        Rows of ranks that ``new_ranks`` does not contain are left out. Rows on storage remain.
+        """
         numbers = {**new_ranks, STORAGE: STORAGE}
         kept = self.take(np.isin(self.rank, sorted(numbers)))
         old = np.array(sorted(numbers), dtype=np.int64)
@@ -194,24 +199,25 @@ class Holdings:
         return replace(kept, rank=new[np.searchsorted(old, kept.rank)], domain_of=domains)
 
     def take(self, rows: npt.NDArray[Any]) -> "Holdings":
-        """Return rows by number or by mask."""
+        """Return the rows that ``rows`` selects: an array of row numbers, or a mask."""
         if rows.dtype == np.bool_ and rows.all():
             return self
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def validate(self) -> None:
-        """Check that every row lies inside its tensor, and that exactly the rows on storage have no rank.
+        """Check that the elements of every row are inside their tensor, and that exactly the rows with
+        ``Medium.STORAGE`` have the rank ``STORAGE``.
 
         Raises:
-            ConfigError: naming the row.
+            ConfigError: a row violates this; the message names the first such row.
         """
         _check_rows(self, lowest_rank=STORAGE)
         wrong = np.flatnonzero((self.rank == STORAGE) != (self.medium == int(Medium.STORAGE)))
         if len(wrong):
             row = next(iter(self.take(wrong[:1])))
             raise ConfigError.of(
-                f"holding of {row.tensor}", row.rank, "must name a rank, or storage with the medium storage"
+                f"rank that holds {row.tensor}", row.rank, "must be -1 (storage) exactly if the medium is storage"
             )
 
 
@@ -226,5 +232,5 @@ def _check_rows(rows: Needs | Holdings, *, lowest_rank: int) -> None:
         tensor = rows.index.tensors[rows.tensor[row]]
         value = f"elements {rows.start[row]} to {rows.stop[row]} on rank {rows.rank[row]}"
         raise ConfigError.of(
-            str(tensor), value, f"must be within 0 to {tensor.num_elements}, on a rank from {lowest_rank}"
+            str(tensor), value, f"must be within elements 0 to {tensor.num_elements}, on a rank from {lowest_rank}"
         )

@@ -1,4 +1,4 @@
-"""Arithmetic on many intervals [start, stop) of integers at once: columns in, columns out, no loop over rows."""
+"""Vectorized arithmetic on columns of integer intervals [start, stop), without loops over rows."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ Rows = npt.NDArray[np.intp]
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:
-    """Return row number and position inside the row of ``counts[row]`` entries for each row, in order."""
+    """Repeat each row ``counts[row]`` times; return the row of each entry, and its number within the row."""
     rows = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)
@@ -24,7 +24,7 @@ def distinct(values: Column) -> Column:
 
 
 def union(starts: Column, stops: Column) -> tuple[Column, Column]:
-    """Return the elements that any interval has, as disjoint intervals in order. Adjacent intervals are not joined."""
+    """Return the union of the intervals as disjoint intervals, ascending. Adjacent intervals are not merged."""
     starts, stops = np.sort(starts), np.sort(stops)
     # The i-th start begins an interval where the i intervals that start before it have all ended.
     is_first = np.ones(len(starts), dtype=np.bool_)
@@ -37,17 +37,21 @@ def union(starts: Column, stops: Column) -> tuple[Column, Column]:
 def split(
     starts: Column, stops: Column, cover_starts: Column, cover_stops: Column
 ) -> tuple[tuple[Rows, Column, Column], tuple[Rows, Column, Column]]:
-    """Cut intervals by a cover: (row, start, stop) of the parts inside of it, and of the parts outside.
+    """Split intervals into the parts inside and the parts outside of a cover, which is a set of disjoint intervals.
 
     Args:
-        cover_starts: starts of disjoint intervals in order, as ``union`` returns them.
+        cover_starts: starts of the intervals of the cover, ascending, as ``union`` returns them.
+
+    Returns:
+        (row, start, stop) of the parts inside, and (row, start, stop) of the parts outside.
     """
     first = np.searchsorted(cover_stops, starts, side="right")
     last = np.maximum(np.searchsorted(cover_starts, stops, side="left"), first)
     rows, places = expand(last - first)
     covers = first[rows] + places
     inside = rows, np.maximum(starts[rows], cover_starts[covers]), np.minimum(stops[rows], cover_stops[covers])
-    # Of a row with n covers the n + 1 gaps: from its start or a cover's end, to the next cover's start or its end.
+    # A row that overlaps n covers has n + 1 gaps. A gap begins at the start of the row or the end of a cover, and it
+    # ends at the start of the next cover or the end of the row.
     gap_rows, gap_places = expand(last - first + 1)
     at = first[gap_rows] + gap_places
     bounded_stops = np.concatenate([cover_stops, np.zeros(1, dtype=np.int64)])

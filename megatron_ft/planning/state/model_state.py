@@ -1,7 +1,7 @@
-"""The state of a model, and the part of it that every rank of a parallel layout must have.
+"""Lists the parts of a model's state that every rank of a parallel layout must have.
 
-The same function gives the needs of the next layout and the holdings of the former one: holdings are the needs of the
-layout that has just committed an iteration.
+The same function computes the needs of the next layout and the holdings of the previous one, because after a committed
+iteration every rank holds exactly what its layout needs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 WEIGHT = "weight"
 """Kind of the compute weights."""
 ADAM_KINDS = (("adam", 12),)
-"""State that a mixed-precision AdamW updates, with its bytes per element: ``master``, ``exp_avg`` and ``exp_avg_sq``.
-All three are in the same place on every rank, so they are planned as one kind and moved as three tensors. Step counts
-are the same for all elements and belong to the host state."""
+"""Optimizer state of a mixed-precision AdamW, with its bytes per element. The tensors ``master``, ``exp_avg`` and
+``exp_avg_sq`` are always on the same ranks, so they are planned as one kind, but moved as three tensors. Step counts
+are not included: they are the same for all elements and belong to the host state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,35 +32,35 @@ class Parameter:
     """One parameter of a model chunk."""
 
     name: str
-    """Global name."""
+    """Name of the parameter in the whole model."""
     operator: OperatorId
     num_elements: int
-    """Elements of one tensor-parallel part."""
+    """Number of elements of one tensor-parallel part."""
     is_split: bool
-    """Whether tensor parallelism (that of experts, for experts) splits it; otherwise every part is the whole
-    parameter."""
+    """Whether tensor parallelism (for an expert: expert tensor parallelism) splits the parameter; otherwise every
+    tensor-parallel rank has the whole parameter."""
     dtype: str = "bfloat16"
-    """Type of the compute weight; each type has separate buffers."""
+    """Type of the compute weight; Megatron has separate buffers for each type."""
     weight_bytes: int = 2
     is_shared_embedding: bool = False
-    """Whether two stages hold it; it then has a separate bucket."""
+    """Whether two stages share the parameter as their embedding; it then has a separate bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """Parameters of every stage's chunks, and the kinds of state that an optimizer adds to them."""
+    """Parameters in the model chunks of every pipeline stage, and the kinds of optimizer state of a parameter."""
 
     chunks: tuple[tuple[tuple[Parameter, ...], ...], ...]
-    """``[stage][chunk]``: parameters in the order of the module, with all experts of a layer."""
+    """Parameters ``[stage][chunk]`` in the order of the module; a layer lists all of its experts, not one rank's."""
     num_experts: int
-    """Per layer; 0 for a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     tensor_size: int = 1
     expert_tensor_size: int = 1
     optimizer_kinds: tuple[tuple[str, int], ...] = ADAM_KINDS
 
     @cached_property
     def index(self) -> TensorIndex:
-        """Every tensor of the model."""
+        """Index of all tensors of the model's state."""
         return TensorIndex.of(self._tensors())
 
     def _tensors(self) -> Iterator[StateTensor]:
@@ -79,7 +79,7 @@ class ModelState:
 
 
 BufferKey = tuple[int, int, bool, str]
-"""Stage, chunk, whether the parameters belong to experts, dtype of the weights."""
+"""Pipeline stage, chunk, whether the parameters belong to experts, and dtype of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,23 +87,25 @@ class Sharding:
     """Division of state over the ranks of a stage."""
 
     is_distributed: bool = True
-    """Whether the distributed optimizer cuts optimizer state over data-parallel ranks; otherwise every rank has all of
-    it."""
+    """Whether the distributed optimizer divides optimizer state over data-parallel ranks; otherwise every rank has the
+    whole optimizer state of its parameters."""
     bucket_size: int | None = None
-    """Elements of a bucket in the first chunk of the first stage; all others have one bucket, as in Megatron."""
+    """Number of elements at which a bucket of the first stage's first chunk is full. Every other chunk has one bucket,
+    as in Megatron."""
     padded_for_lanes: tuple[int, ...] = ()
-    """Further numbers of lanes for which buckets can be cut; buffers then do not change with the number of lanes."""
+    """Further numbers of lanes for which buckets are padded, so that a change to such a number leaves buffers as they
+    are."""
     buffers: Mapping[BufferKey, BufferLayout] | None = None
-    """Layouts read from living buffers; missing ones are computed."""
+    """Buffer layouts that were read from running ranks; the layouts of other buffers are computed."""
     expert_parallel_size: int = 1
-    """Megatron's EP, if there are no ``placements``."""
+    """Expert parallel size (EP) of Megatron, used only without ``placements``."""
     placements: tuple[PlacementPlan, ...] | None = None
-    """Placement of each stage over its ranks: experts in slots, with replicas."""
+    """Placement of expert replicas in the slots of each stage's ranks; None for Megatron's expert parallelism."""
     num_state_copies: int = 1
-    """Owners of every optimizer shard, on distinct failure domains."""
+    """Number of owners of each optimizer shard, in distinct failure domains."""
     cuts_replicas: bool = True
-    """Whether the replicas of an expert share its optimizer state, with ``num_state_copies`` owners of each part;
-    otherwise each has all of it."""
+    """Whether the optimizer state of an expert is divided over the ranks with its replicas, with ``num_state_copies``
+    owners of each part; otherwise every replica has the whole optimizer state."""
 
 
 def state_needs(
@@ -115,13 +117,14 @@ def state_needs(
     domain_of: Mapping[int, str],
     has_copies: bool = True,
 ) -> Needs:
-    """List the needs of every rank of ``layout`` to train after ``iteration``.
+    """List the elements that every rank of ``layout`` needs so that training can continue after ``iteration``.
 
     Args:
-        has_copies: include the copies that ranks keep for others; training need not wait for those.
+        has_copies: whether to include copies of other ranks' optimizer shards; training need not wait for these.
 
     Raises:
-        ConfigError: sizes that do not divide each other, or fewer failure domains than copies.
+        ConfigError: the layout does not match the model, the expert parallel size does not divide the ranks or experts,
+            or there are fewer failure domains than ``num_state_copies``.
     """
     rows = _Rows(model, iteration)
     rows.add_layout(layout, sharding, domain_of)
@@ -131,7 +134,7 @@ def state_needs(
 def state_holdings(
     model: ModelState, layout: ParallelLayout, sharding: Sharding, *, iteration: int, domain_of: Mapping[int, str]
 ) -> Holdings:
-    """List the holdings of every rank of ``layout`` after it has committed ``iteration``, lost ranks included."""
+    """List the elements that every rank of ``layout``, also a rank that is now lost, has after ``iteration``."""
     rows = _Rows(model, iteration)
     rows.add_layout(layout, sharding, domain_of)
     live = Holdings.of_needs(Needs.concatenate(model.index, rows.live), domain_of)
@@ -140,7 +143,7 @@ def state_holdings(
 
 
 class _Rows:
-    """Columns under construction: state with which ranks train, and copies of others' optimizer state."""
+    """Collects the state with which ranks train (``live``) and their copies of other ranks' state (``copies``)."""
 
     def __init__(self, model: ModelState, iteration: int) -> None:
         self.model, self.iteration = model, iteration
@@ -151,7 +154,9 @@ class _Rows:
         layout.validate()
         if len(self.model.chunks) != layout.num_stages or self.model.tensor_size != layout.tensor_size:
             raise ConfigError.of(
-                "layout", layout.summary(), "must have as many stages and the same TP degree as the model"
+                "layout",
+                layout.summary(),
+                f"must have PP{len(self.model.chunks)} and TP{self.model.tensor_size}, as the model",
             )
         num_groups = layout.num_stages * layout.tensor_size
         for stage, chunks in enumerate(self.model.chunks):
@@ -161,7 +166,7 @@ class _Rows:
                 dense = [p for p in parameters if p.operator.kind != "expert"]
                 experts = [p for p in parameters if p.operator.kind == "expert"]
                 for part in range(layout.tensor_size):
-                    # Every group has hot spares of its own, so that none keeps more than others.
+                    # Each group uses different hot spares, so that no spare stores more copies than others.
                     spares = layout.spares[stage * layout.tensor_size + part :: num_groups]
                     sizes = {n * layout.context_size for n in (layout.num_lanes, *sharding.padded_for_lanes)}
                     buffers = _Buffers(sharding, (stage, chunk, False), sizes)
@@ -183,8 +188,8 @@ class _Rows:
         num_local, rest = divmod(self.model.num_experts, size)
         if rest or ranks.size % (parts * size):
             constraint = (
-                f"must divide {self.model.num_experts} experts; {parts} times it must divide the {ranks.size} "
-                "ranks of a stage"
+                f"must divide the number of experts ({self.model.num_experts}), and its product with the expert tensor "
+                f"parallel size ({parts}) must divide the number of ranks of a stage ({ranks.size})"
             )
             raise ConfigError.of("parallel.expert_model_parallel_size", size, constraint)
         grid = ranks.reshape(-1, size, parts)
@@ -233,7 +238,7 @@ class _Rows:
                     self._add_whole(parameters, 0, members, self._kinds)
                     continue
                 missing = sharding.num_state_copies - len({domain_of[rank] for rank in ranks})
-                # The turn spreads the copies of different experts over different ranks.
+                # A different turn for each expert spreads the copies over different ranks.
                 others = _of_other_domains(ranks, plan.ranks, domain_of, missing, turn=layer + expert)
                 owners = assign_owners(ranks, domain_of, sharding.num_state_copies, others)
                 shards = cut_evenly([parameter.num_elements for parameter in parameters], len(ranks))
@@ -257,7 +262,7 @@ class _Rows:
             self.live.append(self._columns(np.tile(ranks, len(parameters)), tensor, np.zeros_like(stop), stop))
 
     def _add_owned(self, owners: Column, shard: Column, tensor: Column, start: Column, stop: Column) -> None:
-        # Rows of every shard for its owners: the first trains with it, the others keep a copy.
+        # The first owner of a shard trains with it, the other owners store a copy.
         for copy in range(owners.shape[1]):
             rows = self._columns(owners[shard, copy], tensor, start, stop)
             (self.copies if copy else self.live).append(rows)
@@ -269,7 +274,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Buffers of one stage's chunk, of dense parameters or of experts."""
+    """Buffers of one model chunk, either for its dense parameters or for its experts."""
 
     sharding: Sharding
     where: tuple[int, int, bool]
@@ -277,11 +282,11 @@ class _Buffers:
     """Data-parallel sizes for which the buffers are padded."""
 
     def layout(self, parameters: Sequence[Parameter], dtype: str) -> BufferLayout:
-        """Return the layout of the buffer of ``parameters``, in the order of the module."""
+        """Return the layout of the buffer with ``parameters``, which are in the order of the module."""
         given = (self.sharding.buffers or {}).get((*self.where, dtype))
         if given is not None:
             return given
-        # Megatron cuts only here: communication of other stages and chunks is not on the critical path.
+        # Megatron divides only this buffer into buckets: communication of other chunks is not on the critical path.
         is_first = self.where[:2] == (0, 0)
         return BufferLayout.of(
             [parameter.num_elements for parameter in parameters],
@@ -305,7 +310,7 @@ def _holders(plan: PlacementPlan, layers: Iterable[int]) -> Iterator[tuple[int, 
 def _of_other_domains(
     holders: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], count: int, *, turn: int
 ) -> list[int]:
-    # One rank of each of ``count`` domains without a holder; which ones moves with ``turn``.
+    # Returns one rank from each of ``count`` domains without a holder; ``turn`` selects the domains and the ranks.
     if count <= 0:
         return []
     taken = {domain_of[rank] for rank in holders}

@@ -1,7 +1,8 @@
-"""Elements that the distributed optimizer updates on each data-parallel rank: Megatron-Core's buffers, in numbers.
+"""Computes the elements that Megatron-Core's distributed optimizer updates on each data-parallel rank.
 
-A buffer contains parameters in reverse order. It consists of buckets, and every bucket is cut into equal parts, one for
-each data-parallel rank (``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range``, 0.16.1).
+A buffer contains parameters in the reverse order of the module. It consists of buckets, and every bucket is cut into
+equal parts, one for each data-parallel rank (``_ParamAndGradBuffer`` and
+``DistributedOptimizer._build_model_gbuf_range`` of Megatron-Core 0.16.1).
 """
 
 import math
@@ -14,37 +15,39 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.intervals import distinct
 from megatron_ft.planning.state.tensors import Column
 
-# Both are Megatron's: buckets begin at multiples of 256 bytes and parameters of 128, for values of at least 16 bits.
+# Values of Megatron: for elements of at least 16 bits, buckets begin at multiples of 256 bytes and parameters at
+# multiples of 128 bytes.
 BUCKET_MULTIPLE = 128
-"""The size of every bucket is a multiple of this and of the number of data-parallel ranks."""
+"""The size of every bucket is a multiple of this number of elements and of the number of data-parallel ranks."""
 PARAMETER_MULTIPLE = 64
 """Every parameter starts at a multiple of this number of elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardRanges:
-    """Element ranges of parameters by data-parallel rank, as columns in order of the buffer."""
+    """Ranges of parameter elements that data-parallel ranks update, as columns in the order of the buffer."""
 
     shard: Column
-    """Data-parallel rank."""
+    """Data-parallel rank that updates the range."""
     parameter: Column
-    """Position among the buffer's parameters, in the order of the module."""
+    """Number of the parameter among the buffer's parameters, in the order of the module."""
     start: Column
-    """First element, in the flattened parameter."""
+    """First element of the range in the flattened parameter."""
     stop: Column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """Ranges of one buffer's parameters and buckets, in elements.
+    """Ranges of elements that the parameters and buckets of one buffer occupy.
 
-    A living rank reads it from its buffer: ``param_index_map`` in the order of ``params``, and ``bucket_indices``.
+    A running rank reads them from Megatron's buffer: ``ranges`` from its ``param_index_map`` in the order of its
+    ``params``, and ``buckets`` from its ``bucket_indices``.
     """
 
     ranges: tuple[tuple[int, int], ...]
     """Range of each parameter, in the order of the module."""
     buckets: tuple[tuple[int, int], ...]
-    """Range of each bucket with its padding, end to end."""
+    """Range of each bucket including its padding; a bucket begins where the previous one ends."""
 
     @classmethod
     def of(
@@ -55,15 +58,15 @@ class BufferLayout:
         bucket_size: int | None = None,
         alone: Collection[int] = (),
     ) -> "BufferLayout":
-        """Return the layout that Megatron-Core gives to parameters.
+        """Return the layout that Megatron-Core gives to a buffer of parameters.
 
         Args:
-            sizes: elements of each parameter, in the order of the module.
-            padded_for: data-parallel sizes for which every bucket can be cut; Megatron uses only the present one.
-            bucket_size: elements after which a bucket is full; None for one bucket.
-            alone: positions of parameters with a separate bucket: embeddings that two stages share.
+            sizes: number of elements of each parameter, in the order of the module.
+            padded_for: data-parallel sizes that must divide every bucket size; Megatron uses only the current one.
+            bucket_size: number of elements at which a bucket is full; None for one bucket.
+            alone: numbers of the parameters that get a separate bucket, such as embeddings that two stages share.
         """
-        # Padding for further sizes lets a buffer stay as it is when the number of lanes changes.
+        # Because of the padding for further sizes, a buffer does not change if the number of lanes changes.
         multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
         ranges: list[tuple[int, int]] = [(0, 0)] * len(sizes)
         buckets: list[tuple[int, int]] = []
@@ -90,10 +93,10 @@ class BufferLayout:
         return cls(ranges=tuple(ranges), buckets=tuple(buckets))
 
     def shards(self, num_shards: int) -> ShardRanges:
-        """Cut every bucket for ``num_shards`` data-parallel ranks.
+        """Cut every bucket into equal parts for ``num_shards`` data-parallel ranks.
 
         Raises:
-            ConfigError: the size of a bucket is not a multiple of it.
+            ConfigError: the size of a bucket is not a multiple of ``num_shards``.
         """
         for start, stop in self.buckets:
             if (stop - start) % num_shards:
@@ -102,13 +105,13 @@ class BufferLayout:
                 )
         buckets = np.array(self.buckets, dtype=np.int64).reshape(-1, 2)
         steps = (buckets[:, 1] - buckets[:, 0]) // num_shards
-        # Every bucket is cut for itself: a rank has a part of each, so reduce-scatters are even.
+        # Every bucket is cut separately, so that each rank has an equal part of each reduce-scatter.
         edges = (buckets[:, :1] + steps[:, None] * np.arange(num_shards)).ravel()
         return _cut(np.array(self.ranges, dtype=np.int64).reshape(-1, 2), edges, num_shards)
 
 
 def cut_evenly(sizes: Sequence[int], num_shards: int) -> ShardRanges:
-    """Cut the concatenated parameters of ``sizes`` elements into parts that are equal to within one element."""
+    """Cut concatenated parameters, which have ``sizes`` elements, into shards whose sizes differ by at most one."""
     stops = np.cumsum(np.array(sizes, dtype=np.int64))
     ranges = np.stack([stops - sizes, stops], axis=1) if len(sizes) else np.zeros((0, 2), dtype=np.int64)
     total = int(stops[-1]) if len(sizes) else 0
@@ -116,7 +119,7 @@ def cut_evenly(sizes: Sequence[int], num_shards: int) -> ShardRanges:
 
 
 def _cut(ranges: Column, edges: Column, num_shards: int) -> ShardRanges:
-    """Cut ``[parameters, 2]`` at ``edges``; shards begin at the edges, cyclically."""
+    """Cut the parameter ranges ``[parameters, 2]`` at ``edges``; edge ``i`` is a start of shard ``i % num_shards``."""
     places = np.argsort(ranges[:, 0], kind="stable")
     ranges = ranges[places]
     points = distinct(np.concatenate([edges, ranges.ravel()]))

@@ -1,4 +1,4 @@
-"""Chooses the owners of each optimizer shard so that every shard has an owner left after losses of failure domains."""
+"""Chooses the owners of each optimizer shard in distinct failure domains, so that shards survive their loss."""
 
 import heapq
 from collections import Counter
@@ -13,29 +13,32 @@ from megatron_ft.planning.state.tensors import Column
 def assign_owners(
     members: Sequence[int], domain_of: Mapping[int, str], num_copies: int, others: Sequence[int] = ()
 ) -> Column:
-    """Return the owners of each member's shard: the member, and ``num_copies - 1`` ranks on other failure domains.
+    """Return the owners of each member's shard: the member, and ``num_copies - 1`` ranks in other failure domains.
 
-    Ranks are arranged in a row, domain by domain. The copies of a shard are on ranks at a fixed distance, which is the
-    size of the largest domain. So no two owners of a shard share a domain, and no rank keeps more than ``num_copies -
-    1`` shards of others; without ``others``, every member keeps as many. If one domain has more than ``1 / num_copies``
-    of all ranks, this is impossible; then each copy goes to the rank that keeps least. Domains are in the order of
-    their first members, so if a node takes the place of another one, no copy of other shards moves.
+    Ranks are arranged in a row, domain by domain. The owners of a shard follow each other in this row at a fixed
+    distance, which is the size of the largest domain. So no two owners of a shard are in one domain, and a rank stores
+    at most ``num_copies - 1`` shards of other members; without ``others``, every member stores exactly this number. The
+    arrangement is impossible if one domain has more than ``1 / num_copies`` of all ranks. In this case each copy goes
+    to the rank with the fewest copies. Domains are in the order of their first members, so that copies of other shards
+    do not move if one node replaces another.
 
     Args:
-        members: ranks with a shard each, in the order of the shards.
-        domain_of: failure domain by rank.
-        others: ranks without a shard that also keep copies: hot spares, or further ranks if there are too few holders.
+        members: ranks that have one shard each, in the order of the shards.
+        domain_of: failure domain of each rank.
+        others: ranks without a shard that can also store copies: hot spares, or ranks in further domains.
 
     Returns:
-        ``[shards, num_copies]``: ranks on distinct failure domains; the first is the member.
+        Owners ``[shards, num_copies]`` of each shard, in distinct failure domains; the first one is the member.
 
     Raises:
-        ConfigError: fewer failure domains than copies.
+        ConfigError: there are fewer failure domains than ``num_copies``.
     """
     ranks = [*members, *others]
     sizes = Counter(domain_of[rank] for rank in ranks)
     if not 1 <= num_copies <= max(1, len(sizes)):
-        raise ConfigError.of("num_state_copies", num_copies, f"must lie between 1 and {len(sizes)} failure domains")
+        raise ConfigError.of(
+            "num_state_copies", num_copies, f"must be from 1 to {len(sizes)}, the number of failure domains"
+        )
     if num_copies == 1 or not members:
         return np.array(members, dtype=np.int64).reshape(-1, 1)
     # A shorter step could stay inside the largest domain.
@@ -63,7 +66,7 @@ def _least_first(
     for member in members:
         owners, taken, aside = [member], {domain_of[member]}, []
         while len(owners) < num_copies:
-            # The heap has the least busy rank of each domain. Every domain that is taken off it returns afterwards.
+            # The heap has the least busy rank of each domain. Every domain that is popped is pushed back afterwards.
             (load, rank), name = heapq.heappop(domains)
             if name not in taken:
                 heapq.heapreplace(by_domain[name], (load + 1, rank))

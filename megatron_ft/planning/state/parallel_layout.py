@@ -11,14 +11,14 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column
 
 Group = tuple[int, ...]
-"""Ranks of one TP·CP group, by position: TP counts fastest, then CP."""
+"""Ranks of one TP·CP group, in an order in which the TP coordinate changes fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """TP·CP groups by pipeline stage and lane, and hot spares.
+    """TP·CP groups of ranks for every pipeline stage and lane (model replica), and the hot spares.
 
-    Ranks are numbers of living processes; their coordinates follow from the position of their group.
+    Ranks are numbers of living processes. The position of a rank in ``stages`` determines its parallel coordinates.
     """
 
     tensor_size: int
@@ -26,8 +26,7 @@ class ParallelLayout:
     context_size: int = 1
     """CP degree."""
     stages: tuple[tuple[Group, ...], ...]
-    """``[stage][lane]``. Every stage has the same number of lanes; stages with different numbers are not supported
-    yet."""
+    """TP·CP groups as ``[stage][lane]``. Every stage must have the same number of lanes."""
     spares: tuple[int, ...] = ()
     """Ranks that do not train, ascending."""
 
@@ -35,15 +34,20 @@ class ParallelLayout:
     def regular(
         cls, num_ranks: int, *, tensor_size: int, num_stages: int, context_size: int = 1, num_spares: int = 0
     ) -> "ParallelLayout":
-        """Return the layout of ranks in Megatron's order: TP fastest, then CP, lane, stage; the last ranks are spares.
+        """Return the layout of ranks in Megatron's order, in which TP changes fastest, followed by CP, lane and stage.
+        The last ``num_spares`` ranks are hot spares.
 
         Raises:
-            ConfigError: ranks that do not fill the groups of all stages.
+            ConfigError: the number of ranks without spares is not a multiple of TP * CP * PP.
         """
         size = tensor_size * context_size
         num_lanes, rest = divmod(num_ranks - num_spares, size * num_stages)
         if rest or num_lanes < 1:
-            raise ConfigError.of("num_ranks", num_ranks - num_spares, f"must be a multiple of {size * num_stages}")
+            raise ConfigError.of(
+                "number of ranks that train",
+                num_ranks - num_spares,
+                f"must be a positive multiple of TP * CP * PP = {size * num_stages}",
+            )
         # Megatron's default order ``tp-cp-ep-dp-pp``: stages are contiguous, and TP ranks adjacent.
         places = np.arange(num_ranks - num_spares).reshape(num_stages, num_lanes, size).tolist()
         return cls(
@@ -55,7 +59,7 @@ class ParallelLayout:
 
     @property
     def group_size(self) -> int:
-        """Ranks of a TP·CP group."""
+        """Number of ranks in a TP·CP group."""
         return self.tensor_size * self.context_size
 
     @property
@@ -70,15 +74,15 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that train, in Megatron's order of their new numbers."""
+        """Ranks that train; the position of each rank in this tuple is its new number in Megatron."""
         return tuple(chain.from_iterable(chain.from_iterable(self.stages)))
 
     def stage_array(self, stage: int) -> Column:
-        """Ranks of a stage, ``[lanes, group size]``."""
+        """Return the ranks of a stage as an array ``[num_lanes, group_size]``."""
         return np.array(self.stages[stage], dtype=np.int64).reshape(-1, self.group_size)
 
     def places(self) -> dict[int, tuple[int, int, int]]:
-        """Return stage, lane and position in the group of every rank that trains."""
+        """Return the stage, the lane and the position in its group for every rank that trains."""
         return {
             rank: (stage, lane, place)
             for stage, groups in enumerate(self.stages)
@@ -87,27 +91,27 @@ class ParallelLayout:
         }
 
     def validate(self) -> None:
-        """Check that groups are whole, stages have the same number of lanes, and every rank has one place.
+        """Check that every group has TP * CP ranks, every stage the same number of lanes, and every rank one place.
 
         Raises:
-            ConfigError: naming the problem.
+            ConfigError: one of these conditions is violated.
         """
         lanes = {len(stage) for stage in self.stages}
         if len(lanes) != 1 or 0 in lanes:
             raise ConfigError.of(
-                "lanes", [len(stage) for stage in self.stages], "must be the same number in every stage"
+                "lanes of each stage", [len(stage) for stage in self.stages], "must be equal and at least 1"
             )
         sizes = {len(group) for stage in self.stages for group in stage}
         if sizes != {self.group_size}:
-            raise ConfigError.of("groups", sorted(sizes), f"must be groups of TP * CP = {self.group_size} ranks")
+            raise ConfigError.of("sizes of groups", sorted(sizes), f"must all be TP * CP = {self.group_size}")
         counts = Counter((*self.ranks, *self.spares))
         if twice := [rank for rank, count in counts.items() if count > 1]:
-            raise ConfigError.of("rank", min(twice), "must occur only once")
+            raise ConfigError.of("rank", min(twice), "must occur only once in the stages and spares")
 
     def summary(self) -> str:
         """Return one line for a log."""
-        size = f"TP{self.tensor_size} CP{self.context_size} PP{self.num_stages}, {self.num_lanes} lanes"
-        return f"{size} on {len(self.ranks)} ranks" + (f", {len(self.spares)} hot spares" if self.spares else "")
+        size = f"TP{self.tensor_size} CP{self.context_size} PP{self.num_stages}, lanes: {self.num_lanes}"
+        return f"{size}, ranks: {len(self.ranks)}" + (f", hot spares: {len(self.spares)}" if self.spares else "")
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -1,9 +1,9 @@
-"""Transfers in rounds: in one round no rank sends and receives more than a limit of bytes.
+"""Assigns transfers to rounds: in one round, no rank sends and receives together more than a limit of bytes.
 
-The bound: pieces are at most a quarter of the limit, and each is put into the first round in which both of its ranks
-have space. A round has no space for a piece only if one of the two ranks has used more than three quarters. So with
-``a`` and ``b`` as the most bytes that two ranks send and receive in total, there are at most ``1 + (a + b) / (3/4
-limit)`` rounds. No schedule has fewer than ``a / limit``.
+Bound of the number of rounds: every piece has at most a quarter of the limit and is put into the first round in which
+its sender and its receiver both have space for it. A round lacks space for a piece only if one of these two ranks has
+used more than three quarters of the limit. Let ``a >= b`` be the two largest totals of bytes that a rank sends and
+receives. Then there are at most ``1 + (a + b) / (3/4 limit)`` rounds. No schedule has fewer than ``a / limit`` rounds.
 """
 
 import numpy as np
@@ -20,17 +20,18 @@ PIECES_PER_LIMIT = 4
 def cut_and_stage(
     source: Column, target: Column, num_items: Column, item_bytes: Column, limit_bytes: int
 ) -> tuple[Rows, Column, Column, Column]:
-    """Cut transfers into pieces and give each a round, in the order of the transfers.
+    """Cut transfers into pieces and assign a round to every piece, in the order of the transfers.
 
     Args:
-        source: sending rank of each transfer; transfers from storage count only for their target.
-        limit_bytes: most bytes that a rank may send and receive, together, in one round.
+        source: sending rank of each transfer; bytes from ``STORAGE`` count only for the target.
+        limit_bytes: most bytes that a rank may send and receive together in one round.
 
     Returns:
-        The transfer of each piece, the first and the last item (exclusive) in it, and the round.
+        Four columns with one entry for each piece: the number of its transfer, the first item and the end of the items
+        (exclusive) that the piece has of this transfer, and the round.
 
     Raises:
-        ConfigError: a limit below four items.
+        ConfigError: ``limit_bytes`` is less than four times the largest of ``item_bytes``.
     """
     largest = int(item_bytes.max()) if len(item_bytes) else 0
     if limit_bytes < PIECES_PER_LIMIT * largest:
@@ -49,17 +50,17 @@ def cut_and_stage(
 
 def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) -> Column:
     num_ranks = int(max(source.max(), target.max())) + 1 if len(sizes) else 0
-    # The common case, and the loop below is the slowest part of a plan.
+    # This is the common case, and the loop below is the slowest part of planning.
     if _all_at_once(source, target, sizes, num_ranks) <= limit_bytes:
         return np.zeros(len(sizes), dtype=np.int64)
     used: list[list[int]] = [[0] for _ in range(num_ranks)]
-    # Rounds below it are too full for any piece: without it the search would begin at round 0 for each piece.
+    # All rounds before a rank's first open one are too full for any piece, so the search need not begin at round 0.
     first_open = [0] * num_ranks
     is_open_below = limit_bytes - limit_bytes // PIECES_PER_LIMIT
     rounds = []
     for sender, receiver, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
         here = used[receiver]
-        # Storage serves all ranks at once, as far as this plan is concerned.
+        # The plan does not limit the bytes that are read from storage in one round.
         there = here if sender == STORAGE else used[sender]
         turn = first_open[receiver]
         if there is not here and first_open[sender] > turn:

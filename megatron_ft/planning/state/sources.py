@@ -1,8 +1,8 @@
-"""Finds the ranks that could send each missing element: matches needs with holdings, element range by element range.
+"""Finds the ranks that can send each element that a rank needs and does not have.
 
-Cost: let ``n`` be the number of rows, and ``d`` the largest number of different ranges of one tensor that overlap at
-one element (a whole tensor, an old and a new cut, state copies: a handful). Then the steps are O(n d log n). Ranks that
-hold the same range form one set, however many they are, and a pair of ranks without a transfer costs nothing.
+Cost: let ``n`` be the number of rows, and ``d`` the largest number of different ranges that contain the same element,
+usually a handful (the whole tensor, an old and a new shard, state copies). The search takes O(n d log n) steps. All
+ranks that hold the same range form one set, and a pair of ranks without a transfer costs nothing.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,12 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""A larger set of ranks is not joined with others that hold the same element in other ranges, so that unions stay
-small."""
+"""Size above which a set of possible senders is not extended by further holders of the element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces:
-    """Needed ranges as columns; ``start`` and ``stop`` are positions on the line of all tensors."""
+    """Needed ranges of elements as columns; ``start`` and ``stop`` are positions in the ``TensorIndex``."""
 
     rank: Column
     """Rank that needs the elements."""
@@ -30,19 +29,19 @@ class Pieces:
     stop: Column
     iteration: Column
     medium: Column
-    """Place of the elements; -1 if no rank has them."""
+    """``Medium`` of the elements; -1 if no rank has them."""
     senders: Column
-    """Number in ``Matched.sets``; -1 if the rank has the elements itself, or if no rank has them."""
+    """Possible senders, as a number in ``Matched.sets``; -1 if the rank itself or no rank has the elements."""
 
     @classmethod
     def of(cls, rank: Column, start: Column, stop: Column, iteration: int, medium: int, senders: Column) -> "Pieces":
-        """Make pieces of one iteration and one medium."""
+        """Create pieces that all have the same iteration and medium."""
         same = np.full(len(rank), iteration, dtype=np.int64), np.full(len(rank), medium, dtype=np.int64)
         return cls(rank=rank, start=start, stop=stop, iteration=same[0], medium=same[1], senders=senders)
 
     @classmethod
     def concatenate(cls, parts: "list[Pieces]") -> "Pieces":
-        """Join pieces, part after part."""
+        """Concatenate the columns of ``parts``."""
         names = ("rank", "start", "stop", "iteration", "medium", "senders")
         empty = [np.zeros(0, dtype=np.int64)]
         return cls(**{name: np.concatenate(empty + [getattr(part, name) for part in parts]) for name in names})
@@ -50,27 +49,29 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matched:
-    """Every needed element once: kept, to be sent, or missing."""
+    """Needed elements: the rank has ``kept`` itself, other ranks must send ``remote``, no rank has ``missing``."""
 
     kept: Pieces
     remote: Pieces
     missing: Pieces
     sets: tuple[Column, ...]
-    """Ranks that hold the same elements, ascending."""
+    """Sets of possible senders, to which ``Pieces.senders`` refers; ranks are ascending."""
 
 
 def match(needs: Needs, holdings: Holdings) -> Matched:
-    """Match every needed element with the rank's own holding, or otherwise with all ranks that hold it.
+    """Find for every needed element the rank's own holding or, without one, the ranks that can send the element.
 
-    Only elements of the needed iteration are used. What a rank has itself, on any medium, is used before elements of
-    other ranks; of those the fastest medium is used.
+    Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of other
+    ranks. For these, and for storage, the fastest medium with the element is used.
     """
     # Positions of two indices are not comparable.
     index = needs.index
     assert index is holdings.index, "needs and holdings have different indices"
     highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
     if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
-        raise ConfigError.of("elements", index.num_positions, f"times {highest + 1} ranks must be below 2**63")
+        raise ConfigError.of(
+            "number of elements", index.num_positions, f"must be below 2**63 if multiplied by {highest + 1} ranks"
+        )
     sets = _Sets()
     kept: list[Pieces] = []
     remote: list[Pieces] = []
@@ -82,14 +83,14 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
         left = union(*left)
         by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
         for medium, own in by_medium.items():
-            # What lies on storage has to be read: it counts as a transfer, to which the limit of staging applies.
+            # Elements on storage have to be read. This counts as a transfer, so that the limit of staging applies.
             if medium is Medium.STORAGE or not len(own):
                 continue
             cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
             inside, outside = split(*left, *cover)
             kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
             left = outside[1:]
-        # Fastest medium first; what it does not have goes to the next one.
+        # The fastest medium comes first; elements that it lacks are searched in the next one.
         for others in by_medium.values():
             found, left = _match_others(index, left, others, iteration, sets)
             remote += found
@@ -103,7 +104,7 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
 
 
 _Line = tuple[Column, Column]
-"""Starts and stops on the concatenated lines of all ranks: rank after rank, each with all tensors."""
+"""Starts and stops of intervals of numbers ``rank * num_positions + position``."""
 
 
 def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop: Column) -> _Line:
@@ -119,7 +120,7 @@ def _pieces(index: TensorIndex, starts: Column, stops: Column, iteration: int, m
 
 
 class _Sets:
-    """Sets of ranks, each with one number."""
+    """Distinct sets of ranks, numbered from 0."""
 
     def __init__(self) -> None:
         self.ranks: list[Column] = []
@@ -127,15 +128,14 @@ class _Sets:
         self._unions: dict[tuple[int, ...], int] = {}
 
     def number(self, ranks: Column) -> int:
-        """Return the number of the set of ``ranks``, ascending and distinct."""
+        """Return the number of the set of ``ranks``, which are ascending and distinct; add the set if it is new."""
         found = self._numbers.setdefault(ranks.tobytes(), len(self.ranks))
         if found == len(self.ranks):
             self.ranks.append(ranks)
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Return the number of the union of sets, or of the largest set if that has enough ranks to share the
-        sending."""
+        """Return the number of the union of the sets ``numbers``, or of the largest of them if it has enough ranks."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest
@@ -147,12 +147,12 @@ class _Sets:
 def _match_others(
     index: TensorIndex, left: _Line, held: Holdings, iteration: int, sets: _Sets
 ) -> tuple[list[Pieces], _Line]:
-    """Match ``left`` with ``held``, whose rows all have one medium.
+    """Find the senders of the ranges ``left`` in ``held``, whose rows all have the same medium.
 
-    Returns the pieces that some rank holds, each with its set of possible senders, and the ranges that no rank holds.
+    Return the pieces that a rank holds, each with its set of possible senders, and the ranges that no rank holds.
     """
     wanted = _pieces(index, *left, iteration, -1)
-    # After most changes few tensors move: holdings of all others are left out before anything is sorted.
+    # After most changes few tensors move, so holdings of all other tensors are left out before sorting.
     is_wanted = np.zeros(len(index), dtype=np.bool_)
     is_wanted[index.tensor_at(wanted.start)] = True
     held = held.take(is_wanted[held.tensor])
@@ -163,7 +163,7 @@ def _match_others(
     last = np.searchsorted(edges, wanted.stop, side="left")
     rows, places = expand(last - first)
     segments = first[rows] + places
-    # Edge -1 stands for all that lies before the first, the last edge for all behind it: no rank holds those.
+    # No rank holds elements before the first edge, which are segment -1, or after the last edge.
     bounds = np.concatenate([edges, np.array([index.num_positions, 0])])
     starts = np.maximum(wanted.start[rows], bounds[segments])
     stops = np.minimum(wanted.stop[rows], bounds[:-1][segments + 1])
@@ -177,7 +177,8 @@ def _match_others(
 
 
 def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, Column]:
-    # Edges at which the set of holders may change, and the set from each edge to the next; -1 where there is none.
+    # Returns the edges at which the set of holders may change, and the number of the set from each edge to the next,
+    # which is -1 if no rank holds these elements.
     starts, stops = index.starts[held.tensor] + held.start, index.starts[held.tensor] + held.stop
     order = np.lexsort((held.rank, stops, starts))
     starts, stops, ranks = starts[order], stops[order], held.rank[order]
@@ -209,7 +210,7 @@ def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
     numbers = np.zeros(len(sizes), dtype=np.int64)
     is_single = sizes == 1
     of_single = ranks[bounds[:-1][is_single]]
-    # Most ranges have one holder: their sets are numbered without a step for each row.
+    # Most ranges have one holder. The sets of these are numbered without a loop over rows.
     known = distinct(of_single)
     single = np.array([sets.number(known[place : place + 1]) for place in range(len(known))], dtype=np.int64)
     numbers[is_single] = single[np.searchsorted(known, of_single)]

@@ -1,4 +1,4 @@
-"""``TensorIndex``: every tensor of a model's state under one number, the same on every rank."""
+"""``TensorIndex``: numbers all tensors of a model's state, in the same way on every rank."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from megatron_ft.operators import OperatorId
 
 Column = npt.NDArray[np.int64]
 TensorKey = tuple[str, int, str]
-"""Global name of a parameter, its tensor-parallel part, kind of state."""
+"""Name of the parameter in the whole model, number of the tensor-parallel part, and kind of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """One kind of state of one tensor-parallel part of one parameter, flattened."""
+    """Flat tensor with one kind of state, such as ``exp_avg``, for one tensor-parallel part of a parameter."""
 
     operator: OperatorId
     parameter: str
-    """Global name."""
+    """Name of the parameter in the whole model."""
     tensor_part: int
-    """Tensor-parallel part; 0 where the parameter is not split."""
+    """Number of the tensor-parallel part; 0 if tensor parallelism does not split the parameter."""
     kind: str
-    """``weight``, ``master``, ``exp_avg``... Kinds that are always in the same place may be one kind with more
-    bytes."""
+    """Kind of state: ``weight``, ``master``, ``exp_avg``, ... Kinds that are always on the same ranks may be described
+    as one kind with the sum of their bytes."""
     num_elements: int
     item_bytes: int
 
@@ -42,29 +42,33 @@ class StateTensor:
 
 @dataclass(frozen=True, eq=False)
 class TensorIndex:
-    """Tensors in order of layer, operator, parameter, part and kind, concatenated to one line of elements.
+    """All tensors of a model's state, sorted by layer, operator, parameter, part and kind.
 
-    The order does not depend on the order in which they are given. A range of elements of one tensor is a range of
-    *positions* on the line, so sorting positions sorts by tensor.
+    The elements of all tensors are numbered consecutively in this order. The number of an element is its *position*, so
+    a range of elements of one tensor is a range of positions, and sorting by position sorts by tensor.
     """
 
     tensors: tuple[StateTensor, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[StateTensor]) -> "TensorIndex":
-        """Make the index of ``tensors``, sorted; equal entries count once.
+        """Create the index of ``tensors``, which may be in any order and may contain equal entries.
 
         Raises:
-            ConfigError: no elements, no bytes, or two entries of one tensor that differ.
+            ConfigError: a tensor has no elements, has elements of 0 bytes, or has two entries that differ.
         """
         found: dict[TensorKey, StateTensor] = {}
         for tensor in tensors:
             if tensor.num_elements < 1 or tensor.item_bytes < 1:
                 raise ConfigError.of(
-                    str(tensor), tensor.num_elements, "must have at least one element and one byte per element"
+                    str(tensor),
+                    f"{tensor.num_elements} elements of {tensor.item_bytes} bytes",
+                    "must have at least one element and one byte per element",
                 )
             if found.setdefault(tensor.key, tensor) != tensor:
-                raise ConfigError.of(str(tensor), tensor, f"is described twice, also as {found[tensor.key]}")
+                raise ConfigError.of(
+                    str(tensor), repr(tensor), f"must equal its other description, {found[tensor.key]!r}"
+                )
         # Sorted: ranks describe the model in different orders, and numbers must mean the same tensor on all of them.
         return cls(tuple(sorted(found.values(), key=_order)))
 
@@ -73,12 +77,12 @@ class TensorIndex:
 
     @cached_property
     def number_of(self) -> dict[TensorKey, int]:
-        """Number of each tensor."""
+        """Number of each tensor, by its key."""
         return {tensor.key: number for number, tensor in enumerate(self.tensors)}
 
     @cached_property
     def sizes(self) -> Column:
-        """Elements of each tensor, ``[tensors]``."""
+        """Number of elements of each tensor, ``[tensors]``."""
         return np.array([tensor.num_elements for tensor in self.tensors], dtype=np.int64)
 
     @cached_property
@@ -88,16 +92,16 @@ class TensorIndex:
 
     @cached_property
     def starts(self) -> Column:
-        """Position of the first element of each tensor, and the end of the line, ``[tensors + 1]``."""
+        """Position of the first element of each tensor, followed by the number of positions, ``[tensors + 1]``."""
         return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.sizes, dtype=np.int64)])
 
     @property
     def num_positions(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors together."""
         return int(self.starts[-1])
 
     def tensor_at(self, positions: Column) -> Column:
-        """Number of the tensor at each position."""
+        """Return the number of the tensor at each position."""
         return (np.searchsorted(self.starts, positions, side="right") - 1).astype(np.int64)
 
 

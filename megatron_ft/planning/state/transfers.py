@@ -1,8 +1,8 @@
-"""``TransferPlan``: moves element ranges from ranks that have them to ranks that need them in the next layout.
+"""``TransferPlan``: which ranges of tensor elements ranks send to the ranks that need them in the next layout.
 
-One plan covers experts that migrate, ranks that join, a distributed optimizer that is cut again, state copies, windows
-and dense checkpoints: only holdings and needs differ. It is a function of both, the same on every rank whatever the
-order of their rows.
+The same planner serves the migration of experts, joining ranks, new shards of the distributed optimizer, state copies,
+snapshot windows and dense checkpoints: only the holdings and needs differ. Every rank computes the same plan, because
+the plan depends only on holdings and needs, and not on the order of their rows.
 """
 
 import hashlib
@@ -20,35 +20,35 @@ from megatron_ft.planning.state.sources import Matched, Pieces, match
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 MIN_PIECE_BYTES = 1 << 20
-"""Bytes below which it costs more in messages than it saves to spread a demand over more senders."""
+"""Fewest bytes for which a further sender is used: for fewer, the additional message costs more than it saves."""
 STAGING_BYTES = 256 << 20
-"""Bytes in flight per rank and round, unless another limit is given."""
+"""Default limit of the bytes that a rank sends and receives together in one round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Elements [start, stop) of one tensor that are sent to a rank."""
+    """Elements [start, stop) of one tensor that ``source`` sends to ``target`` in one round."""
 
     round: int
     source: int
-    """Sending rank; ``STORAGE`` if the target reads them itself."""
+    """Sending rank; ``STORAGE`` if ``target`` reads the elements from storage."""
     target: int
     tensor: StateTensor
     start: int
     stop: int
     iteration: int
     medium: Medium
-    """Place of the elements on the source."""
+    """Kind of place from which ``source`` takes the elements."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return (self.stop - self.start) * self.tensor.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Elements [start, stop) of one tensor that a rank needs and has itself; they cross no network."""
+    """Elements [start, stop) of one tensor that a rank needs and already has, so that no transfer is necessary."""
 
     rank: int
     tensor: StateTensor
@@ -60,9 +60,10 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TransferPlan:
-    """Every needed element once: kept by its rank, or brought by one transfer.
+    """Source of every needed element: either the rank already has it (``kept``), or exactly one transfer sends it.
 
-    Transfers are columns in order of round, tensor, element and target; ``start`` and ``stop`` count inside the tensor.
+    The columns from ``round`` to ``medium`` have one entry for each transfer, sorted by round, then by iteration and
+    tensor. ``start`` and ``stop`` are element numbers within the tensor.
     """
 
     index: TensorIndex
@@ -75,18 +76,19 @@ class TransferPlan:
     iteration: Column
     medium: Column
     kept: Pieces
-    """Ranges that ranks keep; ``start`` and ``stop`` are positions of the index."""
+    """Needed ranges that ranks already have; ``start`` and ``stop`` are positions in ``index``."""
     limit_bytes: int
-    """Most bytes that a rank sends and receives in one round."""
+    """Most bytes that a rank sends and receives together in one round."""
     slack_bytes: int
-    """Largest difference in sent bytes of two ranks that hold the same; see ``balance``."""
+    """Bound of the imbalance: the sender of an element sends in total at most this many bytes more than any other
+    possible sender of the element; see ``balance``."""
 
     def __len__(self) -> int:
         return len(self.round)
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds; a rank begins a round after the one before is complete."""
+        """Number of rounds; a rank begins a round after it has completed the previous round."""
         return int(self.round.max(initial=-1)) + 1
 
     @property
@@ -96,25 +98,25 @@ class TransferPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all transfers."""
+        """Total bytes of all transfers."""
         return int(self.sizes.sum())
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that ranks have already, over all ranks."""
+        """Total bytes of the needed elements that ranks already have."""
         kept = self.kept
         return int(((kept.stop - kept.start) * self.index.item_bytes[self.index.tensor_at(kept.start)]).sum())
 
     def sent_bytes(self) -> dict[int, int]:
-        """Return bytes by sending rank; bytes read from storage are under ``STORAGE``."""
+        """Return the bytes that each rank sends; the key ``STORAGE`` has the bytes that are read from storage."""
         return _sums(self.source, self.sizes)
 
     def received_bytes(self) -> dict[int, int]:
-        """Return bytes by receiving rank."""
+        """Return the bytes that each rank receives."""
         return _sums(self.target, self.sizes)
 
     def transfers(self, rank: int | None = None) -> Iterator[Transfer]:
-        """Yield transfers in order: all, or those that ``rank`` sends or receives."""
+        """Yield the transfers in order: all of them, or only the transfers that ``rank`` sends or receives."""
         rows = slice(None) if rank is None else np.flatnonzero((self.source == rank) | (self.target == rank))
         columns = (
             self.round,
@@ -141,7 +143,7 @@ class TransferPlan:
             )
 
     def kept_by(self, rank: int) -> Iterator[Kept]:
-        """List the ranges that a rank has itself, in order of tensor and element."""
+        """Yield the needed ranges that ``rank`` already has, in order of tensor and element."""
         rows = np.flatnonzero(self.kept.rank == rank)
         rows = rows[np.argsort(self.kept.start[rows], kind="stable")]
         tensors = self.index.tensor_at(self.kept.start[rows])
@@ -153,22 +155,22 @@ class TransferPlan:
             yield Kept(rank=rank, tensor=found, start=start, stop=stop, iteration=iteration, medium=Medium(medium))
 
     def last_rounds(self, rank: int) -> dict[StateTensor, int]:
-        """Return the round after which ``rank`` sends no more of a tensor, so that elements it does not need can be
-        freed."""
+        """Return the last round in which ``rank`` sends elements of each tensor; after it, the rank can free elements
+        of this tensor that it does not need itself."""
         rows = np.flatnonzero(self.source == rank)
         pairs = zip(self.tensor[rows].tolist(), self.round[rows].tolist(), strict=True)
-        return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds rise: the last one stays
+        return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds ascend: the last one remains
 
     def validate(self) -> None:
-        """Assert that rounds keep the limit and ascend, and that no rank sends to itself."""
-        assert bool((np.diff(self.round) >= 0).all()), "rounds rise"
+        """Assert that rounds ascend, that no rank exceeds ``limit_bytes`` in a round or sends to itself."""
+        assert bool((np.diff(self.round) >= 0).all()), "rounds do not ascend"
         assert not bool((self.source == self.target).any()), "a rank sends to itself"
         for turn in range(self.num_rounds):
             rows = self.round == turn
             used = _sums(self.target[rows], self.sizes[rows])
             for rank, num_bytes in _sums(self.source[rows], self.sizes[rows]).items():
                 used[rank] = used.get(rank, 0) + (num_bytes if rank != STORAGE else 0)
-            assert max(used.values()) <= self.limit_bytes, f"round {turn} exceeds {self.limit_bytes} bytes"
+            assert max(used.values()) <= self.limit_bytes, f"a rank exceeds {self.limit_bytes} bytes in round {turn}"
 
     def summary(self) -> str:
         """Return one line for a log."""
@@ -176,11 +178,11 @@ class TransferPlan:
         received = max(self.received_bytes().values(), default=0)
         return (
             f"{self.num_bytes:,} bytes move in {len(self)} transfers and {self.num_rounds} rounds, at most {sent:,} "
-            f"from one rank and {received:,} to one; {self.kept_bytes:,} bytes stay where they are"
+            f"from one rank and {received:,} to one rank; {self.kept_bytes:,} needed bytes are already in place"
         )
 
     def digest(self) -> str:
-        """Return a hash of moved and kept elements, which ranks compare before they begin."""
+        """Return a hash of all transfers and kept ranges, which ranks compare before they begin."""
         # Ranks that disagree about one transfer would wait for each other until a timeout: they compare this first.
         found = hashlib.blake2b(digest_size=16)
         kept = self.kept
@@ -199,26 +201,27 @@ def plan_transfers(
     limit_bytes: int = STAGING_BYTES,
     min_piece_bytes: int = MIN_PIECE_BYTES,
 ) -> TransferPlan | Declined:
-    """Plan how every need is met from holdings, or list what no rank holds.
+    """Plan the transfers that give every rank its needed elements, or list needed elements that no rank holds.
 
-    A rank keeps what it has. Any other element comes from the fastest medium that has it, and among its holders from
-    those that send least. The number of steps grows with rows and transfers, never with pairs of ranks.
+    Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains it,
+    and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and transfers,
+    not with the number of pairs of ranks.
 
     Args:
-        holdings: what living ranks and storage hold, of any iteration; only needed iterations count.
-        needs: what ranks must have, with the same numbers of ranks.
-        limit_bytes: most bytes that a rank may send and receive in one round, which is its staging memory.
-        min_piece_bytes: a demand is spread over at most one sender for this many bytes of it.
+        holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are ignored.
+        needs: elements that ranks must have, with the same rank numbers as ``holdings``.
+        limit_bytes: most bytes that a rank may send and receive together in one round; this bounds its staging memory.
+        min_piece_bytes: fewest bytes for which a further sender is used.
 
     Raises:
-        ConfigError: rows outside of their tensors, or a limit below four elements.
+        ConfigError: a row is outside its tensor, or ``limit_bytes`` is less than four times the largest element.
     """
     holdings.validate()
     needs.validate()
     matched = match(needs, holdings)
     # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
     if len(matched.missing.rank):
-        return Declined(reason="no living rank holds", missing=_missing(matched.missing, holdings))
+        return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
     index = needs.index
     source, pieces, slack = _send(index, matched, min_piece_bytes)
     tensor = index.tensor_at(pieces.start)
@@ -227,7 +230,7 @@ def plan_transfers(
     source, target, tensor = source[order], pieces.rank[order], tensor[order]
     start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
     rows, first, last, rounds = cut_and_stage(source, target, stop - start, index.item_bytes[tensor], limit_bytes)
-    # Stable: within a round sender and receiver go through their pieces in the same order.
+    # A stable sort: within a round, sender and receiver process their pieces in the same order.
     by_round = np.argsort(rounds, kind="stable")
     rows = rows[by_round]
     return TransferPlan(
@@ -247,7 +250,7 @@ def plan_transfers(
 
 
 def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[Column, Pieces, int]:
-    # A sender for each remote piece, cut where the sender changes; and the balance's slack.
+    # Returns the sender of each remote piece, the pieces (cut where the sender changes), and the slack of the balance.
     pieces = matched.remote
     order = np.lexsort((pieces.start, pieces.rank, pieces.iteration, pieces.senders))
     rank, start, stop, senders = (c[order] for c in (pieces.rank, pieces.start, pieces.stop, pieces.senders))
@@ -268,7 +271,7 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
     last = np.searchsorted(run_begins[:-1], ends, side="left")
     rows, places = expand(last - first)
     runs = first[rows] + places
-    # A run that ends inside an element leaves all of it to the next one.
+    # If a run ends inside an element, the next run sends the whole element.
     low = np.maximum(run_begins[runs] - begins[rows], 0) // item[rows]
     high = np.where(run_ends[runs] >= ends[rows], sizes[rows], run_ends[runs] - begins[rows]) // item[rows]
     kept = low < high
@@ -292,7 +295,7 @@ def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
         starts, stops = union(missing.start[rows], missing.stop[rows])
         is_joined = np.concatenate([[False], starts[1:] == stops[:-1]]) if len(starts) else np.zeros(0, dtype=bool)
         tensors = index.tensor_at(starts)
-        # Tensors follow each other without a gap on the line of positions: touching ranges may be of different ones.
+        # Positions of adjacent tensors have no gap between them: touching ranges may belong to different tensors.
         is_joined[1:] &= tensors[1:] == tensors[:-1]
         begin = np.flatnonzero(~is_joined)
         end = np.append(begin[1:], len(starts)) - 1

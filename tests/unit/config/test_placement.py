@@ -142,5 +142,5 @@ def test_other_policies_are_refused(spec: dict[str, Any], key: str, said: str) -
 
 def test_a_policy_of_another_kind_is_no_algorithm() -> None:
     other = job({"placement.algorithm": {"_target_": f"{FOLDER}.objective.SurvivalObjective"}})
-    with pytest.raises(ConfigError, match=r"placement\.algorithm\._target_=.* must name a class with a method place"):
+    with pytest.raises(ConfigError, match=r"placement\.algorithm\._target_=.* must be a class with a method 'place'"):
         algorithm_of(other)

@@ -147,7 +147,7 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["node", "3", "checkpoint,", "by", "hand", "<=", "20", "-", "bitwise"] in rows
     assert ["ranks", "only", "checkpoint", "<=", "20", "-", "bitwise"] in rows
-    assert "not replicas: recovery.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
+    assert "not from replicas: recovery.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
     (note,) = plan(with_losses=True, parallel=parallel, launch={"ranks_per_node": 2}, recovery=recovery).notes
     assert note.startswith("node 0 spans pipeline stages 0, 1")
     assert not plan(parallel=parallel, launch=launch, recovery=recovery).losses, "a start does not ask"
@@ -183,7 +183,7 @@ def test_the_upstream_log_is_part_of_what_a_node_needs() -> None:
 def test_an_upstream_log_whose_windows_are_measured_is_rendered() -> None:
     result = plan(**kept_layout(snapshot={"iteration_seconds": None}))
     assert result.upstream_log is not None and result.upstream_log.node_bytes is None
-    assert "windows are measured first" in render(result)
+    assert "unknown until the first windows are measured" in render(result)
     assert json.loads(json.dumps(result.to_json()))["upstream_log"]["node_bytes"] is None
 
 
@@ -195,7 +195,9 @@ def test_an_upstream_log_over_its_limit_is_refused() -> None:
 def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
     known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
     (note,) = plan(launch=known, topology={"failure_domain_source": "slurm_topology"}).notes
-    assert note.startswith("topology.failure_domain_source=slurm_topology: ") and "takes every node as a domain" in note
+    assert (
+        note.startswith("topology.failure_domain_source=slurm_topology: ") and "counts every node as a domain" in note
+    )
     assert not plan(launch=known, topology={"failure_domains": ["a", "a", "b", "b"]}).notes
 
 
@@ -224,5 +226,5 @@ def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
 
     (note,) = notes(2, min_nodes=2)
     assert "after the loss of a node the job has 6 slots, too few for 2 replicas of 4 experts" in note
-    assert note.endswith("the next loss can end the job; 3 slots per rank avoid this")
+    assert note.endswith("the next loss can end the job; placement.num_slots_per_rank=3 avoids this")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()

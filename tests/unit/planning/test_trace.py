@@ -98,7 +98,7 @@ def test_most_loaded_experts_of_each_layer_in_the_order_of_the_file() -> None:
     trace = RoutingTrace.of(model(), recording([[[1, 9, 5], [7, 0, 1]], [[2, 1, 6], [1, 3, 1]]]))
     assert trace.tokens.tolist() == [[[18, 10], [14, 0]], [[2, 12], [2, 6]]]
     assert trace.loads(2, 1) == [2, 12]
-    assert "without its 1 least loaded experts" in trace.summary()
+    assert "not used: least loaded experts: 1" in trace.summary()
 
 
 def test_layers_without_loads_are_dense_and_the_rest_map_in_order() -> None:
@@ -121,14 +121,14 @@ def test_records_follow_iterations_and_start_over() -> None:
 @pytest.mark.parametrize(
     ("chosen", "tokens", "error", "says"),
     [
-        (model(num_layers=3), [[[1, 2], [3, 4]]], DataError, "has 2 layers with loads, but needs at least 3"),
-        (model(num_experts=3), [[[1, 2], [3, 4]]], DataError, "has 2 experts, but needs at least 3"),
-        (model(), [[[1, 2], [3, 4]], [[0, 0], [1, 1]]], DataError, "record 1 has no tokens for layer 1"),
+        (model(num_layers=3), [[[1, 2], [3, 4]]], DataError, "has 2 layers with loads, but must have at least 3"),
+        (model(num_experts=3), [[[1, 2], [3, 4]]], DataError, "has 2 experts, but must have at least 3"),
+        (model(), [[[1, 2], [3, 4]], [[0, 0], [1, 1]]], DataError, "record 1 must have tokens for layer 1"),
         (
             model(router_trace_start=1),
             [[[1, 2], [3, 4]]],
             ConfigError,
-            "model.router_trace_start=1: must be in 0..0",
+            "model.router_trace_start=1: must be from 0 to 0",
         ),
     ],
 )

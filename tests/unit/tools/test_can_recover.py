@@ -124,7 +124,7 @@ def test_an_answer_names_its_device_and_what_the_other_one_refuses(
     assert (found["rung"], found["device"]) == ("replicas", "cpu")
     assert "on cuda this job would be refused before it starts" in found["notes"][0]
     assert can_recover.main(words) == 0
-    assert capsys.readouterr().out.startswith("on cpu: loss of nodes 1: replicas")
+    assert capsys.readouterr().out.startswith("on cpu: loss of node 1: replicas")
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=True, driver="", num_gpus=8))
     found = ask(*words)
     assert found["code"] == ConfigError.exit_code and "must be cpu with recovery.min_nodes=3" in found["error"]

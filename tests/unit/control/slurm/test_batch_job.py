@@ -160,7 +160,7 @@ def test_without_progress_it_ends_with_the_code_that_the_site_asked_for(play: Pl
     acts = [{"exit_code": 7}] * 4
     code, errors = play.run(acts, MFT_FINAL_EXIT_CODE="93")
     assert (code, len(play.told)) == (93, 3)
-    assert "3 attempts in a row made no progress" in errors
+    assert "consecutive attempts without progress beyond iteration" in errors
     assert play.marker is not None and play.marker["exit_code"] == 93
 
 
@@ -193,7 +193,7 @@ def test_a_request_to_end_ends_it(play: Play) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert play.marker is not None and play.marker["reason"] == "it was asked to end"
+    assert play.marker is not None and play.marker["reason"] == "the run received a signal to end"
     assert play.calls == []
 
 

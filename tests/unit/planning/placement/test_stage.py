@@ -52,7 +52,7 @@ def test_recorded_loads_reach_their_layers() -> None:
 @pytest.mark.parametrize("tokens", [[[1, 1, 1, 1]], [[1, 1, 1], [1, 1, 1]]])
 def test_loads_for_another_model_are_refused(tokens: list[list[float]]) -> None:
     config = job(loads_file="x.json")
-    with pytest.raises(ConfigError, match=r"placement\.loads_file=x\.json: must have 4 loads for each of 2"):
+    with pytest.raises(ConfigError, match=r"placement\.loads_file=x\.json: must contain 2 MoE layers with 4 experts"):
         first_plans(config, stage_requests(config, 4), JobInputs(loads=loads(tokens)))
 
 
@@ -72,8 +72,8 @@ def test_a_script_for_iteration_1_is_the_first_placement() -> None:
         (1, {"ranks": [0, 1]}, r"stage 1: ranks=\[0, 1\]: must be \[2, 3\]"),
         (1, {"layer_numbers": [2]}, r"stage 1: layer_numbers=\[2\]: must be \[4\]"),
         (0, {"num_slots_per_rank": 9}, "stage 0: num_slots_per_rank=9: must be at most placement.num_slots_per_rank=4"),
-        (0, {"surplus": 1}, "stage 0: must be a placement"),
-        (0, {"slots": 3}, "stage 0: must be a placement"),
+        (0, {"surplus": 1}, "stage 0: must have the format of a placement plan"),
+        (0, {"slots": 3}, "stage 0: must have the format of a placement plan"),
     ],
 )
 def test_scripts_that_do_not_fit_are_refused_by_file(stage: int, changes: dict[str, Any], says: str) -> None:
@@ -86,5 +86,5 @@ def test_scripts_that_do_not_fit_are_refused_by_file(stage: int, changes: dict[s
 
 
 def test_scripts_name_every_stage() -> None:
-    with pytest.raises(DataError, match="stages=0: has 0 stages: must have 2"):
+    with pytest.raises(DataError, match="number of stages=0: must be 2, the number of pipeline stages"):
         scripted_plans(stage_requests(job(), 4), ScheduledPlacement(path="p.json", stages=()))

@@ -116,7 +116,8 @@ def test_an_expert_without_holder_is_named_by_layer_and_number() -> None:
 
 def test_too_few_nodes_left_decline() -> None:
     cost = cost_of_loss(means(elastic(4, 3)), [0, 1])
-    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left, fewer than recovery.min_nodes=3"
+    reason = "recovery.min_nodes=3 is more than the number of remaining nodes, 2"
+    assert cost.rung != "replicas" and cost.declined[0].reason == reason
 
 
 def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
@@ -124,7 +125,7 @@ def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
     assert held.nodes == (0, 1, 3, 4)
     assert held.placement is not None and held.placement.domains == ("node0", "node1", "node3", "node4")
     assert cost_of_loss(held, [3]).rung == "replicas"
-    with pytest.raises(ConfigError, match="lost nodes=2: must be one of the present nodes"):
+    with pytest.raises(ConfigError, match="lost node=2: must be one of the present nodes"):
         cost_of_loss(held, [2])
 
 
@@ -206,7 +207,7 @@ def test_saved_state_of_the_run_replaces_bounds() -> None:
     none = Stored(iteration=40, checkpoint=25)
     cost = cost_of_loss(held, [0], stored=none)
     assert (cost.rung, cost.max_iterations) == ("checkpoint", 15)
-    assert [d.reason for d in cost.declined if d.rung == "persisted"] == ["the run has none yet"]
+    assert [d.reason for d in cost.declined if d.rung == "persisted"] == ["the run has not saved such state yet"]
     assert cost_of_loss(held, [0], stored=Stored(iteration=40)).max_iterations == 40
 
 
@@ -285,7 +286,7 @@ def test_spanned_stages_and_shared_domains_are_warned_of() -> None:
     (warning,) = means(job(launch={"num_nodes": 1, "ranks_per_node": 2}, parallel=parallel)).warnings
     assert warning == "node 0 spans pipeline stages 0, 1: its loss affects all of them"
     shared = dataclasses.replace(means(restarting()), failure_domains=("rack", "rack"))
-    assert shared.warnings[0] == "node 0: its peer 1 is in the same failure domain, rack"
+    assert shared.warnings[0] == "node 0 and its peer, node 1, are in the same failure domain rack"
     assert not means(restarting()).warnings
 
 
@@ -323,9 +324,13 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 @pytest.mark.parametrize(
     ("lost", "keys", "said"),
     [
-        ([0, 1, 2, 3], {}, "no surviving rank has the votes"),
-        ([0, 1], {}, "are lost, and so are the peers"),
-        ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 nodes need a replacement"),
+        ([0, 1, 2, 3], {}, "no rank survives, so the logged votes are lost"),
+        ([0, 1], {}, "no remaining node has copies of the windows of nodes"),
+        (
+            [0, 2],
+            {"restart_lost_nodes": False, "num_spare_nodes": 1},
+            "nodes.num_spare_nodes=1 is less than the number of lost nodes, 2",
+        ),
     ],
 )
 def test_localized_replay_declines_without_replacement_or_window(
@@ -383,7 +388,7 @@ def test_replicas_are_used_as_the_job_is_configured() -> None:
 def test_windows_serve_what_the_job_is_configured_for() -> None:
     assert windows_serve(restarting()) == "the death of ranks on running nodes (recovery.max_restarts=2)"
     assert windows_serve(restarting(persist_interval_windows=1)).endswith(
-        "run.resume with the same number of ranks, from persisted windows"
+        "the end of the job: run.resume with the same number of ranks loads persisted windows"
     )
     assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: recovery.max_restarts=0")
     kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)

@@ -85,7 +85,7 @@ def test_both_layers_are_named_apart() -> None:
     )
     found = decide(plan, (0, 1, 2))
     assert isinstance(found, Declined)
-    assert found.summary() == "replicas: no surviving rank holds: 4.expert.2, 4.expert.3"
+    assert found.summary() == "replicas: no surviving rank holds these operators: 4.expert.2, 4.expert.3"
 
 
 def test_too_few_slots_decline() -> None:
@@ -94,7 +94,7 @@ def test_too_few_slots_decline() -> None:
     wide = PlacementPlan.from_json({**plan.to_json(), "num_slots_per_rank": 4, "slots": [[[0, 1, 2, 3], [0]]] * 2})
     found = decide(wide, (0,))
     assert isinstance(found, Declined) and found.missing == ()
-    assert found.reason == "1 ranks have 2 slots for 4 experts (placement.num_slots_per_rank=2)"
+    assert found.reason == "placement.num_slots_per_rank=2: the slots of all ranks, 2, are fewer than the experts, 4"
 
 
 def test_bytes_are_shared_out_evenly_and_each_tensor_once() -> None:

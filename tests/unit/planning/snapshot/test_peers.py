@@ -105,7 +105,7 @@ def test_a_thousand_uneven_nodes_are_assigned_quickly() -> None:
     domains = [f"rack{node * node % 37}" for node in range(1000)]
     assignment = assign_peers(domains, 2)
     assignment.validate()
-    assert "2 copies in other failure domains: 1000 nodes" in assignment.summary()
+    assert "copies of each node in other failure domains: 2; 1000 nodes" in assignment.summary()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_changed_popularity_makes_another_order_and_is_its_basis() -> None:
     assert plan.slices[0][0].operator.expert == 7
     other = replan(policy, DEMAND, given(activations=REVERSED), plan)
     assert other.slices[0][0].operator.expert == 0
-    assert other.reason.startswith("experts are activated with other frequencies; ")
+    assert other.reason.startswith("the activation frequencies of experts have changed; ")
     assert replan(policy, DEMAND, given(activations=REVERSED), other) is other
     assert replan(policy, DEMAND, given(activations=COUNTED), other).slices == plan.slices
 

@@ -35,5 +35,5 @@ def test_uneven_domains_give_copies_to_those_that_keep_least() -> None:
 
 
 def test_more_copies_than_domains_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_state_copies=3: must lie between 1 and 2 failure domains"):
+    with pytest.raises(ConfigError, match="num_state_copies=3: must be from 1 to 2, the number of failure domains"):
         assign_owners([0, 1], {0: "a", 1: "b"}, 3)
