@@ -83,8 +83,8 @@ def _loads_cases(folder: Path) -> list[Case]:
         refused(_loads(folder, "ragged.json", [*good[:3], [1] * 7]), "layer 3 has 7 loads", "as many as layer 0"),
         refused(_loads(folder, "loads.txt", good), "unknown suffix"),
         refused(folder / "none.json", "cannot be read"),
-        refused(_loads(folder, "narrow.json", [[1] * 6] * 4), "must have 8 loads", exit_code=2),
-        refused(_loads(folder, "shallow.json", good[:3]), "for each of 4 MoE layers", exit_code=2),
+        refused(_loads(folder, "narrow.json", [[1] * 6] * 4), "with 8 experts", exit_code=2),
+        refused(_loads(folder, "shallow.json", good[:3]), "must contain 4 MoE layers", exit_code=2),
     ]
 
 
@@ -135,7 +135,7 @@ def _schedule_cases(folder: Path) -> list[Case]:
     missing = folder / "none.json"
     return [
         refused("lacking.json", stage(slots=lacking), "expert of layer 4=7: must have at least one slot"),
-        refused("foreign.json", stage(slots=[*slots[:3], [[0, 9], [0], [0], [0]]]), "expert of layer 4=9", "below 8"),
+        refused("foreign.json", stage(slots=[*slots[:3], [[0, 9], [0], [0], [0]]]), "expert of layer 4=9", "from 0 to 7"),
         refused("full.json", stage(slots=[[[0, 1, 2, 3, 4], *slots[0][1:]], *slots[1:]]), "rank 0", "at most 4"),
         refused("ranks.json", stage(ranks=[4, 5, 6, 7]), "ranks=[4, 5, 6, 7]", "must be [0, 1, 2, 3]"),
         refused("layers.json", stage(layer_numbers=[1, 2, 3], slots=slots[:3]), "layer_numbers=[1, 2, 3]"),
