@@ -61,7 +61,7 @@ def test_short_slots_are_said(capsys: pytest.CaptureFixture[str], tmp_path: Path
     path = tmp_path / "loads.json"
     path.write_text("[[1, 1, 1, 1, 1, 1]]")
     _, out, _ = run(capsys, "--loads", str(path), *NODES)
-    assert "too few slots: every expert has at least 1 replicas instead of 2" in out
+    assert "there are too few slots; replicas of the rarest expert: 1" in out
     assert document(capsys, "--loads", str(path), *NODES)["min_replicas"] == [1]
 
 
@@ -85,7 +85,7 @@ def test_plot_without_matplotlib(
     ("content", "extra", "code", "message"),
     [
         ("[[1,1,1,1,1,1,1,1,1]]", [], 2, "num_experts=9: must be at most 8, the number of slots"),
-        ("[[1,2]]", ["--min-replicas", "5"], 2, "--min-replicas=5: must be at most the 4 nodes"),
+        ("[[1,2]]", ["--min-replicas", "5"], 2, "--min-replicas=5: must be at most 4, the value of --num-nodes"),
         ("[[1,2]]", ["--min-replicas", "0"], 2, "--min-replicas=0"),
         ("[[1,-2]]", [], 3, "expert 1 is -2"),
         ("[[1,NaN]]", [], 3, "expert 1 is nan"),

@@ -70,7 +70,7 @@ def test_a_placement_that_cannot_be_written_is_reported_and_training_continues(t
     (record,) = reported
     assert (record.iteration, record.reason) == (3, "first")
     note = record.describe()
-    assert note.level == "bad" and "placements/ could not be written: FileExistsError" in note.text
+    assert note.level == "bad" and "it could not be written to placements/: FileExistsError" in note.text
     (tmp_path / "placements").unlink()
     Trainer.report_placement(rank, "first")
     assert reported[1].file_error is None and (tmp_path / "placements" / "iter_0000003.json").is_file()
