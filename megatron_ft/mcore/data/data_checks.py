@@ -6,10 +6,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.run_id import read_run_id
 from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import DataError
@@ -17,9 +18,6 @@ from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.samples import Samples, open_samples
 from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.strict_json import parse_json
-
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
 
 RUN_DATA_NAME = "data_fingerprint.json"
 
@@ -90,7 +88,7 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
         )
 
 
-def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
+def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: Sequence[str], first: int) -> None:
     """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
     If the job can continue without such a rank, the rank's process exits like a killed process, because an error that
@@ -106,11 +104,11 @@ def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first:
     strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[first]]
     if not strangers:
         return
-    error = _other_data(trainer.job, strangers[0], first)
-    if not trainer.context.worker.can_survive:
+    error = _other_data(config, strangers[0], first)
+    if not context.worker.can_survive:
         raise error
-    if trainer.context.rank in strangers:
-        _end_alone(_other_data(trainer.job, trainer.context.rank, first))
+    if context.rank in strangers:
+        _end_alone(_other_data(config, context.rank, first))
     # The same type as the error of a failed collective, after which the ranks form the next membership.
     raise RuntimeError(f"the ranks {strangers} cannot join: {error}")
 

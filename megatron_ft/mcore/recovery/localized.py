@@ -8,7 +8,7 @@ that still have their state compare it with the result of the replay, to detect 
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,10 @@ from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.pipeline.communicator import serve
 from megatron_ft.mcore.recovery.region import Region, form_region_groups
-from megatron_ft.mcore.snapshot.client import open_snapshot_client, share_addresses, take_snapshots
 from megatron_ft.mcore.state.carried import Carried, MembershipStart
 from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
+from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
@@ -32,11 +32,8 @@ from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
 
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
 
-
-def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Groups, target: int) -> None:
+def recover_localized(trainer: Trainer, carried: Carried | None, groups: Groups, target: int) -> None:
     """Give every rank the state after the iteration ``target``. All ranks must call this.
 
     Args:
@@ -55,8 +52,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     engine = trainer.engine
     engine.iteration, engine.newest_vote, engine.in_progress = plan.target, state.newest_vote, None
     engine.build(groups)
-    trainer.context = share_addresses(trainer.context, trainer.collectives)
-    client = open_snapshot_client(trainer)
+    client = trainer.reopen_snapshot_client()
     assert client is not None, "recovery.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
@@ -68,17 +64,17 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     if carried is not None:
         carried.kept = plan.window
     resumed = None if kept is None or window_plan is None else (kept, window_plan)
-    trainer.snapshots = take_snapshots(trainer, client, resumed)
+    snapshots = trainer.take_snapshots(client, resumed)
     vote = votes.get(plan.target)
     # The window in progress is lost. Without a new window, the next recovery would have to replay as many iterations.
     if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
-        trainer.snapshots.capture_whole(vote)
+        snapshots.capture_whole(vote)
     trainer.membership_start = MembershipStart(iteration=target, carried=carried or Carried.of(trainer))
     if carried is None and state.stopped is not None:
         trainer.stop(plan.target + 1, state.stopped)
 
 
-def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
+def _decide(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
     log, pp = trainer.engine.boundaries.log, groups.pg_collection.pp
     mine = Standing(
         stage=pp.rank(),
@@ -98,7 +94,7 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
 
 
 def _share(
-    trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
+    trainer: Trainer, carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
     """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
     Return these three; the plan is None before the first plan. All ranks must call this. The state has no random number
@@ -119,7 +115,7 @@ def _share(
 
 
 def _recover(
-    trainer: "Trainer",
+    trainer: Trainer,
     carried: Carried | None,
     plan: LocalizedPlan,
     standings: Sequence[Standing],
@@ -173,7 +169,7 @@ def _recover(
     return kept
 
 
-def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
+def _serve(trainer: Trainer, plan: LocalizedPlan) -> tuple[list[Any], int]:
     engine = trainer.engine
     requests, num_bytes = [], 0
     for direction, _ in plan.serves(engine.pg.pp.rank()):
@@ -186,7 +182,7 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
     return requests, num_bytes
 
 
-def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
+def _put_back(trainer: Trainer, carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
     engine = trainer.engine
     put_state(engine.model_chunks, engine.optimizer, carried.state)
     engine.restore(carried.host)
@@ -204,7 +200,7 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
     )
 
 
-def _compare(trainer: "Trainer", carried: Carried | None) -> None:
+def _compare(trainer: Trainer, carried: Carried | None) -> None:
     """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
     failure."""
     if carried is None:

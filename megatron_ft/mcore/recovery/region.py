@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator
 from megatron_ft.mcore.recovery.replay import open_replay
 from megatron_ft.mcore.recovery.upstream_log import keep_room
-from megatron_ft.mcore.snapshot.client import open_restorer
 from megatron_ft.mcore.snapshot.local_window import LocalWindow
+from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
@@ -23,9 +23,6 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
 from megatron_ft.runtime.transport.hang_up import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
-
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class RegionGroups:
     """The ranks of the region in the same pipeline as this rank, one per stage."""
 
 
-def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence[int]) -> RegionGroups | None:
+def form_region_groups(trainer: Trainer, plan: LocalizedPlan, stages: Sequence[int]) -> RegionGroups | None:
     """Form the process groups of all regions. Every rank of the job must call this.
 
     Args:
@@ -78,7 +75,7 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
 
 
 @contextmanager
-def _breakable(trainer: "Trainer") -> Iterator[None]:
+def _breakable(trainer: Trainer) -> Iterator[None]:
     # The loss of a rank must end the formation of groups, as it ends collectives.
     groups, opening = trainer.engine.groups, Opening()
 
@@ -94,7 +91,7 @@ def _breakable(trainer: "Trainer") -> Iterator[None]:
         trainer.break_with(groups.transports.hang_up)
 
 
-def _add(trainer: "Trainer", ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def _add(trainer: Trainer, ranks: Sequence[int]) -> dist.ProcessGroup | None:
     timeout_seconds = trainer.config.training.distributed_timeout_seconds
     return trainer.engine.groups.add(ranks, timeout_seconds=timeout_seconds)
 
@@ -103,7 +100,7 @@ class Region:
     """The replay of one region, the pipeline stages ``stages``. All ranks of the region must make the same calls."""
 
     def __init__(
-        self, trainer: "Trainer", plan: LocalizedPlan, stages: Sequence[int], circle: RegionGroups, client: KeeperClient
+        self, trainer: Trainer, plan: LocalizedPlan, stages: Sequence[int], circle: RegionGroups, client: KeeperClient
     ) -> None:
         self._trainer = trainer
         self._engine = trainer.engine
@@ -128,7 +125,7 @@ class Region:
         window = self._find()
         # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
-            keep_room(self._trainer, needed)
+            keep_room(engine, needed, self._trainer.report)
         replay = window.replay_plan(until=self._plan.target, votes=votes)
         replayer = open_replay(engine, window, self._collectives)
         with self._alone() as communicator:
@@ -138,7 +135,7 @@ class Region:
     def _find(self) -> LocalWindow:
         trainer, kept = self._trainer, self._plan.window
         assert kept is not None, "the plan names no window"
-        restorer = open_restorer(trainer, self._client, region=self._collectives)
+        restorer = trainer.open_restorer(self._client, region=self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:
             reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"

@@ -26,7 +26,6 @@ from megatron_ft.mcore.moe.migration import move_experts
 from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.recovery.localized import recover_localized
-from megatron_ft.mcore.snapshot.client import restart_snapshots
 from megatron_ft.mcore.state.carried import Carried, MembershipStart, carry, hand_over, seed_newcomer, shapes_of
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding
 from megatron_ft.mcore.state.tensors import NamedState, put_state
@@ -72,7 +71,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
         following.generation,
         is_whole=partial(_is_whole, carried, groups),
     )
-    check_newcomers_data(trainer, fingerprints, _first(previous))
+    check_newcomers_data(trainer.job, trainer.context, fingerprints, _first(previous))
     if in_place:
         recover_localized(trainer, carried, groups, following.target.iteration)
     else:
@@ -189,7 +188,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     trainer.rounded_off = host.rounded_off
     _note_formed(trainer, held, previous, is_stopped=host.stopped is not None)
     trainer.keep_copies()
-    restart_snapshots(trainer)
+    trainer.restart_snapshots()
     # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
     trainer.collectives.any(False)
     if carried is None and host.stopped is not None:
