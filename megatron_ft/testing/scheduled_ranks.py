@@ -40,7 +40,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     from megatron_ft.testing.scheduled_trainer import ScheduledTrainer, run_schedule
 
     trainer = ScheduledTrainer(config, context, device=device, transformer_impl=transformer_impl)
-    schedule = MembershipSchedule(config, context, rank_main.join_job(trainer))
+    schedule = MembershipSchedule(config, context, trainer.join_job())
     _check(trainer, schedule)
     run_schedule(trainer, schedule)
     rank_main.report_unfired(context)

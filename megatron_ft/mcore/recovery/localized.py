@@ -7,215 +7,213 @@ that still have their state compare it with the result of the replay, to detect 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_ft import failpoints
+from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import RecoveryStarted, StageRecovery
-from megatron_ft.mcore.groups import Groups
+from megatron_ft.events import StageRecovery
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.optimizer import commit
-from megatron_ft.mcore.optimizer.build import set_position
 from megatron_ft.mcore.pipeline.communicator import serve
 from megatron_ft.mcore.recovery.region import Region, form_region_groups
-from megatron_ft.mcore.state.carried import Carried, MembershipStart
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.state.carried import Carried
 from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.mcore.training.trainer import Trainer
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
-from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
+from megatron_ft.planning.recovery.localized import Standing, plan_localized
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.records import Record
 from megatron_ft.snapshot.server.client import KeeperClient
 
 
-def recover_localized(trainer: Trainer, carried: Carried | None, groups: Groups, target: int) -> None:
-    """Give every rank the state after the iteration ``target``. All ranks must call this.
+class LocalizedReplay:
+    """Recovers one rank in a membership with the same layout as the previous one. All ranks must make the same calls.
 
     Args:
+        engine: engine of this rank. It must be built before ``recover``.
+        context: context of this rank in the new membership.
+        collectives: collectives over all ranks of the job.
         carried: this rank's state from the previous membership; None on a rank without state.
-        target: iteration after which the membership begins. If a policy has stopped the run at this iteration, the
-            state before it is restored.
+        pp: process group of this rank's pipeline.
 
     Raises:
-        RecoveryError: this strategy cannot recover the state, or a replay had another result than the lost state.
+        RecoveryError: the states, windows and logs of the ranks do not suffice. All ranks raise this error.
     """
-    trainer.use(groups)
-    plan, standings = _decide(trainer, carried, groups)
-    trainer.report(RecoveryStarted(generation=trainer.context.generation, strategy=LOCALIZED, iteration=plan.target))
-    state, votes, window_plan = _share(trainer, carried, plan, standings)
-    failpoints.hit("reform_build", target)
-    engine = trainer.engine
-    engine.iteration, engine.newest_vote, engine.in_progress = plan.target, state.newest_vote, None
-    engine.build(groups)
-    client = trainer.reopen_snapshot_client()
-    assert client is not None, "recovery.keep_layout needs a snapshot.policy"
-    failpoints.hit("reform_move", target)
-    kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
-    assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
-    engine.newest_vote = state.newest_vote
-    # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.
-    trainer.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
-    set_position(engine.scheduler, plan.target * trainer.config.training.global_batch_size)
-    if carried is not None:
-        carried.kept = plan.window
-    resumed = None if kept is None or window_plan is None else (kept, window_plan)
-    snapshots = trainer.take_snapshots(client, resumed)
-    vote = votes.get(plan.target)
-    # The window in progress is lost. Without a new window, the next recovery would have to replay as many iterations.
-    if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
-        snapshots.capture_whole(vote)
-    trainer.membership_start = MembershipStart(iteration=target, carried=carried or Carried.of(trainer))
-    if carried is None and state.stopped is not None:
-        trainer.stop(plan.target + 1, state.stopped)
 
-
-def _decide(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
-    log, pp = trainer.engine.boundaries.log, groups.pg_collection.pp
-    mine = Standing(
-        stage=pp.rank(),
-        iteration=None if carried is None else carried.host.iteration,
-        window=None if carried is None else carried.kept,
-        logged=() if log is None else log.iterations,
-        voted=() if log is None else tuple(sorted(log.votes)),
-    )
-    standings = [Standing.from_json(record) for record in trainer.collectives.gather(mine.to_json())]
-    is_ring = trainer.config.parallel.virtual_pipeline_model_parallel_size is not None
-    plan = plan_localized(standings, num_stages=pp.size(), is_ring=is_ring)
-    if isinstance(plan, Declined):
-        raise RecoveryError(
-            f"generation {trainer.context.generation} cannot recover with a localized replay: {plan.summary()}"
-        )
-    return plan, standings
-
-
-def _share(
-    trainer: Trainer, carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
-) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
-    """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
-    Return these three; the plan is None before the first plan. All ranks must call this. The state has no random number
-    generators, which each rank restores from its own state or computes in the replay."""
-    # All ranks have the same standings, so they choose the same sender.
-    first = plan.voter(standings)
-    log, mine = trainer.engine.boundaries.log, None
-    if carried is not None:
-        mine = {
-            "state": carried.host.to_json(own=False),
-            "votes": [] if log is None else [vote.to_record() for vote in log.votes.values()],
-            "plan": None if carried.plan is None else carried.plan.to_json(),
-        }
-    shared = trainer.collectives.from_rank(first, mine)
-    votes = [Vote.from_record(record) for record in shared["votes"]]
-    window_plan = None if shared["plan"] is None else WindowPlan.from_json(shared["plan"])
-    return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan
-
-
-def _recover(
-    trainer: Trainer,
-    carried: Carried | None,
-    plan: LocalizedPlan,
-    standings: Sequence[Standing],
-    client: KeeperClient,
-    votes: dict[int, Vote],
-    window_plan: WindowPlan | None,
-) -> StoredWindow | None:
-    # Gives this rank the state after the target, and reports its part of the recovery. Returns the committed window, to
-    # be kept until the next window is committed.
-    engine, pp = trainer.engine, trainer.engine.pg.pp
-    began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
-    requests: list[Any] = []
-    num_bytes, kept, error = 0, None, None
-    try:
-        region = plan.region_of(pp.rank())
-        circle = form_region_groups(trainer, plan, [standing.stage for standing in standings])
-        if region is None or circle is None:
-            assert carried is not None, "a rank outside the replaying regions has no state"
-            # Sending begins before this rank restores its own state, because the region waits for the messages.
-            requests, num_bytes = _serve(trainer, plan)
-            kept = _put_back(trainer, carried, plan, client)
-        else:
-            replayed = Region(trainer, plan, region, circle, client).replay(votes, window_plan)
-            num_bytes, kept = replayed.num_bytes, replayed.kept
-            _compare(trainer, carried)
-    except RecoveryError as failure:
-        error = str(failure)
-    # A rank that has failed also takes part in this collective. Otherwise the other ranks would wait for it.
-    error = trainer.collectives.errors(error)
-    if error is not None:
-        raise RecoveryError(f"generation {trainer.context.generation}: the localized replay failed: {error}")
-    # The sends read the memory of the log, which training must not overwrite before they have ended.
-    for request in requests:
-        request.wait()
-    is_healthy = region is None
-    trainer.context.worker.report(
-        StageRecovery(
-            generation=trainer.context.generation,
-            rank=trainer.context.rank,
-            stage=pp.rank(),
-            role="replays" if not is_healthy else "serves" if plan.serves(pp.rank()) else "waits",
-            start_iteration=plan.target if is_healthy or plan.window is None else plan.window.start_iteration,
-            iteration=plan.target,
-            num_iterations=0 if is_healthy else len(plan.iterations),
-            num_forward_passes=engine.num_forward_passes - forwards,
-            bytes_moved=num_bytes,
-            began_unix_seconds=began,
-            seconds=time.monotonic() - started,
-        ).to_record()
-    )
-    return kept
-
-
-def _serve(trainer: Trainer, plan: LocalizedPlan) -> tuple[list[Any], int]:
-    engine = trainer.engine
-    requests, num_bytes = [], 0
-    for direction, _ in plan.serves(engine.pg.pp.rank()):
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        *,
+        context: RankContext,
+        collectives: Collectives,
+        carried: Carried | None,
+        pp: dist.ProcessGroup,
+    ) -> None:
+        self._engine = engine
+        self._context = context
+        self._collectives = collectives
+        self._carried = carried
         log = engine.boundaries.log
-        assert log is not None, "this rank must send its upstream log, but has none"
-        rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
-        begun, size = serve(log, engine.pg.pp, direction, rank, plan.iterations)
-        requests += begun
-        num_bytes += size
-    return requests, num_bytes
-
-
-def _put_back(trainer: Trainer, carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
-    engine = trainer.engine
-    put_state(engine.model_chunks, engine.optimizer, carried.state)
-    engine.restore(carried.host)
-    # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
-    commit.gather(engine.optimizer, engine.model_chunks)
-    if plan.window is None:
-        return None
-    key = plan.window
-    for found in client.inventory(trainer.context.rank):
-        if found.where == "own" and found.complete and found.key == key:
-            return found
-    # Only peer nodes have this rank's part of the window, so no buffer of this node has to be kept for it.
-    return StoredWindow(
-        start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
-    )
-
-
-def _compare(trainer: Trainer, carried: Carried | None) -> None:
-    """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
-    failure."""
-    if carried is None:
-        return
-    now = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)
-    # Weights outside this rank's shard are not compared if they are not updated; see ``Carried.has_whole_weights``.
-    names = [name for name in now if "/" in name or carried.has_whole_weights]
-    other = [name for name in names if not _same_bits(now[name], carried.state[name])]
-    other += trainer.engine.train_state().differences(carried.host)
-    if other:
-        rank, shown = trainer.context.rank, ", ".join(other[:3])
-        raise RecoveryError(
-            f"rank {rank}: the replay computed another state than before the failure; number of values that differ: "
-            f"{len(other)}, for example {shown}"
+        mine = Standing(
+            stage=pp.rank(),
+            iteration=None if carried is None else carried.host.iteration,
+            window=None if carried is None else carried.kept,
+            logged=() if log is None else log.iterations,
+            voted=() if log is None else tuple(sorted(log.votes)),
         )
+        self._standings = [Standing.from_json(record) for record in collectives.gather(mine.to_json())]
+        is_ring = engine.config.parallel.virtual_pipeline_model_parallel_size is not None
+        plan = plan_localized(self._standings, num_stages=pp.size(), is_ring=is_ring)
+        if isinstance(plan, Declined):
+            raise RecoveryError(
+                f"generation {context.generation} cannot recover with a localized replay: {plan.summary()}"
+            )
+        self.plan = plan
+
+    def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
+        """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
+        Return these three; the plan is None before the first plan. The state has no random number generators, which
+        each rank restores from its own state or computes in the replay."""
+        # All ranks have the same standings, so they choose the same sender.
+        first = self.plan.voter(self._standings)
+        log, carried, mine = self._engine.boundaries.log, self._carried, None
+        if carried is not None:
+            mine = {
+                "state": carried.host.to_json(own=False),
+                "votes": [] if log is None else [vote.to_record() for vote in log.votes.values()],
+                "plan": None if carried.plan is None else carried.plan.to_json(),
+            }
+        shared = self._collectives.from_rank(first, mine)
+        votes = [Vote.from_record(record) for record in shared["votes"]]
+        window_plan = None if shared["plan"] is None else WindowPlan.from_json(shared["plan"])
+        return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan
+
+    def recover(
+        self,
+        client: KeeperClient,
+        votes: dict[int, Vote],
+        window_plan: WindowPlan | None,
+        *,
+        open_restorer: Callable[[Collectives], SnapshotRestorer],
+        break_with: Callable[[Abort], None],
+        report: Callable[[Record], None],
+    ) -> StoredWindow | None:
+        """Give this rank the state after the target, and report its part of the recovery.
+
+        Args:
+            client: this rank's connection to the snapshot server.
+            votes: logged votes, by iteration.
+            window_plan: plan of the windows that are captured from now on.
+            open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
+            break_with: registers the function that breaks the connections of this rank.
+            report: reports an event once for the job.
+
+        Returns:
+            The committed window, to be kept until the next window is committed.
+
+        Raises:
+            RecoveryError: a replay had another result than the lost state, or its window is missing. All ranks raise
+                this error.
+        """
+        engine, context, plan, pp = self._engine, self._context, self.plan, self._engine.pg.pp
+        began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
+        requests: list[Any] = []
+        num_bytes, kept, error = 0, None, None
+        try:
+            region = plan.region_of(pp.rank())
+            stages = [standing.stage for standing in self._standings]
+            groups = form_region_groups(engine, plan, stages, break_with=break_with)
+            if region is None or groups is None:
+                assert self._carried is not None, "a rank outside the replaying regions has no state"
+                # Sending begins before this rank restores its own state, because the region waits for the messages.
+                requests, num_bytes = self._serve()
+                kept = self._put_back(self._carried, client)
+            else:
+                replay = Region(engine, plan, region, groups, open_restorer=open_restorer, report=report)
+                replayed = replay.replay(votes, window_plan)
+                num_bytes, kept = replayed.num_bytes, replayed.kept
+                self._compare()
+        except RecoveryError as failure:
+            error = str(failure)
+        # A rank that has failed also takes part in this collective. Otherwise the other ranks would wait for it.
+        error = self._collectives.errors(error)
+        if error is not None:
+            raise RecoveryError(f"generation {context.generation}: the localized replay failed: {error}")
+        # The sends read the memory of the log, which training must not overwrite before they have ended.
+        for request in requests:
+            request.wait()
+        is_healthy = region is None
+        context.worker.report(
+            StageRecovery(
+                generation=context.generation,
+                rank=context.rank,
+                stage=pp.rank(),
+                role="replays" if not is_healthy else "serves" if plan.serves(pp.rank()) else "waits",
+                start_iteration=plan.target if is_healthy or plan.window is None else plan.window.start_iteration,
+                iteration=plan.target,
+                num_iterations=0 if is_healthy else len(plan.iterations),
+                num_forward_passes=engine.num_forward_passes - forwards,
+                bytes_moved=num_bytes,
+                began_unix_seconds=began,
+                seconds=time.monotonic() - started,
+            ).to_record()
+        )
+        return kept
+
+    def _serve(self) -> tuple[list[Any], int]:
+        engine = self._engine
+        requests, num_bytes = [], 0
+        for direction, _ in self.plan.serves(engine.pg.pp.rank()):
+            log = engine.boundaries.log
+            assert log is not None, "this rank must send its upstream log, but has none"
+            rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
+            begun, size = serve(log, engine.pg.pp, direction, rank, self.plan.iterations)
+            requests += begun
+            num_bytes += size
+        return requests, num_bytes
+
+    def _put_back(self, carried: Carried, client: KeeperClient) -> StoredWindow | None:
+        engine, key = self._engine, self.plan.window
+        put_state(engine.model_chunks, engine.optimizer, carried.state)
+        engine.restore(carried.host)
+        # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
+        commit.gather(engine.optimizer, engine.model_chunks)
+        if key is None:
+            return None
+        for found in client.inventory(self._context.rank):
+            if found.where == "own" and found.complete and found.key == key:
+                return found
+        # Only peer nodes have this rank's part of the window, so no buffer of this node has to be kept for it.
+        return StoredWindow(
+            start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
+        )
+
+    def _compare(self) -> None:
+        """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
+        failure."""
+        engine, carried = self._engine, self._carried
+        if carried is None:
+            return
+        now = take_state(engine.model_chunks, engine.optimizer)
+        # Weights outside this rank's shard are not compared if they are not updated; see
+        # ``Carried.has_whole_weights``.
+        names = [name for name in now if "/" in name or carried.has_whole_weights]
+        other = [name for name in names if not _same_bits(now[name], carried.state[name])]
+        other += engine.train_state().differences(carried.host)
+        if other:
+            rank, shown = self._context.rank, ", ".join(other[:3])
+            raise RecoveryError(
+                f"rank {rank}: the replay computed another state than before the failure; number of values that "
+                f"differ: {len(other)}, for example {shown}"
+            )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,20 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ft.control.node.worker_client import Abort
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator
 from megatron_ft.mcore.recovery.replay import open_replay
 from megatron_ft.mcore.recovery.upstream_log import keep_room
 from megatron_ft.mcore.snapshot.local_window import LocalWindow
-from megatron_ft.mcore.training.trainer import Trainer
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.records import Record
 from megatron_ft.runtime.execute.replay import carry_out
 from megatron_ft.runtime.transport.hang_up import Opening
-from megatron_ft.snapshot.server.client import KeeperClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +48,31 @@ class RegionGroups:
     """The ranks of the region in the same pipeline as this rank, one per stage."""
 
 
-def form_region_groups(trainer: Trainer, plan: LocalizedPlan, stages: Sequence[int]) -> RegionGroups | None:
+def form_region_groups(
+    engine: TrainingEngine, plan: LocalizedPlan, stages: Sequence[int], *, break_with: Callable[[Abort], None]
+) -> RegionGroups | None:
     """Form the process groups of all regions. Every rank of the job must call this.
 
     Args:
         stages: pipeline stage of each rank of the job.
+        break_with: registers the function that breaks the connections of this rank.
 
     Returns:
         The groups of this rank's region; None if this rank's stage does not replay.
     """
     mine: RegionGroups | None = None
-    groups, pg, me = trainer.engine.groups, trainer.engine.pg, trainer.context.rank
-    with _breakable(trainer):
+    groups, pg, me = engine.groups, engine.pg, engine.groups.vote.rank()
+    with _breakable(groups, break_with):
         for region in plan.regions:
             rows = [[rank for rank, stage in enumerate(stages) if stage == of_region] for of_region in region]
             members = sorted(rank for row in rows for rank in row)
             # If all stages replay, the groups of the job are used, and no group is formed.
             if len(members) == len(stages):
                 return RegionGroups(everybody=groups.vote, line=pg.pp)
-            everybody = _add(trainer, members)
+            everybody = _add(engine, members)
             # The pipeline of a region of one stage is a group of only this rank. An existing group is used if possible.
             alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
-            lines = [] if alone is not None else [_add(trainer, line) for line in zip(*rows, strict=True)]
+            lines = [] if alone is not None else [_add(engine, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
             if me in members:
                 assert everybody is not None and line is not None, "a member of the region has no groups"
@@ -75,40 +81,47 @@ def form_region_groups(trainer: Trainer, plan: LocalizedPlan, stages: Sequence[i
 
 
 @contextmanager
-def _breakable(trainer: Trainer) -> Iterator[None]:
+def _breakable(groups: Groups, break_with: Callable[[Abort], None]) -> Iterator[None]:
     # The loss of a rank must end the formation of groups, as it ends collectives.
-    groups, opening = trainer.engine.groups, Opening()
+    opening = Opening()
 
     def hang_up(reason: str) -> None:
         groups.transports.hang_up(reason)
         opening.hang_up(reason)
 
-    trainer.break_with(hang_up)
+    break_with(hang_up)
     try:
         yield
     finally:
         opening.close()
-        trainer.break_with(groups.transports.hang_up)
+        break_with(groups.transports.hang_up)
 
 
-def _add(trainer: Trainer, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    timeout_seconds = trainer.config.training.distributed_timeout_seconds
-    return trainer.engine.groups.add(ranks, timeout_seconds=timeout_seconds)
+def _add(engine: TrainingEngine, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    timeout_seconds = engine.config.training.distributed_timeout_seconds
+    return engine.groups.add(ranks, timeout_seconds=timeout_seconds)
 
 
 class Region:
     """The replay of one region, the pipeline stages ``stages``. All ranks of the region must make the same calls."""
 
     def __init__(
-        self, trainer: Trainer, plan: LocalizedPlan, stages: Sequence[int], circle: RegionGroups, client: KeeperClient
+        self,
+        engine: TrainingEngine,
+        plan: LocalizedPlan,
+        stages: Sequence[int],
+        groups: RegionGroups,
+        *,
+        open_restorer: Callable[[Collectives], SnapshotRestorer],
+        report: Callable[[Record], None],
     ) -> None:
-        self._trainer = trainer
-        self._engine = trainer.engine
+        self._engine = engine
         self._plan = plan
-        self._client = client
+        self._open_restorer = open_restorer
+        self._report = report
         self._stages = tuple(stages)
-        self._line = circle.line
-        self._collectives = Collectives(circle.everybody)
+        self._line = groups.line
+        self._collectives = Collectives(groups.everybody)
 
     def replay(self, votes: Mapping[int, Vote], plan: WindowPlan | None) -> Replayed:
         """Load the newest committed window, and replay the iterations up to the target.
@@ -125,7 +138,7 @@ class Region:
         window = self._find()
         # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
-            keep_room(engine, needed, self._trainer.report)
+            keep_room(engine, needed, self._report)
         replay = window.replay_plan(until=self._plan.target, votes=votes)
         replayer = open_replay(engine, window, self._collectives)
         with self._alone() as communicator:
@@ -133,9 +146,9 @@ class Region:
         return Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
 
     def _find(self) -> LocalWindow:
-        trainer, kept = self._trainer, self._plan.window
+        kept = self._plan.window
         assert kept is not None, "the plan names no window"
-        restorer = trainer.open_restorer(self._client, region=self._collectives)
+        restorer = self._open_restorer(self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:
             reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
@@ -178,7 +191,7 @@ class Region:
         return finalize_alone
 
     def _num_own_tokens(self) -> int:
-        engine, config = self._engine, self._trainer.config
+        engine, config = self._engine, self._engine.config
         batch, mine = engine.batch, engine.pg.dp.rank()
         numbers = range(batch.num_microbatches)
         num_real = sum(batch.first_sample(engine.iteration + 1, mine, number) is not None for number in numbers)

@@ -53,6 +53,9 @@ class TrainingEngine:
         vocab_size: size of the vocabulary after padding.
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: returns whether this rank has received a request to end the run; the ballot carries the result.
+        change_requested: returns whether nodes join or leave; sent with the ballot.
+        wants_load: returns whether the tokens per expert of an iteration are summed over the job before its vote. Then
+            every rank that has the vote also has the sums.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -68,6 +71,8 @@ class TrainingEngine:
         vocab_size: int,
         samples: Mapping[str, Samples],
         stop_requested: Callable[[], bool] = lambda: False,
+        change_requested: Callable[[], bool] = lambda: False,
+        wants_load: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.config = config
         self.device = device
@@ -75,16 +80,14 @@ class TrainingEngine:
         self.vocab_size = vocab_size
         self.samples = samples
         self.stop_requested = stop_requested
-        self.change_requested: Callable[[], bool] = lambda: False  # whether nodes join or leave; the ballot carries it
+        self.change_requested = change_requested
         self.iteration = 0
         self.history = History()
         self.newest_vote: Vote | None = None
         """Vote of the newest iteration; None before the first iteration of this process."""
         self.in_progress: IterationState | None = None
         """The iteration that has begun and is not finished, or the iteration that stopped the run."""
-        self.wants_load: Callable[[int], bool] = lambda _: False
-        """Returns whether the tokens per expert of an iteration are summed over the job before its vote. Then every
-        rank that has the vote also has the sums."""
+        self.wants_load = wants_load
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
@@ -96,6 +99,10 @@ class TrainingEngine:
         self.policy = CommitPolicy.of(config)
 
     # -- life ---------------------------------------------------------------------------------------------
+
+    def use(self, config: JobConfig) -> None:
+        """Use ``config``, the configuration for other present nodes, from the next ``build`` on."""
+        self.config = config
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
         """Build model and optimizer on the process groups ``groups``, with initial weights. ``replicas`` assigns
@@ -330,6 +337,10 @@ class TrainingEngine:
     def train_state(self) -> TrainState:
         """Copy the state of this rank after the newest iteration, except parameters and optimizer state."""
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
+
+    def continue_after(self, iteration: int, vote: Vote | None) -> None:
+        """Continue after ``iteration``, whose vote is ``vote``. The caller restores the state."""
+        self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:
         """Restore ``state``. Raises RecoveryError if it belongs to another model or optimizer."""

@@ -58,7 +58,7 @@ from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_folder import open_windows, persist_url
 from megatron_ft.topology import Topology
 
-_SERVICE = "keeper"
+SNAPSHOT_SERVICE = "keeper"
 
 
 class Trainer:
@@ -88,6 +88,8 @@ class Trainer:
             vocab_size=resolve_vocab_size(config),
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
+            change_requested=context.worker.change_requested,
+            wants_load=self._wants_load,
         )
         self.placement: PlacementManager | None = None  # set when this rank has state
         self.membership_start: MembershipStart | None = None
@@ -106,8 +108,6 @@ class Trainer:
         """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
         """Whether a save was abandoned, and no save has begun since then."""
-        self.engine.wants_load = self._wants_load
-        self.engine.change_requested = context.worker.change_requested
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -144,7 +144,8 @@ class Trainer:
             replay_window(self.engine, restorer, window, self.report)
         # Only after the state is loaded, so that a start that cannot load it does not rename windows.
         restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
-        self.engine.newest_vote = None  # requests to stop in a replayed vote do not apply to this run
+        # Requests to stop in a replayed vote do not apply to this run.
+        self.engine.continue_after(self.engine.iteration, None)
         self.rounded_off = self.engine.iteration
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.window.start_iteration}"
@@ -441,7 +442,7 @@ class Trainer:
         config, context = self.config, self.context
         if config.snapshot.policy is None:
             return None
-        service, present = context.sidecars[_SERVICE], list(dict.fromkeys(self.nodes))
+        service, present = context.sidecars[SNAPSHOT_SERVICE], list(dict.fromkeys(self.nodes))
         peers = self._peer_assignment().peers[present.index(context.node)]
         hello = {
             "token": service["token"],
@@ -458,18 +459,6 @@ class Trainer:
             "num_persisted": config.snapshot.keep_persisted,
         }
         return KeeperClient(service["socket"], hello=hello)
-
-    def reopen_snapshot_client(self) -> KeeperClient | None:
-        """Connect to the snapshot server in a new membership, with copies on its nodes. All ranks must call this. A
-        joining node has the addresses of the present nodes, but the present nodes do not have its address yet."""
-        if self.config.snapshot.policy is None:
-            return None
-        context, service = self.context, self.context.sidecars[_SERVICE]
-        gathered = self.collectives.gather([context.node, service["addresses"][str(context.node)]])
-        addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
-        sidecars = {**context.sidecars, _SERVICE: {**service, "addresses": addresses}}
-        self.context = replace(context, sidecars=sidecars)
-        return self._open_snapshot_client()
 
     def _peer_assignment(self) -> PeerAssignment:
         # For each node, the nodes in other failure domains that store copies of its windows. Nodes are numbered from 0
@@ -524,12 +513,6 @@ class Trainer:
             snapshots.resume(*resumed)
         self.snapshots = snapshots
         return snapshots
-
-    def restart_snapshots(self) -> None:
-        """Create the ``Snapshotter`` of a new membership, with copies on its nodes. All ranks must call this."""
-        client = self.reopen_snapshot_client()
-        if client is not None:
-            self.take_snapshots(client, None)
 
     def _slice_header(self, index: int) -> dict[str, str]:
         # A replay begins with slice 0, so only its header contains the state besides tensors.
