@@ -20,7 +20,7 @@ from megatron_ft.config.checks.recovery import check_snapshot, check_survival, c
 from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.failpoints import parse
+from megatron_ft.failpoints import Failpoint
 
 
 def validate(config: JobConfig) -> None:
@@ -61,7 +61,7 @@ def _check_failpoints(config: JobConfig) -> None:
     """Check that failpoints can be parsed, and name only ranks, nodes, generations and iterations that can occur."""
     num_nodes, world_size = config.most_nodes, config.most_nodes * config.launch.ranks_per_node
     for text in config.testing.failpoints:
-        failpoint = parse(text)
+        failpoint = Failpoint.parse(text)
         for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
             if value is not None and not 0 <= value < bound:
                 raise ConfigError.of("testing.failpoints", text, f"must name a {name} in 0..{bound - 1}")

@@ -22,7 +22,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
@@ -37,7 +37,7 @@ from megatron_ft.control.node.ranks import tail_of
 from megatron_ft.control.node.sidecars import STOP_SECONDS
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.rpc import check_interface, join_address, new_token
-from megatron_ft.control.rundir import RunDir, claim, has_complete_state
+from megatron_ft.control.rundir import RunDir, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
@@ -99,7 +99,7 @@ def launch(
     launcher = open_launcher(config, os.environ)
     config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
     _check_places(config, is_local=launcher.is_local)
-    run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
+    run_dir = RunDir.claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
@@ -124,7 +124,7 @@ def launch(
 
 def _check_places(config: JobConfig, *, is_local: bool) -> None:
     check_interface(config.control.interface)
-    read_certificates(config.control.tls_dir)
+    Certificates.read(config.control.tls_dir)
     free_port(config.control.interface)
     path, other = config.launch.forkserver_socket, config.launch.node_launcher
     if path is not None and not is_local:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.membership.machine import describe_returncode, signal_name
-from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step, first_of
+from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step
 from megatron_ft.events import NodeLost, NodeStartFailed, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 
@@ -143,7 +143,7 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
         details: how the ranks of that generation ended, see ``JobResult.details``.
     """
     state = step.state
-    first = first_of(state.survived[-1])
+    first = Failure.first_of(state.survived[-1])
     assert first is not None, "no failure preceded the restart of the ranks"
     failed = failed_records(JobResult(Outcome.FAILED, step.reason, first, details), policy)
     restarted = RanksRestarted(
@@ -167,7 +167,7 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
     dead = {
         failure.rank: _death(failure, details.get(failure.rank)) for failure in failures if failure.rank is not None
     }
-    dying = failed_records(JobResult(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
+    dying = failed_records(JobResult(Outcome.FAILED, step.reason, Failure.first_of(failures), dead), policy)
     return [*_lost_nodes(failures), *dying]
 
 

@@ -43,6 +43,36 @@ class SplitPlan:
     spans: tuple[Span, ...]
     order: SampleOrder
 
+    def fingerprint(self) -> str:
+        """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
+        tokens.
+
+        Two sources of the same size that differ only in other tokens have equal digests.
+        """
+        digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
+        for span in self.spans:
+            # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
+            edge = min(4096, span.num_tokens)
+            digest.update(f"{span.first_token} {span.num_tokens}".encode())
+            for start in (span.first_token, span.first_token + span.num_tokens - edge):
+                digest.update(_read_tokens(span.prefix, start, edge).tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def of(cls, config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> "SplitPlan":
+        """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
+
+        Raises:
+            ConfigError: sources and weights do not fit together.
+            DataError: a file is missing, damaged or too short.
+        """
+        check_lists(config)
+        key, sources, _ = configured(config, split)
+        prefixes = [source_prefix(config, source, tokenizer) for source in sources]
+        infos = [read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
+        found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
+        return cls(seq_length=seq_length, spans=found, order=sample_order(config, split, found))
+
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
     """Return the number of samples in ``num_tokens`` tokens. Adjacent samples share one token: the last label of a
@@ -128,36 +158,6 @@ def check_lists(config: DataConfig) -> None:
         raise ConfigError.of(
             "data.valid", config.valid, f"must not contain {sorted(shared)[0]}, which is in data.train"
         )
-
-
-def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> SplitPlan:
-    """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
-
-    Raises:
-        ConfigError: sources and weights do not fit together.
-        DataError: a file is missing, damaged or too short.
-    """
-    check_lists(config)
-    key, sources, _ = configured(config, split)
-    prefixes = [source_prefix(config, source, tokenizer) for source in sources]
-    infos = [read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
-    found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
-    return SplitPlan(seq_length=seq_length, spans=found, order=sample_order(config, split, found))
-
-
-def fingerprint(plan: SplitPlan) -> str:
-    """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last tokens.
-
-    Two sources of the same size that differ only in other tokens have equal digests.
-    """
-    digest = hashlib.blake2b(repr((plan.seq_length, plan.order)).encode(), digest_size=8)
-    for span in plan.spans:
-        # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
-        edge = min(4096, span.num_tokens)
-        digest.update(f"{span.first_token} {span.num_tokens}".encode())
-        for start in (span.first_token, span.first_token + span.num_tokens - edge):
-            digest.update(_read_tokens(span.prefix, start, edge).tobytes())
-    return digest.hexdigest()
 
 
 def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:

@@ -52,6 +52,34 @@ class UpstreamLogReport:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "host_bytes": self.host_bytes}
 
+    @classmethod
+    def of(cls, config: JobConfig, snapshot: SnapshotReport | None) -> "UpstreamLogReport | None":
+        """Estimate the upstream log of ``config``; return None if the job has no upstream log.
+
+        Args:
+            snapshot: estimate of the job's snapshots; None without snapshots.
+
+        Raises:
+            ConfigError: the logs of a node need more than ``upstream_log.memory_limit_bytes``.
+        """
+        if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
+            return None
+        stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
+        kept, lag = None, config.upstream_log.commit_lag_iterations
+        if snapshot is not None and snapshot.window_iterations is not None:
+            kept = iterations_kept(snapshot.window_iterations, lag, snapshot.interval_iterations)
+        report = cls(
+            commit_lag_iterations=lag,
+            iterations_kept=kept,
+            num_entries=tuple(num_entries(config, stage) for stage in stages),
+            iteration_bytes=tuple(iteration_log_bytes(config, stage) for stage in stages),
+            rank_bytes=None if kept is None else tuple(log_bytes(config, stage, kept) for stage in stages),
+            node_bytes=None if kept is None else tuple(node_log_bytes(config, node, kept) for node in nodes),
+            memory_limit_bytes=config.upstream_log.memory_limit_bytes,
+        )
+        report.validate()
+        return report
+
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
     """Check that a node's logs need at most ``upstream_log.memory_limit_bytes``. Raises ConfigError otherwise."""
@@ -143,34 +171,6 @@ def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
     """Return the ``log_bytes`` of the stage with the largest log."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(log_bytes(config, stage, num_iterations) for stage in stages)
-
-
-def report_upstream_log(config: JobConfig, snapshot: SnapshotReport | None) -> UpstreamLogReport | None:
-    """Estimate the upstream log of ``config``; return None if the job has no upstream log.
-
-    Args:
-        snapshot: estimate of the job's snapshots; None without snapshots.
-
-    Raises:
-        ConfigError: the logs of a node need more than ``upstream_log.memory_limit_bytes``.
-    """
-    if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
-        return None
-    stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
-    kept, lag = None, config.upstream_log.commit_lag_iterations
-    if snapshot is not None and snapshot.window_iterations is not None:
-        kept = iterations_kept(snapshot.window_iterations, lag, snapshot.interval_iterations)
-    report = UpstreamLogReport(
-        commit_lag_iterations=lag,
-        iterations_kept=kept,
-        num_entries=tuple(num_entries(config, stage) for stage in stages),
-        iteration_bytes=tuple(iteration_log_bytes(config, stage) for stage in stages),
-        rank_bytes=None if kept is None else tuple(log_bytes(config, stage, kept) for stage in stages),
-        node_bytes=None if kept is None else tuple(node_log_bytes(config, node, kept) for node in nodes),
-        memory_limit_bytes=config.upstream_log.memory_limit_bytes,
-    )
-    report.validate()
-    return report
 
 
 def _topology(config: JobConfig) -> Topology:

@@ -91,9 +91,9 @@ def test_its_agents_are_started_watched_and_stopped(job: Job) -> None:
     started = set(psutil.Process().children()) - before
     if not job.launcher.starts_nodes:
         assert started == set()
-        assert join_file.read(job.run_dir) is not None, "nodes that come by themselves find what they need"
+        assert join_file.JoinFile.read(job.run_dir) is not None, "nodes that come by themselves find what they need"
         job.launcher.stop(0.0)
-        assert join_file.read(job.run_dir) is None
+        assert join_file.JoinFile.read(job.run_dir) is None
         return
     assert len(started) == 2
     victim = next(iter(started))

@@ -19,7 +19,7 @@ from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.train_state import encode
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import History, Vote
-from megatron_ft.planning.recovery.replay import plan_replay
+from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.pieces import slice_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
@@ -138,7 +138,7 @@ def replay(
     with job_of(config, **place) as job:
         scramble(job.engine)
         view = view_of(job.engine)
-        recovery = plan_replay(found.plan, START, found.votes)
+        recovery = ReplayPlan.of(found.plan, START, found.votes)
         replayer = Replayer(job.engine, view, window=found.plan, slices=found.slices, skip_frozen=skip_frozen)
         began = time.process_time()
         try:

@@ -3,7 +3,7 @@
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, at_least, require, show
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, unmet, value_of
 
 
@@ -46,7 +46,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     earliest, last = 1, config.training.train_iterations
     # Check in order, because the members before a change depend on the earlier changes.
     for text in schedule:
-        change = parse_membership_change(text)
+        change = MembershipChange.parse(text)
         named = (*change.lose, *change.join)
         require(max(named, default=0) < num_nodes, key, text, f"must name nodes in 0..{num_nodes - 1}")
         members = f"must lose only members; before that change the members are nodes {list(nodes)}"

@@ -39,30 +39,31 @@ class Lease:
         """Release the lease, so that another controller can acquire it."""
         os.close(self._descriptor)
 
+    @classmethod
+    def acquire(cls, folder: Path) -> "Lease":
+        """Acquire the lease of the run whose control folder is ``folder``.
 
-def acquire_lease(folder: Path) -> Lease:
-    """Acquire the lease of the run whose control folder is ``folder``.
-
-    Raises:
-        ControlError: another controller lives, or the file is damaged.
-    """
-    path = folder / _FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ControlError(f"{path}: another controller of this run is alive; only one may run at a time") from None
-    try:
-        # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one stays.
-        epoch = _read(path) + 1
-        os.pwrite(descriptor, b"%d\n" % epoch, 0)
-        os.fsync(descriptor)
-    except BaseException:
-        # On a full disk ``EssentialWrites`` tries again, and this lock would refuse it.
-        os.close(descriptor)
-        raise
-    return Lease(epoch, path, descriptor)
+        Raises:
+            ControlError: another controller lives, or the file is damaged.
+        """
+        path = folder / _FILE
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ControlError(f"{path}: another controller of this run is alive; only one may run at a time") from None
+        try:
+            # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one
+            # stays.
+            epoch = _read(path) + 1
+            os.pwrite(descriptor, b"%d\n" % epoch, 0)
+            os.fsync(descriptor)
+        except BaseException:
+            # On a full disk ``EssentialWrites`` tries again, and this lock would refuse it.
+            os.close(descriptor)
+            raise
+        return cls(epoch, path, descriptor)
 
 
 def _read(path: Path) -> int:

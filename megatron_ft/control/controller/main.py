@@ -24,13 +24,13 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.controller.essential_writes import EssentialWrites, StandingClock
 from megatron_ft.control.controller.inbox import Origin
 from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.controller.launch_spec import launch_spec
-from megatron_ft.control.controller.lease import Lease, acquire_lease
+from megatron_ft.control.controller.lease import Lease
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.launchers.base import launcher_class
 from megatron_ft.control.membership import events
@@ -122,7 +122,7 @@ class ControllerProcess:
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
         # Before the journal is opened, which cuts off half a line: only the holder of the lease may change it.
-        self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
+        self._lease: Lease = self._writes.do(lambda: Lease.acquire(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
         self._policy = MembershipPolicy.of(config, starts_nodes=starts_nodes)
@@ -143,7 +143,7 @@ class ControllerProcess:
             journal=journal,
             epoch=self._lease.epoch,
             port=spec.port,
-            certificates=read_certificates(config.control.tls_dir),
+            certificates=Certificates.read(config.control.tls_dir),
             clock=self._writes.clock,
         )
         self._num_recorded = _num_lines(self._decisions_path)

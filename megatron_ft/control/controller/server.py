@@ -11,7 +11,7 @@ from megatron_ft.control.controller.inbox import Inbox, Item, Origin, Posted
 from megatron_ft.control.controller.sessions import AgentSession, AgentSessions
 from megatron_ft.control.membership.events import MachineEvent, NodeLost
 from megatron_ft.control.membership.state import MembershipPolicy
-from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call, decode_report
+from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call
 from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
@@ -248,7 +248,7 @@ def check_report(policy: MembershipPolicy, members: Members, node: int, content:
     Raises:
         ControlError: the report is malformed, or its rank, generation or position does not belong to the node.
     """
-    report = decode_report(content)
+    report = Report.decode(content)
     rank, generation = report.rank, report.generation
     if rank not in policy.ranks_of(node):
         raise ControlError(f"rank {rank} does not belong to node {node}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron_ft.control.membership.joining import count_loss, fail_start, give_up_agent, kill_or_start
 from megatron_ft.control.membership.nodes import AgentState, NodeRecord, NodeState
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Moment, Phase, State, Step, is_late
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Moment, Phase, State, Step
 
 
 def lost_places(state: State) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def count_losses(state: State, iteration: int) -> State:
 def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
     """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old
     ranks have not ended."""
-    if state.phase is not Phase.FILLING or not is_late(state, now):
+    if state.phase is not Phase.FILLING or not state.is_late(now):
         return state
     reason = f"it did not register in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     expected = _expected(policy, state)

@@ -41,6 +41,24 @@ class JobView:
         """Whether the host of the batch script is among the job's hosts."""
         return self.batch_host in self.hosts
 
+    @classmethod
+    def parse(cls, text: str) -> "JobView":
+        """Read the output of ``scontrol --oneliner show job`` for one job.
+
+        Raises:
+            SlurmError: the output has no job state, or an invalid list of nodes.
+        """
+        found = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        if "JobState" not in found:
+            raise SlurmError(f"scontrol show job: the answer has no JobState: {text.strip()[:200]!r}")
+        return cls(
+            state=found["JobState"],
+            batch_host=found.get("BatchHost", ""),
+            hosts=_hosts("NodeList", found),
+            num_restarts=int(found.get("Restarts", "0")),
+            excluded=_hosts("ExcNodeList", found),
+        )
+
 
 def view_job(job_id: str) -> JobView:
     """Query Slurm for the state of a job.
@@ -48,25 +66,7 @@ def view_job(job_id: str) -> JobView:
     Raises:
         SlurmError: the job is unknown, or Slurm does not answer.
     """
-    return parse_job(_call(["scontrol", "--oneliner", "show", "job", job_id]))
-
-
-def parse_job(text: str) -> JobView:
-    """Read the output of ``scontrol --oneliner show job`` for one job.
-
-    Raises:
-        SlurmError: the output has no job state, or an invalid list of nodes.
-    """
-    found = dict(word.split("=", 1) for word in text.split() if "=" in word)
-    if "JobState" not in found:
-        raise SlurmError(f"scontrol show job: the answer has no JobState: {text.strip()[:200]!r}")
-    return JobView(
-        state=found["JobState"],
-        batch_host=found.get("BatchHost", ""),
-        hosts=_hosts("NodeList", found),
-        num_restarts=int(found.get("Restarts", "0")),
-        excluded=_hosts("ExcNodeList", found),
-    )
+    return JobView.parse(_call(["scontrol", "--oneliner", "show", "job", job_id]))
 
 
 def _hosts(field: str, found: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm import calls
-from megatron_ft.control.slurm.nodes import read_allocation
+from megatron_ft.control.slurm.nodes import Allocation
 from megatron_ft.errors import ConfigError
 
 KEY = "topology.failure_domain_source"
@@ -31,7 +31,7 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
     """
     if config.topology.failure_domain_source != SOURCE:
         return config
-    allocation = read_allocation(variables, most_nodes=config.most_nodes)
+    allocation = Allocation.read(variables, most_nodes=config.most_nodes)
     domains = domains_of(allocation.hosts[: config.most_nodes], read_topology(variables))
     listed = dataclasses.replace(config.topology, failure_domain_source="listed", failure_domains=domains)
     return dataclasses.replace(config, topology=listed)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
-from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, PlannedWrite, metadata_bytes
+from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, PlannedWrite
 from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
 
@@ -29,7 +29,7 @@ def commit_files(
     contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order. After an OSError the directory
     is not a valid checkpoint."""
     entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
-    content = metadata_bytes(planned, [of_rank["results"] for of_rank in written])
+    content = planned.metadata_bytes([of_rank["results"] for of_rank in written])
     entries.append(write_file(directory, METADATA_NAME, content))
     form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
     entries.append(write_file(directory, FORMAT_NAME, form))

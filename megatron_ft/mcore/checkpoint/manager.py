@@ -19,15 +19,7 @@ from megatron_ft.mcore.checkpoint.committing import COMMON_NAME, commit_files, s
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.mcore.checkpoint.loading import load_shards
 from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
-from megatron_ft.mcore.checkpoint.state import (
-    OURS_KEY,
-    RANK_STATE_KEY,
-    DenseState,
-    build_shards,
-    common_state,
-    install,
-    rank_state,
-)
+from megatron_ft.mcore.checkpoint.state import OURS_KEY, RANK_STATE_KEY, DenseState, install, rank_state
 from megatron_ft.mcore.checkpoint.writer import Planner, WriteJob
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.planning.retention import RetentionPolicy
@@ -187,8 +179,8 @@ class CheckpointManager:
         # The process group is left out, because it cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
-            **build_shards(state, metadata, is_loading=False),
-            **common_state(state),
+            **state.build_shards(metadata, is_loading=False),
+            **state.common_state(),
             RANK_STATE_KEY: rank_state(state.host),
             "content_metadata": content_metadata,
         }
@@ -326,7 +318,7 @@ class CheckpointManager:
         # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
-        frame = build_shards(state, self._metadata(), is_loading=True)
+        frame = state.build_shards(self._metadata(), is_loading=True)
         # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)

@@ -41,6 +41,15 @@ class PlannedWrite:
     metadata: Metadata | None
     """Metadata of the whole checkpoint; only on rank 0."""
 
+    def metadata_bytes(self, results: list[list[list[Any]]]) -> bytes:
+        """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results``
+        is ``WriteJob.results`` of every rank."""
+        capture = _Capture()
+        writer = self.writer
+        writer.fs, writer.sync_files = capture, False
+        writer.finish(self.metadata, [[_from_json(record) for record in of_rank] for of_rank in results])
+        return capture.content
+
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Megatron's save strategy, which only plans: it stores the plan in ``planned`` and writes nothing."""
@@ -180,16 +189,6 @@ class WriteJob:
     def _write_one(self, file: HashedFile, name: str, item: Any, data: Any) -> WriteResult:
         transforms = self.planned.writer.transforms
         return _write_item(transforms, file, data, item, name, serialization_format=SerializationFormat.TORCH_SAVE)
-
-
-def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
-    """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results`` is
-    ``WriteJob.results`` of every rank."""
-    capture = _Capture()
-    writer = planned.writer
-    writer.fs, writer.sync_files = capture, False
-    writer.finish(planned.metadata, [[_from_json(record) for record in of_rank] for of_rank in results])
-    return capture.content
 
 
 class _Capture(FileSystem):

@@ -11,7 +11,7 @@ from typing import NoReturn
 from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.control.run_id import read_run_id
+from megatron_ft.control.run_id import RunId
 from megatron_ft.corpus.check import resolve_vocab_size
 from megatron_ft.errors import DataError
 from megatron_ft.mcore.collectives import Collectives
@@ -34,7 +34,7 @@ def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdent
     Raises:
         ConfigError: the random id of the run cannot be read from ``run_dir``.
     """
-    known = read_run_id(run_dir)
+    known = RunId.read(run_dir)
     vocab_size = resolve_vocab_size(config)
     return JobIdentity(
         run_id=known.run_id,

@@ -6,7 +6,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import vocabulary_entries
 from megatron_ft.corpus.order import Place
-from megatron_ft.corpus.sources import Span, SplitPlan, fingerprint, plan_split
+from megatron_ft.corpus.sources import Span, SplitPlan
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
 
@@ -56,7 +56,7 @@ class Samples:
     def fingerprint(self) -> str:
         """Return ``corpus.sources.fingerprint`` of the plan. Two splits with the same fingerprint have the same
         samples."""
-        return fingerprint(self.plan)
+        return self.plan.fingerprint()
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:
         # Documents are adjacent in the file, so one read may return the end of a document and the start of the next.
@@ -78,5 +78,5 @@ def open_samples(config: JobConfig, split: str) -> Samples:
         ConfigError, DataError: a source of this split is not valid; ``corpus.check.check_data`` raises the same errors.
     """
     tokenizer = build_tokenizer(config.data)
-    plan = plan_split(config.data, config.model.seq_length, split, tokenizer)
+    plan = SplitPlan.of(config.data, config.model.seq_length, split, tokenizer)
     return Samples(plan, vocabulary_entries(config, tokenizer), mmap=config.data.mmap)

@@ -8,7 +8,7 @@ import torch
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.device import common, cpu
-from megatron_ft.mcore.device.software import check_provider, choose_transformer_impl, inspect_software
+from megatron_ft.mcore.device.software import Software, check_provider, choose_transformer_impl
 from megatron_ft.planning.devices import device_index, node_on_host
 
 
@@ -61,7 +61,7 @@ def install(config: JobConfig) -> tuple[str, str]:
     Returns:
         (device, transformer_impl): ``cpu`` or ``cuda``, and ``local`` or ``transformer_engine``.
     """
-    software = inspect_software()
+    software = Software.inspect()
     device = resolve_device(config.training.device)
     transformer_impl = choose_transformer_impl(config.training.transformer_impl, device, software)
     check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)

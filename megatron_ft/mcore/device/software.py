@@ -25,14 +25,14 @@ class Software:
     apex: bool
     """Whether NVIDIA's apex is installed."""
 
+    @classmethod
+    def inspect(cls) -> "Software":
+        """Check the installations of Transformer Engine and apex.
 
-def inspect_software() -> Software:
-    """Check the installations of Transformer Engine and apex.
-
-    Raises:
-        SoftwareError: an installation is incomplete, and Megatron's import or its choice of kernels would fail.
-    """
-    return Software(transformer_engine=_transformer_engine(), apex=_apex())
+        Raises:
+            SoftwareError: an installation is incomplete, and Megatron's import or its choice of kernels would fail.
+        """
+        return cls(transformer_engine=_transformer_engine(), apex=_apex())
 
 
 def _transformer_engine() -> str | None:

@@ -19,9 +19,9 @@ from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
-from megatron_ft.planning.cost.parameters import parameters_of_stage
+from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.planning.placement.copies import StateCopyPlan
-from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
 from megatron_ft.planning.placement.report import plan_state_copies
@@ -30,7 +30,6 @@ from megatron_ft.planning.placement.stage import (
     first_loads,
     first_plans,
     fits,
-    place_stage,
     scripted_plans,
     stage_requests,
 )
@@ -101,7 +100,7 @@ class PlacementManager:
         """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
-        self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
+        self._num_dense = RankParameters.of_stage(config.model, operators, topology, stage).num_dense
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
     @classmethod
@@ -243,7 +242,7 @@ class PlacementManager:
     # -- parts --------------------------------------------------------------------------------------------
 
     def _place(self, stage: int, loads: Loads) -> PlacementPlan:
-        plan, _ = place_stage(self._requests[stage], self._algorithm, loads)
+        plan, _ = self._requests[stage].place(self._algorithm, loads)
         return plan
 
     def _wanted(self) -> PlacementPlan:
@@ -257,7 +256,7 @@ class PlacementManager:
         return self._migration(stage, remap(wanted, holdings(self.plans[stage])))
 
     def _migration(self, stage: int, plan: PlacementPlan) -> MigrationPlan:
-        return plan_migration(plan, holdings(self.plans[stage]), expert_state_bytes(self._config))
+        return MigrationPlan.between(plan, holdings(self.plans[stage]), expert_state_bytes(self._config))
 
     def _change(self, migrations: Sequence[MigrationPlan], reason: str, gain: float) -> Change:
         loads = self.loads

@@ -26,7 +26,7 @@ from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.localized import Standing, plan_localized
+from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -71,7 +71,7 @@ class LocalizedReplay:
         )
         self._standings = [Standing.from_json(record) for record in collectives.gather(mine.to_json())]
         is_ring = engine.config.parallel.virtual_pipeline_model_parallel_size is not None
-        plan = plan_localized(self._standings, num_stages=pp.size(), is_ring=is_ring)
+        plan = LocalizedPlan.of(self._standings, num_stages=pp.size(), is_ring=is_ring)
         if isinstance(plan, Declined):
             raise RecoveryError(
                 f"generation {context.generation} cannot recover with a localized replay: {plan.summary()}"

@@ -14,7 +14,7 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator
-from megatron_ft.mcore.recovery.replay import open_replay
+from megatron_ft.mcore.recovery.replay import Replayer
 from megatron_ft.mcore.recovery.upstream_log import keep_room
 from megatron_ft.mcore.snapshot.local_window import LocalWindow
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
@@ -140,7 +140,7 @@ class Region:
         for needed in (window.plan_in_force, plan or window.plan_in_force):
             keep_room(engine, needed, self._report)
         replay = window.replay_plan(until=self._plan.target, votes=votes)
-        replayer = open_replay(engine, window, self._collectives)
+        replayer = Replayer.open(engine, window, self._collectives)
         with self._alone() as communicator:
             carry_out(replay, replayer)
         return Replayed(kept=window.stored, num_bytes=communicator.num_bytes)

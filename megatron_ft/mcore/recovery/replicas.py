@@ -22,7 +22,7 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_data
-from megatron_ft.mcore.groups import Groups, dissolve_groups, join, open_store
+from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
 from megatron_ft.mcore.moe.migration import move_experts
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.build import set_position
@@ -55,7 +55,7 @@ class ElasticTrainer(Trainer):
         timeout_seconds = self.job.launch.start_timeout_seconds
         store = open_store(self.context, timeout_seconds=timeout_seconds)
         device = self.device.type
-        self.build(join(self.config, self.context, device=device, timeout_seconds=timeout_seconds, store=store))
+        self.build(Groups.join(self.config, self.context, device=device, timeout_seconds=timeout_seconds, store=store))
         # After ``build``, in which the ranks have checked that they have the same data. Joining ranks use this record.
         if self.context.rank == 0 and self.job.may_lose_nodes:
             note_run_data(self.samples["train"], self.context.run_dir)
@@ -143,7 +143,7 @@ class ElasticTrainer(Trainer):
         opening = Opening()
         self.break_with(opening.hang_up)
         try:
-            groups = join(
+            groups = Groups.join(
                 self.config,
                 self.context,
                 device=self.device.type,

@@ -10,10 +10,10 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.recovery.replay import open_replay
+from megatron_ft.mcore.recovery.replay import Replayer
 from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
+from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
@@ -103,7 +103,7 @@ class SnapshotRestorer:
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
         rejected = self._rejected_windows()
         while True:
-            source = choose_source(by_rank, at, reasons=reasons)
+            source = RecoverySource.choose(by_rank, at, reasons=reasons)
             newer = [text for last, text in other_settings if last > source.iteration]
             if newer and only is None:
                 raise CheckpointError(newer[-1])
@@ -219,7 +219,7 @@ class SnapshotRestorer:
         self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
     def _carry_out(self, engine: TrainingEngine, window: LocalWindow) -> ReplayResult:
-        return carry_out(window.replay_plan(), open_replay(engine, window, self._collectives))
+        return carry_out(window.replay_plan(), Replayer.open(engine, window, self._collectives))
 
     def _rejected_windows(self) -> dict[str, RejectedWindow]:
         rejected = self._on_first(lambda: read_rejected(self._run_dir))

@@ -34,7 +34,7 @@ from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.forward import forward_step
 from megatron_ft.mcore.training.iteration import IterationResult, IterationState
 from megatron_ft.mcore.training.reporting import StragglerTimer
-from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
+from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
@@ -310,7 +310,7 @@ class TrainingEngine:
     def tally(self, ballots: Sequence[Ballot]) -> Vote:
         """Combine the ballots of all ranks, in rank order, to a vote."""
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
-        return tally(
+        return Vote.of(
             ballots,
             clip_grad=self.config.optimizer.clip_grad,
             num_moe_losses=num_moe_losses if self.config.model.num_moe_experts else 0,

@@ -21,7 +21,7 @@ from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.operator_state import StateShard
-from megatron_ft.planning.alerts import slowest
+from megatron_ft.planning.alerts import Slowest
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -96,7 +96,7 @@ def metrics_record(
     if model.num_moe_experts:
         values["aux_loss"] = vote.aux_loss * model.moe_aux_loss_coeff
         values["z_loss"] = vote.z_loss * (model.moe_z_loss_coeff or 0.0)
-    if (last := slowest(result.pass_seconds)) is not None:
+    if (last := Slowest.of(result.pass_seconds)) is not None:
         values["slowest_rank"], values["slowest_node"] = last.rank, nodes[last.rank]
         values["slowest_rank_over_median"] = last.over_median
     return Metrics(iteration=vote.iteration, values=values)

@@ -51,11 +51,11 @@ from megatron_ft.mcore.training.reporting import (
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
-from megatron_ft.snapshot.storage.window_folder import open_windows, persist_url
+from megatron_ft.snapshot.storage.window_folder import WindowFolder, persist_url
 from megatron_ft.topology import Topology
 
 SNAPSHOT_SERVICE = "keeper"
@@ -464,7 +464,7 @@ class Trainer:
         # For each node, the nodes in other failure domains that store copies of its windows. Nodes are numbered from 0
         # among the present nodes. Ranks with the same state capture disjoint parts of it, so no other node has a copy
         # of a window before it is replicated.
-        return assign_peers(self.config.member_domains, self.config.snapshot.num_peer_copies)
+        return PeerAssignment.of(self.config.member_domains, self.config.snapshot.num_peer_copies)
 
     def open_restorer(self, client: KeeperClient | None, *, region: Collectives | None = None) -> SnapshotRestorer:
         """Create the ``SnapshotRestorer`` of this rank.
@@ -484,7 +484,7 @@ class Trainer:
             settings=self.replay_config(),
             collectives=self.collectives if region is None else region,
             client=client,
-            folder=open_windows(self.config, context.run_dir) if region is None else None,
+            folder=WindowFolder.of_run(self.config, context.run_dir) if region is None else None,
             report=self.report_own if region is None else self._report_problem,
         )
 

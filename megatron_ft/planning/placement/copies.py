@@ -85,48 +85,50 @@ class StateCopyPlan:
         copies = f"on {computing}" if self.num_state_copies is None else f"in {self.num_state_copies} failure domains"
         return f"optimizer state {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
 
+    @classmethod
+    def of(
+        cls,
+        plan: PlacementPlan,
+        num_state_copies: int | None,
+        *,
+        expert_bytes: int,
+        non_expert_bytes: Sequence[tuple[int, int]] = (),
+    ) -> "StateCopyPlan":
+        """Assign owners to the optimizer state of every expert and every non-expert part.
 
-def plan_copies(
-    plan: PlacementPlan,
-    num_state_copies: int | None,
-    *,
-    expert_bytes: int,
-    non_expert_bytes: Sequence[tuple[int, int]] = (),
-) -> StateCopyPlan:
-    """Assign owners to the optimizer state of every expert and every non-expert part.
+        The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn).
+        The other owners are in the next failure domains of a cycle, which begins with the domains of computing ranks.
+        So one owner remains after the loss of any ``num_state_copies - 1`` domains, even if fewer ranks compute with
+        the operator.
 
-    The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn). The
-    other owners are in the next failure domains of a cycle, which begins with the domains of computing ranks. So one
-    owner remains after the loss of any ``num_state_copies - 1`` domains, even if fewer ranks compute with the operator.
+        Args:
+            plan: placement of experts.
+            num_state_copies: number of copies of every shard, in distinct failure domains. If it is None, every
+                computing rank owns the whole state, as in Lazarus.
+            expert_bytes: bytes of the optimizer state of one expert.
+            non_expert_bytes: (layer number, bytes) of each non-expert part, which all ranks of ``plan`` hold.
 
-    Args:
-        plan: placement of experts.
-        num_state_copies: number of copies of every shard, in distinct failure domains. If it is None, every computing
-            rank owns the whole state, as in Lazarus.
-        expert_bytes: bytes of the optimizer state of one expert.
-        non_expert_bytes: (layer number, bytes) of each non-expert part, which all ranks of ``plan`` hold.
-
-    Raises:
-        ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
-    """
-    num_domains = len(set(plan.domains))
-    if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
-        raise ConfigError.of(
-            "num_state_copies", num_state_copies, f"must be from 1 to {num_domains}, the number of failure domains"
+        Raises:
+            ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
+        """
+        num_domains = len(set(plan.domains))
+        if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
+            raise ConfigError.of(
+                "num_state_copies", num_state_copies, f"must be from 1 to {num_domains}, the number of failure domains"
+            )
+        ring = _Ring(plan, num_state_copies)
+        operators = []
+        for turn, (layer, size) in enumerate(non_expert_bytes):
+            operators.append(ring.operator(layer, NON_EXPERT, size, list(range(len(plan.ranks))), turn))
+        for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
+            for expert in range(plan.num_experts):
+                holders = [position for position, experts in enumerate(by_rank) if expert in experts]
+                operators.append(ring.operator(layer, expert, expert_bytes, holders, expert))
+        result = cls(
+            num_state_copies=num_state_copies, ranks=plan.ranks, domains=plan.domains, operators=tuple(operators)
         )
-    ring = _Ring(plan, num_state_copies)
-    operators = []
-    for turn, (layer, size) in enumerate(non_expert_bytes):
-        operators.append(ring.operator(layer, NON_EXPERT, size, list(range(len(plan.ranks))), turn))
-    for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
-        for expert in range(plan.num_experts):
-            holders = [position for position, experts in enumerate(by_rank) if expert in experts]
-            operators.append(ring.operator(layer, expert, expert_bytes, holders, expert))
-    result = StateCopyPlan(
-        num_state_copies=num_state_copies, ranks=plan.ranks, domains=plan.domains, operators=tuple(operators)
-    )
-    result.validate()
-    return result
+        result.validate()
+        return result
 
 
 class _Ring:

@@ -35,29 +35,28 @@ class StageRequest:
         """Number of failure domains that contain ranks of the stage."""
         return len({self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks})
 
+    def place(
+        self, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
+    ) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
+        """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
 
-def place_stage(
-    request: StageRequest, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
-) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
-    """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
-
-    Raises:
-        ConfigError: loads, slots and failure domains do not fit together.
-    """
-    num_slots = request.num_slots_per_rank * len(request.ranks)
-    # A rank has separate slots for each layer.
-    allocations = tuple(
-        allocate(load, num_slots, request.min_replicas, num_domains=request.num_domains) for load in loads
-    )
-    plan = algorithm.place(
-        [allocation.replica_counts for allocation in allocations],
-        request.cluster,
-        num_slots_per_rank=request.num_slots_per_rank,
-        ranks=request.ranks,
-        loads=loads,
-        layer_numbers=request.layer_numbers,
-    )
-    return plan, allocations
+        Raises:
+            ConfigError: loads, slots and failure domains do not fit together.
+        """
+        num_slots = self.num_slots_per_rank * len(self.ranks)
+        # A rank has separate slots for each layer.
+        allocations = tuple(
+            allocate(load, num_slots, self.min_replicas, num_domains=self.num_domains) for load in loads
+        )
+        plan = algorithm.place(
+            [allocation.replica_counts for allocation in allocations],
+            self.cluster,
+            num_slots_per_rank=self.num_slots_per_rank,
+            ranks=self.ranks,
+            loads=loads,
+            layer_numbers=self.layer_numbers,
+        )
+        return plan, allocations
 
 
 def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
@@ -103,7 +102,7 @@ def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: Job
     if 1 in inputs.schedule:
         return scripted_plans(requests, inputs.schedule[1])
     algorithm = algorithm_of(config)
-    return [place_stage(request, algorithm, first_loads(config, request, inputs))[0] for request in requests]
+    return [request.place(algorithm, first_loads(config, request, inputs))[0] for request in requests]
 
 
 def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> Sequence[Sequence[float]]:

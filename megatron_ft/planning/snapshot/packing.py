@@ -22,26 +22,46 @@ class Packing:
     slices: tuple[tuple[int, ...], ...]
     budget_bytes: int
 
+    @classmethod
+    def of(cls, table: UnitBytes, budget_bytes: int, max_slices: int) -> "Packing | None":
+        """Pack the units of ``table`` in order; return None if ``max_slices`` do not suffice or a unit does not fit.
 
-def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None:
-    """Pack the units of ``table`` in order; return None if ``max_slices`` do not suffice or a unit does not fit.
+        Every slice contains the frozen bytes of all units of later slices. The remaining units are tried in order, and
+        each one is added to the slice if no rank exceeds the budget. So a unit may be added after an earlier one did
+        not fit.
+        """
+        extra = table.full - table.frozen
+        remaining: Rows = np.arange(len(extra))
+        room: Matrix = budget_bytes - table.frozen.sum(axis=0)
+        slices: list[tuple[int, ...]] = []
+        while len(remaining):
+            taken = _fill(extra, remaining, room.copy())
+            if not len(taken) or len(slices) == max_slices:
+                return None
+            slices.append(tuple(taken.tolist()))
+            # Later slices do not contain the compute weights of units that this slice captures in full.
+            room += table.frozen[taken].sum(axis=0)
+            remaining = np.setdiff1d(remaining, taken, assume_unique=True)
+        return cls(slices=tuple(slices), budget_bytes=budget_bytes)
 
-    Every slice contains the frozen bytes of all units of later slices. The remaining units are tried in order, and each
-    one is added to the slice if no rank exceeds the budget. So a unit may be added after an earlier one did not fit.
-    """
-    extra = table.full - table.frozen
-    remaining: Rows = np.arange(len(extra))
-    room: Matrix = budget_bytes - table.frozen.sum(axis=0)
-    slices: list[tuple[int, ...]] = []
-    while len(remaining):
-        taken = _fill(extra, remaining, room.copy())
-        if not len(taken) or len(slices) == max_slices:
-            return None
-        slices.append(tuple(taken.tolist()))
-        # Later slices do not contain the compute weights of units that this slice captures in full.
-        room += table.frozen[taken].sum(axis=0)
-        remaining = np.setdiff1d(remaining, taken, assume_unique=True)
-    return Packing(slices=tuple(slices), budget_bytes=budget_bytes)
+    @classmethod
+    def smallest(cls, table: UnitBytes, low_bytes: int, high: "Packing", max_slices: int) -> "Packing":
+        """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by
+        bisection.
+
+        ``high`` is a known packing. The search stops at a relative error of 1 / 1024. A larger budget can give a worse
+        packing, so the result may not be the optimum, but it is never worse than ``high``.
+        """
+        low = low_bytes
+        # Finer steps have no use, because bandwidth and iteration time are measured less exactly.
+        while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
+            middle = (low + high.budget_bytes) // 2
+            found = Packing.of(table, middle, max_slices)
+            if found is None:
+                low = middle
+            else:
+                high = found
+        return high
 
 
 def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
@@ -69,24 +89,6 @@ def _fill_singly(extra: Matrix, block: Rows, room: Matrix) -> Rows:
             left -= extra[unit]
             taken.append(unit)
     return np.array(taken, dtype=np.intp)
-
-
-def smallest_packing(table: UnitBytes, low_bytes: int, high: Packing, max_slices: int) -> Packing:
-    """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by bisection.
-
-    ``high`` is a known packing. The search stops at a relative error of 1 / 1024. A larger budget can give a worse
-    packing, so the result may not be the optimum, but it is never worse than ``high``.
-    """
-    low = low_bytes
-    # Finer steps have no use, because bandwidth and iteration time are measured less exactly.
-    while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
-        middle = (low + high.budget_bytes) // 2
-        found = pack(table, middle, max_slices)
-        if found is None:
-            low = middle
-        else:
-            high = found
-    return high
 
 
 def least_peak_bytes(table: UnitBytes, num_slices: int) -> int:

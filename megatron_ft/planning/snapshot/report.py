@@ -10,7 +10,7 @@ from megatron_ft.config.policy import build_policy
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
-from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
@@ -53,6 +53,45 @@ class SnapshotReport:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "host_bytes": self.host_bytes}
 
+    @classmethod
+    def of(cls, config: JobConfig, tokenizer_vocab_size: int | None) -> "SnapshotReport | None":
+        """Estimate the snapshots of a job; return None if ``config`` has no snapshots.
+
+        Raises:
+            ConfigError: the policy cannot be built, cannot plan with this configuration, or exceeds the memory limit.
+        """
+        snapshot, launch = config.snapshot, config.launch
+        if snapshot.policy is None:
+            return None
+        topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+        # Only the demand is an estimate, from parameter counts. The policy plans in the same way as on the ranks.
+        demand = estimate_demand(config, topology, tokenizer_vocab_size)
+        policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
+        dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))
+        plan, is_known = dense, False
+        if snapshot.bandwidth_bytes_per_second is not None and snapshot.iteration_seconds is not None:
+            context = SnapshotContext(
+                bandwidth_bytes_per_second=snapshot.bandwidth_bytes_per_second,
+                iteration_seconds=snapshot.iteration_seconds,
+            )
+            plan, is_known = policy.plan(demand, context), True
+        assignment = PeerAssignment.of(config.member_domains, snapshot.num_peer_copies)
+        plans_again = snapshot.replan_interval_windows > 0
+        report = cls(
+            policy=type(policy).__name__,
+            window_iterations=plan.num_iterations if is_known else None,
+            interval_iterations=plan.interval_iterations if is_known else None,
+            window_bytes=max(window_bytes(plan, shards) for shards in demand.shards_by_rank),
+            dense_bytes=max(window_bytes(dense, shards) for shards in demand.shards_by_rank),
+            num_peer_copies=snapshot.num_peer_copies,
+            peers=assignment.peers,
+            nodes=host_bytes(plan, demand.shards_by_rank, launch.ranks_per_node, assignment, plans_again=plans_again),
+            host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
+            reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
+        )
+        report.validate()
+        return report
+
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
     """Check that windows and copies need at most ``snapshot.host_memory_limit_bytes``. Raises ConfigError otherwise."""
@@ -63,45 +102,6 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
         "the memory of windows and peer copies on the largest node; lower snapshot.num_peer_copies, spread the "
         "model over more nodes, or choose snapshot=none",
     )
-
-
-def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> SnapshotReport | None:
-    """Estimate the snapshots of a job; return None if ``config`` has no snapshots.
-
-    Raises:
-        ConfigError: the policy cannot be built, cannot plan with this configuration, or exceeds the memory limit.
-    """
-    snapshot, launch = config.snapshot, config.launch
-    if snapshot.policy is None:
-        return None
-    topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
-    # Only the demand is an estimate, from parameter counts. The policy plans in the same way as on the ranks.
-    demand = estimate_demand(config, topology, tokenizer_vocab_size)
-    policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
-    dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))
-    plan, is_known = dense, False
-    if snapshot.bandwidth_bytes_per_second is not None and snapshot.iteration_seconds is not None:
-        context = SnapshotContext(
-            bandwidth_bytes_per_second=snapshot.bandwidth_bytes_per_second,
-            iteration_seconds=snapshot.iteration_seconds,
-        )
-        plan, is_known = policy.plan(demand, context), True
-    assignment = assign_peers(config.member_domains, snapshot.num_peer_copies)
-    plans_again = snapshot.replan_interval_windows > 0
-    report = SnapshotReport(
-        policy=type(policy).__name__,
-        window_iterations=plan.num_iterations if is_known else None,
-        interval_iterations=plan.interval_iterations if is_known else None,
-        window_bytes=max(window_bytes(plan, shards) for shards in demand.shards_by_rank),
-        dense_bytes=max(window_bytes(dense, shards) for shards in demand.shards_by_rank),
-        num_peer_copies=snapshot.num_peer_copies,
-        peers=assignment.peers,
-        nodes=host_bytes(plan, demand.shards_by_rank, launch.ranks_per_node, assignment, plans_again=plans_again),
-        host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
-        reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
-    )
-    report.validate()
-    return report
 
 
 def whole_plan(shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterations: int) -> WindowPlan:

@@ -8,7 +8,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
 from megatron_ft.planning.snapshot.orders import HardCount, OperatorOrder
-from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
+from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 
@@ -68,15 +68,15 @@ class SparseWindow:
         )
 
     def _pack(self, table: UnitBytes, budget: int) -> Packing:
-        found = pack(table, budget, self.max_window_iterations)
+        found = Packing.of(table, budget, self.max_window_iterations)
         # The budget cannot be kept, so training will wait: the largest slice is made as small as possible instead.
         if found is None:
             low = max(budget, least_peak_bytes(table, self.max_window_iterations) - 1)
-            return smallest_packing(table, low, _dense(table), self.max_window_iterations)
+            return Packing.smallest(table, low, _dense(table), self.max_window_iterations)
         num_slices = max(len(found.slices), self.min_window_iterations)
         # Otherwise early slices would fill the budget, and any variation of bandwidth would stall training.
         if self.balance or num_slices > len(found.slices):
-            return smallest_packing(table, least_peak_bytes(table, num_slices) - 1, found, num_slices)
+            return Packing.smallest(table, least_peak_bytes(table, num_slices) - 1, found, num_slices)
         return found
 
     def _check(self) -> None:

@@ -30,62 +30,62 @@ class Shares:
     slack: int
     """Bytes by which the total of a set's sender may exceed the total of another rank of the set."""
 
+    @classmethod
+    def of(cls, demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> "Shares":
+        """Distribute the demand of each set over its ranks.
 
-def share(demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> Shares:
-    """Distribute the demand of each set over its ranks.
+        At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
+        than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
+        busy ranks of its set. Demands are spread again as long as the totals of a set differ by more than the slack and
+        this lowers the sum of the squared totals. Every pass lowers this integer, so the passes end.
 
-    At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
-    than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least busy
-    ranks of its set. Demands are spread again as long as the totals of a set differ by more than the slack and this
-    lowers the sum of the squared totals. Every pass lowers this integer, so the passes end.
-
-    Args:
-        demands: bytes that each set must send.
-        sets: ranks of each set, ascending; a set may consist of ``STORAGE`` alone.
-    """
-    highest = max((int(ranks[-1]) for ranks in sets if len(ranks)), default=0)
-    loads = [0] * (highest + 2)  # index -1 is storage
-    chosen: list[list[int]] = [[] for _ in sets]
-    amounts: list[list[int]] = [[] for _ in sets]
-    open_sets = []
-    for number, (demand, ranks) in enumerate(zip(demands, sets, strict=True)):
-        if not demand:
-            continue
-        if len(ranks) == 1:
-            chosen[number], amounts[number] = ranks.tolist(), [demand]
-            loads[chosen[number][0]] += demand
-        else:
-            open_sets.append(number)
-    members = {number: sets[number].tolist() for number in open_sets}
-    order = sorted(open_sets, key=lambda number: (len(members[number]), -demands[number], number))
-    for number in order:
-        chosen[number], amounts[number] = _spread(demands[number], members[number], loads, min_piece_bytes)
-        _add(loads, chosen[number], amounts[number], 1)
-    while True:
-        slack = max(2 * min_piece_bytes + 1, int(RELATIVE_SLACK * max(loads[:-1], default=0)))
-        has_changed = False
-        for number in order:
-            busiest = max(loads[rank] for rank in chosen[number])
-            if busiest - min(loads[rank] for rank in members[number]) <= slack:
+        Args:
+            demands: bytes that each set must send.
+            sets: ranks of each set, ascending; a set may consist of ``STORAGE`` alone.
+        """
+        highest = max((int(ranks[-1]) for ranks in sets if len(ranks)), default=0)
+        loads = [0] * (highest + 2)  # index -1 is storage
+        chosen: list[list[int]] = [[] for _ in sets]
+        amounts: list[list[int]] = [[] for _ in sets]
+        open_sets = []
+        for number, (demand, ranks) in enumerate(zip(demands, sets, strict=True)):
+            if not demand:
                 continue
-            before = sum(loads[rank] ** 2 for rank in members[number])
-            _add(loads, chosen[number], amounts[number], -1)
-            again = _spread(demands[number], members[number], loads, min_piece_bytes)
-            _add(loads, *again, 1)
-            # Only a decrease counts: otherwise the same bytes could move back and forth without end.
-            if sum(loads[rank] ** 2 for rank in members[number]) < before:
-                chosen[number], amounts[number] = again
-                has_changed = True
+            if len(ranks) == 1:
+                chosen[number], amounts[number] = ranks.tolist(), [demand]
+                loads[chosen[number][0]] += demand
             else:
-                _add(loads, *again, -1)
-                _add(loads, chosen[number], amounts[number], 1)
-        if not has_changed:
-            break
-    return Shares(
-        senders=tuple(np.array(ranks, dtype=np.int64) for ranks in chosen),
-        amounts=tuple(np.array(of_set, dtype=np.int64) for of_set in amounts),
-        slack=slack,
-    )
+                open_sets.append(number)
+        members = {number: sets[number].tolist() for number in open_sets}
+        order = sorted(open_sets, key=lambda number: (len(members[number]), -demands[number], number))
+        for number in order:
+            chosen[number], amounts[number] = _spread(demands[number], members[number], loads, min_piece_bytes)
+            _add(loads, chosen[number], amounts[number], 1)
+        while True:
+            slack = max(2 * min_piece_bytes + 1, int(RELATIVE_SLACK * max(loads[:-1], default=0)))
+            has_changed = False
+            for number in order:
+                busiest = max(loads[rank] for rank in chosen[number])
+                if busiest - min(loads[rank] for rank in members[number]) <= slack:
+                    continue
+                before = sum(loads[rank] ** 2 for rank in members[number])
+                _add(loads, chosen[number], amounts[number], -1)
+                again = _spread(demands[number], members[number], loads, min_piece_bytes)
+                _add(loads, *again, 1)
+                # Only a decrease counts: otherwise the same bytes could move back and forth without end.
+                if sum(loads[rank] ** 2 for rank in members[number]) < before:
+                    chosen[number], amounts[number] = again
+                    has_changed = True
+                else:
+                    _add(loads, *again, -1)
+                    _add(loads, chosen[number], amounts[number], 1)
+            if not has_changed:
+                break
+        return cls(
+            senders=tuple(np.array(ranks, dtype=np.int64) for ranks in chosen),
+            amounts=tuple(np.array(of_set, dtype=np.int64) for of_set in amounts),
+            slack=slack,
+        )
 
 
 def _add(loads: list[int], ranks: Sequence[int], amounts: Sequence[int], sign: int) -> None:

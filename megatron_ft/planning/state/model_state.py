@@ -14,7 +14,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.state.holdings import Holdings, Medium, Needs
-from megatron_ft.planning.state.optimizer_shards import BufferLayout, cut_evenly
+from megatron_ft.planning.state.optimizer_shards import BufferLayout, ShardRanges
 from megatron_ft.planning.state.owners import assign_owners
 from megatron_ft.planning.state.parallel_layout import ParallelLayout
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
@@ -77,6 +77,38 @@ class ModelState:
                         item_bytes=item_bytes,
                     )
 
+    def holdings(
+        self, layout: ParallelLayout, sharding: "Sharding", *, iteration: int, domain_of: Mapping[int, str]
+    ) -> Holdings:
+        """List the elements that every rank of ``layout``, also a rank that is now lost, has after ``iteration``."""
+        rows = _Rows(self, iteration)
+        rows.add_layout(layout, sharding, domain_of)
+        live = Holdings.of_needs(Needs.concatenate(self.index, rows.live), domain_of)
+        copies = Needs.concatenate(self.index, rows.copies)
+        return live.and_also(Holdings.of_needs(copies, domain_of, Medium.STATE_COPY))
+
+    def needs(
+        self,
+        layout: ParallelLayout,
+        sharding: "Sharding",
+        *,
+        iteration: int,
+        domain_of: Mapping[int, str],
+        has_copies: bool = True,
+    ) -> Needs:
+        """List the elements that every rank of ``layout`` needs so that training can continue after ``iteration``.
+
+        Args:
+            has_copies: whether to include copies of other ranks' optimizer shards; training need not wait for these.
+
+        Raises:
+            ConfigError: the layout does not match the model, the expert parallel size does not divide the ranks or
+                experts, or there are fewer failure domains than ``num_state_copies``.
+        """
+        rows = _Rows(self, iteration)
+        rows.add_layout(layout, sharding, domain_of)
+        return Needs.concatenate(self.index, rows.live + (rows.copies if has_copies else []))
+
 
 BufferKey = tuple[int, int, bool, str]
 """Pipeline stage, chunk, whether the parameters belong to experts, and dtype of the weights."""
@@ -106,40 +138,6 @@ class Sharding:
     cuts_replicas: bool = True
     """Whether the optimizer state of an expert is divided over the ranks with its replicas, with ``num_state_copies``
     owners of each part; otherwise every replica has the whole optimizer state."""
-
-
-def state_needs(
-    model: ModelState,
-    layout: ParallelLayout,
-    sharding: Sharding,
-    *,
-    iteration: int,
-    domain_of: Mapping[int, str],
-    has_copies: bool = True,
-) -> Needs:
-    """List the elements that every rank of ``layout`` needs so that training can continue after ``iteration``.
-
-    Args:
-        has_copies: whether to include copies of other ranks' optimizer shards; training need not wait for these.
-
-    Raises:
-        ConfigError: the layout does not match the model, the expert parallel size does not divide the ranks or experts,
-            or there are fewer failure domains than ``num_state_copies``.
-    """
-    rows = _Rows(model, iteration)
-    rows.add_layout(layout, sharding, domain_of)
-    return Needs.concatenate(model.index, rows.live + (rows.copies if has_copies else []))
-
-
-def state_holdings(
-    model: ModelState, layout: ParallelLayout, sharding: Sharding, *, iteration: int, domain_of: Mapping[int, str]
-) -> Holdings:
-    """List the elements that every rank of ``layout``, also a rank that is now lost, has after ``iteration``."""
-    rows = _Rows(model, iteration)
-    rows.add_layout(layout, sharding, domain_of)
-    live = Holdings.of_needs(Needs.concatenate(model.index, rows.live), domain_of)
-    copies = Needs.concatenate(model.index, rows.copies)
-    return live.and_also(Holdings.of_needs(copies, domain_of, Medium.STATE_COPY))
 
 
 class _Rows:
@@ -241,7 +239,7 @@ class _Rows:
                 # A different turn for each expert spreads the copies over different ranks.
                 others = _of_other_domains(ranks, plan.ranks, domain_of, missing, turn=layer + expert)
                 owners = assign_owners(ranks, domain_of, sharding.num_state_copies, others)
-                shards = cut_evenly([parameter.num_elements for parameter in parameters], len(ranks))
+                shards = ShardRanges.even([parameter.num_elements for parameter in parameters], len(ranks))
                 for kind in self._kinds:
                     tensor = self._numbers(parameters, 0, kind)[shards.parameter]
                     self._add_owned(owners, shards.shard, tensor, shards.start, shards.stop)

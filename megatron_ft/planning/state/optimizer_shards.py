@@ -35,6 +35,14 @@ class ShardRanges:
     """First element of the range in the flattened parameter."""
     stop: Column
 
+    @classmethod
+    def even(cls, sizes: Sequence[int], num_shards: int) -> "ShardRanges":
+        """Cut concatenated parameters, which have ``sizes`` elements, into shards whose sizes differ by at most one."""
+        stops = np.cumsum(np.array(sizes, dtype=np.int64))
+        ranges = np.stack([stops - sizes, stops], axis=1) if len(sizes) else np.zeros((0, 2), dtype=np.int64)
+        total = int(stops[-1]) if len(sizes) else 0
+        return _cut(ranges, total * np.arange(num_shards, dtype=np.int64) // num_shards, num_shards)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
@@ -108,14 +116,6 @@ class BufferLayout:
         # Every bucket is cut separately, so that each rank has an equal part of each reduce-scatter.
         edges = (buckets[:, :1] + steps[:, None] * np.arange(num_shards)).ravel()
         return _cut(np.array(self.ranges, dtype=np.int64).reshape(-1, 2), edges, num_shards)
-
-
-def cut_evenly(sizes: Sequence[int], num_shards: int) -> ShardRanges:
-    """Cut concatenated parameters, which have ``sizes`` elements, into shards whose sizes differ by at most one."""
-    stops = np.cumsum(np.array(sizes, dtype=np.int64))
-    ranges = np.stack([stops - sizes, stops], axis=1) if len(sizes) else np.zeros((0, 2), dtype=np.int64)
-    total = int(stops[-1]) if len(sizes) else 0
-    return _cut(ranges, total * np.arange(num_shards, dtype=np.int64) // num_shards, num_shards)
 
 
 def _cut(ranges: Column, edges: Column, num_shards: int) -> ShardRanges:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ft.planning.state.balance import share
+from megatron_ft.planning.state.balance import Shares
 from megatron_ft.planning.state.declined import Declined, MissingState
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
 from megatron_ft.planning.state.intervals import distinct, expand, union
 from megatron_ft.planning.state.rounds import cut_and_stage
-from megatron_ft.planning.state.sources import Matched, Pieces, match
+from megatron_ft.planning.state.sources import Matched, Pieces
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 MIN_PIECE_BYTES = 1 << 20
@@ -193,60 +193,63 @@ class TransferPlan:
             found.update(np.ascontiguousarray(column[order]).tobytes())
         return found.hexdigest()
 
+    @classmethod
+    def of(
+        cls,
+        holdings: Holdings,
+        needs: Needs,
+        *,
+        limit_bytes: int = STAGING_BYTES,
+        min_piece_bytes: int = MIN_PIECE_BYTES,
+    ) -> "TransferPlan | Declined":
+        """Plan the transfers that give every rank its needed elements, or list needed elements that no rank holds.
 
-def plan_transfers(
-    holdings: Holdings,
-    needs: Needs,
-    *,
-    limit_bytes: int = STAGING_BYTES,
-    min_piece_bytes: int = MIN_PIECE_BYTES,
-) -> TransferPlan | Declined:
-    """Plan the transfers that give every rank its needed elements, or list needed elements that no rank holds.
+        Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains
+        it, and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and
+        transfers, not with the number of pairs of ranks.
 
-    Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains it,
-    and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and transfers,
-    not with the number of pairs of ranks.
+        Args:
+            holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are
+                ignored.
+            needs: elements that ranks must have, with the same rank numbers as ``holdings``.
+            limit_bytes: most bytes that a rank may send and receive together in one round; this bounds its staging
+                memory.
+            min_piece_bytes: fewest bytes for which a further sender is used.
 
-    Args:
-        holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are ignored.
-        needs: elements that ranks must have, with the same rank numbers as ``holdings``.
-        limit_bytes: most bytes that a rank may send and receive together in one round; this bounds its staging memory.
-        min_piece_bytes: fewest bytes for which a further sender is used.
-
-    Raises:
-        ConfigError: a row is outside its tensor, or ``limit_bytes`` is less than four times the largest element.
-    """
-    holdings.validate()
-    needs.validate()
-    matched = match(needs, holdings)
-    # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
-    if len(matched.missing.rank):
-        return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
-    index = needs.index
-    source, pieces, slack = _send(index, matched, min_piece_bytes)
-    tensor = index.tensor_at(pieces.start)
-    # By position, so that rounds follow layers and the memory of a layer is free after its last round.
-    order = np.lexsort((source, pieces.rank, pieces.start, pieces.iteration))
-    source, target, tensor = source[order], pieces.rank[order], tensor[order]
-    start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
-    rows, first, last, rounds = cut_and_stage(source, target, stop - start, index.item_bytes[tensor], limit_bytes)
-    # A stable sort: within a round, sender and receiver process their pieces in the same order.
-    by_round = np.argsort(rounds, kind="stable")
-    rows = rows[by_round]
-    return TransferPlan(
-        index=index,
-        round=rounds[by_round],
-        source=source[rows],
-        target=target[rows],
-        tensor=tensor[rows],
-        start=start[rows] + first[by_round],
-        stop=start[rows] + last[by_round],
-        iteration=pieces.iteration[order][rows],
-        medium=pieces.medium[order][rows],
-        kept=matched.kept,
-        limit_bytes=limit_bytes,
-        slack_bytes=slack,
-    )
+        Raises:
+            ConfigError: a row is outside its tensor, or ``limit_bytes`` is less than four times the largest element.
+        """
+        holdings.validate()
+        needs.validate()
+        matched = Matched.of(needs, holdings)
+        # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
+        if len(matched.missing.rank):
+            return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
+        index = needs.index
+        source, pieces, slack = _send(index, matched, min_piece_bytes)
+        tensor = index.tensor_at(pieces.start)
+        # By position, so that rounds follow layers and the memory of a layer is free after its last round.
+        order = np.lexsort((source, pieces.rank, pieces.start, pieces.iteration))
+        source, target, tensor = source[order], pieces.rank[order], tensor[order]
+        start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
+        rows, first, last, rounds = cut_and_stage(source, target, stop - start, index.item_bytes[tensor], limit_bytes)
+        # A stable sort: within a round, sender and receiver process their pieces in the same order.
+        by_round = np.argsort(rounds, kind="stable")
+        rows = rows[by_round]
+        return cls(
+            index=index,
+            round=rounds[by_round],
+            source=source[rows],
+            target=target[rows],
+            tensor=tensor[rows],
+            start=start[rows] + first[by_round],
+            stop=start[rows] + last[by_round],
+            iteration=pieces.iteration[order][rows],
+            medium=pieces.medium[order][rows],
+            kept=matched.kept,
+            limit_bytes=limit_bytes,
+            slack_bytes=slack,
+        )
 
 
 def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[Column, Pieces, int]:
@@ -260,7 +263,7 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
     demands = np.zeros(len(matched.sets), dtype=np.int64)
     np.add.at(demands, senders, sizes)
     # Over all media and iterations at once: a rank has one network connection for all of them.
-    shares = share(demands.tolist(), matched.sets, min_piece_bytes=min_piece_bytes)
+    shares = Shares.of(demands.tolist(), matched.sets, min_piece_bytes=min_piece_bytes)
     ends = np.cumsum(sizes)  # all demands end to end, set after set: each sender has one run of it
     begins = ends - sizes
     nothing = [np.zeros(0, dtype=np.int64)]

@@ -21,7 +21,7 @@ from typing import Literal
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.strict_json import parse_json
 
 LATEST_NAME = "latest"
@@ -116,7 +116,9 @@ def start_directory(folder: Path, iteration: int) -> Path:
     return path
 
 
-def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
+def newest_valid(
+    folder: Path, check: Callable[[Path], Manifest] = Manifest.verified
+) -> tuple[Path | None, list[DamageReport]]:
     """Return the newest checkpoint that passes ``check``, and a report on each newer checkpoint that does not.
 
     Reports also name directories without a manifest, which an unfinished save has left, and directories whose name and

@@ -32,13 +32,6 @@ def persist_url(config: JobConfig, run_dir: Path) -> str:
     return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
 
-def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
-    """Open the folder of this run's persisted windows; return None if the run has no such folder."""
-    if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
-        return None
-    return WindowFolder(persist_url(config, run_dir))
-
-
 class WindowFolder:
     """Persisted windows of a run in one folder, given as a path or URL."""
 
@@ -168,6 +161,13 @@ class WindowFolder:
             self._backend.move(window_name(stored), target)
         except OSError as error:
             raise CheckpointError(f"{self.describe(stored)}: cannot be renamed: {error}") from error
+
+    @classmethod
+    def of_run(cls, config: JobConfig, run_dir: Path) -> "WindowFolder | None":
+        """Open the folder of this run's persisted windows; return None if the run has no such folder."""
+        if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
+            return None
+        return cls(persist_url(config, run_dir))
 
 
 def _check_same(window: Window, first: Window, world_size: int, where: str) -> None:

@@ -119,6 +119,18 @@ class Scale:
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [number * step for number in range(first, last + 1)]
 
+    def y_axis(self, left: float, right: float, *, label: str, most: int = 6) -> Element:
+        """Draw figures left of ``left`` and grid lines to ``right``. ``label`` is written above the axis."""
+        parts = [
+            part
+            for tick in self.ticks(most)
+            for part in (
+                line(left, self(tick), right, self(tick), "grid"),
+                text(figure(tick), left - 8, self(tick) + 4, "tick", "end"),
+            )
+        ]
+        return element("g", *parts, text(label, left - 8, self.end - 36, "label", "start"))
+
 
 def _round_step(least: float) -> float | None:
     # Returns the smallest step of 1, 2 or 5 times a power of ten that is at least ``least``; None if there is none.
@@ -202,16 +214,3 @@ def x_axis(
     return element(
         "g", line(scale.begin, y, scale.end, y, "axis"), *parts, text(label, middle, y + 34, "label", "middle")
     )
-
-
-def y_axis(scale: Scale, left: float, right: float, *, label: str, most: int = 6) -> Element:
-    """Draw figures left of ``left`` and grid lines to ``right``. ``label`` is written above the axis."""
-    parts = [
-        part
-        for tick in scale.ticks(most)
-        for part in (
-            line(left, scale(tick), right, scale(tick), "grid"),
-            text(figure(tick), left - 8, scale(tick) + 4, "tick", "end"),
-        )
-    ]
-    return element("g", *parts, text(label, left - 8, scale.end - 36, "label", "start"))

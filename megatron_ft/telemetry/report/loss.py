@@ -3,18 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_ft.telemetry.report.drawing import (
-    Element,
-    Scale,
-    cross,
-    drawing,
-    element,
-    figure,
-    line,
-    text,
-    x_axis,
-    y_axis,
-)
+from megatron_ft.telemetry.report.drawing import Element, Scale, cross, drawing, element, figure, line, text, x_axis
 from megatron_ft.telemetry.report.model import Mark, RunReport
 from megatron_ft.telemetry.report.recoveries import ranges
 
@@ -32,7 +21,7 @@ def loss_plot(report: RunReport) -> Element:
     return drawing(
         "loss",
         x_axis(x, BOTTOM, label="iteration", words=lambda value: f"{value:,.10g}"),
-        y_axis(y, LEFT, RIGHT, label="loss (nats per token)"),
+        y.y_axis(LEFT, RIGHT, label="loss (nats per token)"),
         *_marks(report.marks, x),
         _curve(points),
         *(_evaluation(x(iteration), y(loss), iteration, loss) for iteration, loss in thinned(report.evaluations)),

@@ -9,7 +9,7 @@ from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.records import OtherRecord
-from megatron_ft.telemetry.goodput import Goodput, instant, measure
+from megatron_ft.telemetry.goodput import Goodput, instant
 from megatron_ft.telemetry.read import newest_of_each
 from megatron_ft.telemetry.report.files import RunFiles
 from megatron_ft.telemetry.report.maps import ExpertLoads, expert_loads
@@ -77,37 +77,41 @@ class RunReport:
     newest_unix_seconds: float | None
     """Time of the newest record."""
 
-
-def build(files: RunFiles) -> RunReport:
-    """Compute the content of the page."""
-    newest = newest_of_each(files.metrics)
-    started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
-    # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost of a
-    # failure.
-    found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
-    times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
-    return RunReport(
-        name=started.run_name if started else files.folder,
-        model=started.model if started else None,
-        size=_size(files.events, started),
-        outcome=_outcome(files.events),
-        iteration=newest[-1].iteration if newest else None,
-        train_iterations=started.train_iterations if started else None,
-        loss=tuple(_points(newest)),
-        evaluations=tuple(_evaluations(files.events)),
-        marks=tuple(_marks(files.events, found)),
-        recoveries=found,
-        alerts=tuple(record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)),
-        goodput=measure((*files.metrics, *files.events)),
-        loads=expert_loads(files.events),
-        placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
-        plans=files.plans,
-        others=tuple(record for record in files.events if isinstance(record, OtherRecord)),
-        num_jobs=num_jobs,
-        num_events=len(files.events),
-        num_metrics=len(files.metrics),
-        newest_unix_seconds=max(times, default=None),
-    )
+    @classmethod
+    def of(cls, files: RunFiles) -> "RunReport":
+        """Compute the content of the page."""
+        newest = newest_of_each(files.metrics)
+        started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
+        # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost
+        # of a failure.
+        found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
+        times = [
+            at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None
+        ]
+        return cls(
+            name=started.run_name if started else files.folder,
+            model=started.model if started else None,
+            size=_size(files.events, started),
+            outcome=_outcome(files.events),
+            iteration=newest[-1].iteration if newest else None,
+            train_iterations=started.train_iterations if started else None,
+            loss=tuple(_points(newest)),
+            evaluations=tuple(_evaluations(files.events)),
+            marks=tuple(_marks(files.events, found)),
+            recoveries=found,
+            alerts=tuple(
+                record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)
+            ),
+            goodput=Goodput.measure((*files.metrics, *files.events)),
+            loads=expert_loads(files.events),
+            placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
+            plans=files.plans,
+            others=tuple(record for record in files.events if isinstance(record, OtherRecord)),
+            num_jobs=num_jobs,
+            num_events=len(files.events),
+            num_metrics=len(files.metrics),
+            newest_unix_seconds=max(times, default=None),
+        )
 
 
 def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ft import events
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, judge, windows_behind
+from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, windows_behind
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
@@ -109,7 +109,7 @@ class AlertSink(Sink):
             free_disk_share=self._free,
             slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
         )
-        for alert in judge(self._limits, figures):
+        for alert in self._limits.judge(figures):
             # An alert is reported once when a limit is crossed, not for each iteration beyond the limit.
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}

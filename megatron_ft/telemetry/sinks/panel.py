@@ -74,19 +74,19 @@ class Symbols:
         parts = min(len(self.heights), (level or 0) - row * len(self.heights))
         return self.heights[parts - 1] if parts > 0 else " "
 
+    @classmethod
+    def of(cls, encoding: str | None) -> "Symbols":
+        """Return ``BLOCKS`` if ``encoding`` can represent its characters, otherwise ``ASCII``."""
+        try:
+            (BLOCKS.heights + BLOCKS.done + BLOCKS.left + BLOCKS.arrow).encode(encoding or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return ASCII
+        return BLOCKS
+
 
 BLOCKS = Symbols(heights="▁▂▃▄▅▆▇█", done="━", left="─", separator="·", arrow="→")
 ASCII = Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->")
 """Symbols for streams without Unicode."""
-
-
-def symbols_for(encoding: str | None) -> Symbols:
-    """Return ``BLOCKS`` if ``encoding`` can represent its characters, otherwise ``ASCII``."""
-    try:
-        (BLOCKS.heights + BLOCKS.done + BLOCKS.left + BLOCKS.arrow).encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return ASCII
-    return BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from megatron_ft.events import Metrics, Record, RunFinished, RunStopped
 from megatron_ft.formatting import clock as duration
 from megatron_ft.formatting import seconds
 from megatron_ft.telemetry.sinks.base import Clock, Outcome, Sink, SinkContext
-from megatron_ft.telemetry.sinks.panel import LEVEL_MARKS, NUM_EVENTS, PanelStyle, TimedNote, panel, symbols_for
+from megatron_ft.telemetry.sinks.panel import LEVEL_MARKS, NUM_EVENTS, PanelStyle, Symbols, TimedNote, panel
 from megatron_ft.telemetry.state import RunState
 
 REFRESHES_PER_SECOND = 2.0
@@ -53,7 +53,7 @@ class TerminalSink(Sink):
         self._notes: deque[TimedNote] = deque(maxlen=NUM_EVENTS)
         self._last_line_seconds: float | None = None
         self._skipped_line: Metrics | None = None
-        self._symbols = symbols_for(getattr(self._stream, "encoding", None))
+        self._symbols = Symbols.of(getattr(self._stream, "encoding", None))
         self._console = Console(file=self._stream, force_terminal=True, highlight=False)
         live = progress == "live" or (progress == "auto" and self._stream.isatty())
         self._live = self._start_live() if live else None

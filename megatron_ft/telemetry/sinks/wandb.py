@@ -23,7 +23,6 @@ from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
-from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
@@ -296,7 +295,7 @@ class Reported:
         def parse(line: dict[str, JsonValue]) -> Record | None:
             iteration = line.get("iteration")
             is_old = isinstance(iteration, int) and iteration <= loads_after
-            return None if is_old and line.get("kind") == ExpertLoad.kind else read_record(line)
+            return None if is_old and line.get("kind") == ExpertLoad.kind else Record.read(line)
 
         files = (
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()

@@ -8,7 +8,7 @@ import pytest
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
+from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import (
     UpstreamLogReport,
     iteration_log_bytes,
@@ -19,7 +19,6 @@ from megatron_ft.planning.upstream_log import (
     node_log_bytes,
     num_entries,
     pipeline_shape,
-    report_upstream_log,
     tensor_bytes,
     tensor_shape,
 )
@@ -126,8 +125,8 @@ def kept_job(pp: int = 3, **groups: dict[str, Any]) -> JobConfig:
 
 
 def reported(config: JobConfig) -> tuple[UpstreamLogReport | None, SnapshotReport | None]:
-    snapshot = report_snapshots(config, 257)
-    return report_upstream_log(config, snapshot), snapshot
+    snapshot = SnapshotReport.of(config, 257)
+    return UpstreamLogReport.of(config, snapshot), snapshot
 
 
 def test_the_report_states_memory_by_stage_and_by_node() -> None:

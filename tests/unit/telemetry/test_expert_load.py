@@ -13,7 +13,7 @@ from megatron_ft.telemetry.expert_load import (
     percentile,
     relative_load,
 )
-from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, Symbols, symbols_for
+from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, Symbols
 
 
 def test_relative_load() -> None:
@@ -51,8 +51,8 @@ def test_progress_keeps_its_width(share: float, num_done: int) -> None:
 
 
 def test_symbols_follow_the_encoding() -> None:
-    assert symbols_for("utf-8") is BLOCKS
-    assert symbols_for("ascii") is ASCII and symbols_for(None) is ASCII and symbols_for("no-such-code") is ASCII
+    assert Symbols.of("utf-8") is BLOCKS
+    assert Symbols.of("ascii") is ASCII and Symbols.of(None) is ASCII and Symbols.of("no-such-code") is ASCII
 
 
 def test_percentiles_lie_on_a_line_between_neighbours() -> None:

@@ -12,7 +12,7 @@ import yaml
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
-from megatron_ft.control.run_id import make_run_id
+from megatron_ft.control.run_id import RunId
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
 from megatron_ft.operators import OperatorId
@@ -165,7 +165,7 @@ def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: Ma
 
 def test_checkpoints_and_windows_of_another_run_are_not_promised(living: MadeUpRun, ask: Ask) -> None:
     """A job of this run would not continue from them."""
-    own, other = make_run_id(living.path, is_older=False).run_id, "6" * 32
+    own, other = RunId.make(living.path, is_older=False).run_id, "6" * 32
     for iteration, run_id in ((3, own), (5, other)):
         directory = living.path / "checkpoints" / f"iter_{iteration:07d}"
         manifest = make_checkpoint(directory, iteration)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.control.rundir import RunDir
 from megatron_ft.control.slurm.batch_job import Site
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
@@ -96,7 +96,7 @@ class Play:
 
     def claim(self) -> RunDir:
         """Have the run's folder, as a launcher that lives."""
-        return claim(
+        return RunDir.claim(
             RunConfig(dir=str(self.folder), name="run", resume="auto"), model_name="tiny", config_yaml="a: 1\n"
         )
 

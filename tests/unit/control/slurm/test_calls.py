@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from megatron_ft.control.slurm import batch_host, calls
-from megatron_ft.control.slurm.calls import JobView, SlurmError, parse_array_hosts, parse_drained, parse_job
+from megatron_ft.control.slurm.calls import JobView, SlurmError, parse_array_hosts, parse_drained
 
 SHOWN = (
     "JobId=2 JobName=lm UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=0 ExitCode=0:0 "
@@ -15,25 +15,25 @@ SHOWN = (
 
 
 def test_a_job_whose_batch_host_has_died() -> None:
-    job = parse_job(SHOWN)
+    job = JobView.parse(SHOWN)
     assert job == JobView("RUNNING", "node0", ("node1", "node3"), excluded=("node4", "node5"))
     assert not job.has_batch_host
 
 
 def test_a_job_that_waits_has_no_nodes() -> None:
-    assert parse_job("JobId=2 JobState=PENDING NodeList=(null)") == JobView("PENDING", "", ())
+    assert JobView.parse("JobId=2 JobState=PENDING NodeList=(null)") == JobView("PENDING", "", ())
 
 
 def test_an_answer_that_is_none_is_refused() -> None:
     with pytest.raises(SlurmError, match="no JobState"):
-        parse_job("slurm_load_jobs error")
+        JobView.parse("slurm_load_jobs error")
 
 
 def test_nodes_that_are_none_are_refused() -> None:
     with pytest.raises(SlurmError, match=r"cannot read the list of nodes: NodeList=node\[1-: must be"):
-        parse_job("JobId=2 JobState=RUNNING NodeList=node[1-")
+        JobView.parse("JobId=2 JobState=RUNNING NodeList=node[1-")
     with pytest.raises(SlurmError, match=r"cannot read the list of nodes: ExcNodeList=node\[2-1\]: has a range"):
-        parse_job("JobId=2 JobState=PENDING NodeList=(null) ExcNodeList=node[2-1]")
+        JobView.parse("JobId=2 JobState=PENDING NodeList=(null) ExcNodeList=node[2-1]")
 
 
 def test_nodes_that_are_drained() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.cost.memory import activation_bytes, memory_of_stage
+from megatron_ft.planning.cost.memory import RankMemory, activation_bytes
 from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.topology import Topology
 
@@ -57,7 +57,7 @@ def test_a_sharded_optimizer_keeps_masters_and_moments_once() -> None:
     config, parameters = job(), RankParameters(num_dense=80, num_expert=48)
     for is_sharded, updated in ((False, 128), (True, 80 // 4 + 48 // 2)):
         parallel = replace(config.parallel, use_distributed_optimizer=is_sharded)
-        found = memory_of_stage(
+        found = RankMemory.of_stage(
             replace(config, parallel=parallel),
             parameters,
             Topology(world_size=4, expert_model_parallel_size=2),

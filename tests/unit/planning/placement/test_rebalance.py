@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, critical_tokens, imbalance, smooth
 
@@ -29,7 +29,7 @@ UNEVEN, EVEN = plan((0, 0), (1, 2)), plan((0, 1), (0, 2))
 
 
 def migration(now: PlacementPlan, then: PlacementPlan) -> MigrationPlan:
-    return plan_migration(then, holdings(now), BYTES)
+    return MigrationPlan.between(then, holdings(now), BYTES)
 
 
 def policy(**changes: float) -> RebalancePolicy:

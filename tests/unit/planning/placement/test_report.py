@@ -9,7 +9,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import DataError
-from megatron_ft.planning.placement.report import PlacementReport, report_placement
+from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.render import render_placement
 
 EXPERT_PARAMETERS = 3 * 8 * 16
@@ -45,7 +45,7 @@ def report(
         }
     )
     stages = (parallel or {}).get("pipeline_model_parallel_size", 1)
-    return report_placement(derive_placement(config), inputs or JobInputs(), [NUM_DENSE] * stages)
+    return PlacementReport.of(derive_placement(config), inputs or JobInputs(), [NUM_DENSE] * stages)
 
 
 def test_bytes_count_each_set_of_weights_once() -> None:

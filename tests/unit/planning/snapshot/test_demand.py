@@ -12,7 +12,7 @@ from megatron_ft.operators import operators_of
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
-from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import slice_bytes, slice_pieces, window_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
@@ -73,7 +73,7 @@ def test_a_node_has_three_windows_of_each_rank_and_two_of_each_rank_it_helps() -
     demand = uneven(num_ranks=6)
     plan = SparseWindow().plan(demand, context(demand, 0.4))
     windows = [window_bytes(plan, shards) for shards in demand.shards_by_rank]
-    assignment = assign_peers(["a", "b", "c"], 1)
+    assignment = PeerAssignment.of(["a", "b", "c"], 1)
     assert assignment.peers == ((1,), (2,), (0,))
     nodes = host_bytes(plan, demand.shards_by_rank, 2, assignment)
     assert nodes[1] == NodeMemory(

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 
 from megatron_ft.planning.snapshot import packing
 from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
-from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
+from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import expert, shard
@@ -49,7 +49,7 @@ def walk(table: UnitBytes, budget: int, max_slices: int) -> list[tuple[int, ...]
 def test_blocks_pack_as_a_walk_does(table: UnitBytes, budget: int, max_slices: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_BLOCK", block)
-        found = pack(table, budget, max_slices)
+        found = Packing.of(table, budget, max_slices)
     expected = walk(table, budget, max_slices)
     assert (None if found is None else list(found.slices)) == expected
 
@@ -59,7 +59,7 @@ def test_blocks_pack_as_a_walk_does(table: UnitBytes, budget: int, max_slices: i
 def test_the_searched_budget_packs_and_the_next_smaller_does_not(table: UnitBytes, num_slices: int) -> None:
     whole = Packing(slices=(tuple(range(len(table.full))),), budget_bytes=int(table.full.sum(axis=0).max()))
     low = least_peak_bytes(table, num_slices) - 1
-    found = smallest_packing(table, low, whole, num_slices)
+    found = Packing.smallest(table, low, whole, num_slices)
     assert len(found.slices) <= num_slices
     assert walk(table, found.budget_bytes, num_slices) == list(found.slices)
     assert found.budget_bytes == low + 1 or walk(table, found.budget_bytes - 1, num_slices) is None
