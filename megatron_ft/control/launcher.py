@@ -51,7 +51,7 @@ PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
 
 
-class Sinks(Protocol):
+class _Sinks(Protocol):
     """Protocol of a destination of records, such as ``megatron_ft.telemetry.SinkSet``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -61,10 +61,10 @@ class Sinks(Protocol):
         """Close the destination after the run's last record."""
 
 
-class OpenSinks(Protocol):
+class _OpenSinks(Protocol):
     """Protocol of functions that open the sinks of a run, such as ``megatron_ft.telemetry.open_sinks``."""
 
-    def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> Sinks:
+    def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> _Sinks:
         """Open the sinks."""
 
 
@@ -72,7 +72,7 @@ def launch(
     config: JobConfig,
     config_yaml: str,
     *,
-    open_sinks: OpenSinks,
+    open_sinks: _OpenSinks,
     entry: str | None = None,
     preload: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
@@ -139,7 +139,7 @@ class _Job:
         self,
         config: JobConfig,
         run_dir: RunDir,
-        sinks: Sinks,
+        sinks: _Sinks,
         preload: Sequence[str],
         entry: str,
         sidecars: dict[str, str],
@@ -312,7 +312,7 @@ class _Job:
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())
-        return exit_code_of(result, run_finished=self._run_finished)
+        return _exit_code_of(result, run_finished=self._run_finished)
 
     def print_result(self, result: JobResult, exit_code: int, command: Sequence[str]) -> None:
         """Print the result for the user on standard error."""
@@ -337,7 +337,7 @@ class _Job:
         return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
 
 
-def exit_code_of(result: JobResult, *, run_finished: bool) -> int:
+def _exit_code_of(result: JobResult, *, run_finished: bool) -> int:
     """Return the exit code of a job.
 
     If this project raised the first failure, the result is the exit code of that error. A stop request that arrived

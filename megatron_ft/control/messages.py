@@ -162,7 +162,7 @@ class EndReport(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised(EndReport):
+class _Raised(EndReport):
     """A rank is about to end with an exception."""
 
     op: ClassVar[str] = "raised"
@@ -186,7 +186,7 @@ class Broken(EndReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exited(EndReport):
+class _Exited(EndReport):
     """A rank's process has ended."""
 
     op: ClassVar[str] = "exited"
@@ -198,7 +198,7 @@ class Exited(EndReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hung(EndReport):
+class _Hung(EndReport):
     """A rank is unresponsive; its agent kills it."""
 
     op: ClassVar[str] = "hung"
@@ -209,7 +209,7 @@ class Hung(EndReport):
 
 
 _REPORTS: dict[object, type[Report]] = {
-    kind.op: kind for kind in (RecordWritten, Progress, Reported, Raised, Broken, Exited, Hung)
+    kind.op: kind for kind in (RecordWritten, Progress, Reported, _Raised, Broken, _Exited, _Hung)
 }
 
 

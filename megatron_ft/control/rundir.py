@@ -100,7 +100,7 @@ class RunDir:
         claimed = cls(path, None, _lock(path))
         try:
             claimed.resume_from = _resume(run, path) if existed else None
-            RunId.make(path, is_older=has_state(path))
+            RunId.make(path, is_older=_has_state(path))
         except ConfigError:
             claimed.release()
             raise
@@ -188,14 +188,14 @@ def _resume(run: RunConfig, path: Path) -> Path | None:
         )
         raise ConfigError.of("run.name", run.name, constraint)
     checkpoints = path / "checkpoints"
-    if has_state(path):
+    if _has_state(path):
         return checkpoints
     if run.resume == "must":
         raise ConfigError.of("run.resume", "must", f"needs a checkpoint to continue from, but {checkpoints} has none")
     return None
 
 
-def has_state(path: Path) -> bool:
+def _has_state(path: Path) -> bool:
     """Whether a run's folder contains checkpoints or persisted windows, valid or not."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())

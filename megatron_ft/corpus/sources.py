@@ -71,7 +71,7 @@ class SplitPlan:
         prefixes = [source_prefix(config, source, tokenizer) for source in sources]
         infos = [read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
         found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
-        return cls(seq_length=seq_length, spans=found, order=sample_order(config, split, found))
+        return cls(seq_length=seq_length, spans=found, order=_sample_order(config, split, found))
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
@@ -166,7 +166,7 @@ def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-def sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
+def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
     """Return the order of the samples of ``found``, which depends on ``data.seed`` and the weights of the split."""
     weights = configured(config, split)[2]
     return SampleOrder(

@@ -69,7 +69,7 @@ class ByteTokenizer:
         return np.asarray(ids)[np.asarray(ids) < self.eod].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class LibraryTokenizer:
+class _LibraryTokenizer:
     """A tokenizer of the ``tokenizers`` library. It adds no special tokens, reads none in text, and truncates nothing.
 
     If the vocabulary has no known end-of-document token, one is added with the next id.
@@ -152,7 +152,7 @@ def _gpt2(vocab_file: Path, merges_file: Path) -> Tokenizer:
     backend = Backend(models.BPE(vocab=vocabulary, merges=[(left, right) for _, left, right in merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return LibraryTokenizer(backend, vocabulary, _digest(vocab_file, merges_file), vocab_file)
+    return _LibraryTokenizer(backend, vocabulary, _digest(vocab_file, merges_file), vocab_file)
 
 
 def _huggingface(path: Path) -> Tokenizer:
@@ -167,7 +167,7 @@ def _huggingface(path: Path) -> Tokenizer:
 
     with reading(path, what=_REFUSED):
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    return LibraryTokenizer(backend, _checked(path, backend.get_vocab(with_added_tokens=True)), _digest(path), path)
+    return _LibraryTokenizer(backend, _checked(path, backend.get_vocab(with_added_tokens=True)), _digest(path), path)
 
 
 def _checked(path: Path, vocabulary: dict[str, int]) -> dict[str, int]:

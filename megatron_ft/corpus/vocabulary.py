@@ -12,7 +12,7 @@ MAX_BYTES = 1 << 30
 """Largest size of a vocabulary file in bytes."""
 
 
-def read_text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Read a UTF-8 file. Raises DataError if it is missing, unreadable, empty or not UTF-8."""
     try:
         text = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8")
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object. Raises DataError for anything else."""
     try:
-        content = parse_json(read_text(path))
+        content = parse_json(_read_text(path))
     except ValueError as error:
         raise DataError(f"{path}: damaged JSON: {error}") from error
     if not isinstance(content, dict):
@@ -61,7 +61,7 @@ def read_merges(path: Path) -> list[tuple[str, str, str]]:
     """Read the merges of a merges.txt file as (place, left, right). A first line ``#version...`` is skipped."""
     merges = []
     # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         parts = line.rstrip("\r").split(" ")

@@ -97,7 +97,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
         except (OSError, subprocess.TimeoutExpired) as reason:
             reasons.append(f"{command[0]}: {reason}")
             continue
-        answer = understand(command[0], done.stdout) if done.returncode == 0 else None
+        answer = _understand(command[0], done.stdout) if done.returncode == 0 else None
         if answer is not None:
             return answer, command[0]
         first, *_ = [*done.stderr.splitlines(), *done.stdout.splitlines(), "no answer"]
@@ -105,7 +105,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
     return None, "; ".join(reasons)
 
 
-def understand(tool: str, output: str) -> bool | None:
+def _understand(tool: str, output: str) -> bool | None:
     """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it reports nothing.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.

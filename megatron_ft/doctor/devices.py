@@ -43,10 +43,10 @@ def _torch_has_cuda() -> bool:
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"
     if path is None or not path.exists():
         return True
-    return built_with_cuda(path.read_text(encoding="utf-8"))
+    return _built_with_cuda(path.read_text(encoding="utf-8"))
 
 
-def built_with_cuda(version_file: str) -> bool:
+def _built_with_cuda(version_file: str) -> bool:
     """Return whether the text of PyTorch's ``version.py`` names a CUDA version; True if it has no such line."""
     found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*(\S+)", version_file, re.MULTILINE)
     return found is None or found.group(1) != "None"
@@ -57,10 +57,10 @@ def _ask_memory() -> int | None:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return smallest_memory(done.stdout) if done.returncode == 0 else None
+    return _smallest_memory(done.stdout) if done.returncode == 0 else None
 
 
-def smallest_memory(answer: str) -> int | None:
+def _smallest_memory(answer: str) -> int | None:
     """Return the memory in bytes of the smallest GPU. ``answer`` is output of ``nvidia-smi`` with one line of MiB for
     each GPU. None if no line is a number."""
     # A GPU without a figure answers ``[N/A]``.

@@ -67,7 +67,7 @@ class MemoryFacts:
         """Observe memory and limits. ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
         import psutil
 
-        memory, limit = psutil.virtual_memory(), cgroup_limit(root)
+        memory, limit = psutil.virtual_memory(), _cgroup_limit(root)
         shared = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
         fabric = root / "sys/class/infiniband"
         return cls(
@@ -87,7 +87,7 @@ def _limit(number: int) -> tuple[int | None, int | None]:
     return None if soft == _UNLIMITED else soft, None if hard == _UNLIMITED else hard
 
 
-def cgroup_limit(root: Path) -> tuple[int, int] | None:
+def _cgroup_limit(root: Path) -> tuple[int, int] | None:
     """Return the memory limit and the memory use of the cgroup with the least memory left, among the cgroups of this
     process. None if none of them has a limit.
 

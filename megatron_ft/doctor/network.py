@@ -73,7 +73,7 @@ class NetworkFacts:
             bind_error=bind_error,
             port_is_taken=port_is_taken,
             ephemeral=_ephemeral(),
-            reserved=parse_ranges(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else (),
+            reserved=_parse_ranges(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else (),
             variables={name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)},
         )
 
@@ -124,7 +124,7 @@ def _ephemeral() -> tuple[int, int] | None:
     return int(low), int(high)
 
 
-def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
     """Parse port ranges in the syntax of the kernel, e.g. ``8080,20000-31999``."""
     ranges = []
     for part in filter(None, text.strip().split(",")):

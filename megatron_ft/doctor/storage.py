@@ -57,7 +57,7 @@ class StorageFacts:
         # The check must not make ``run.dir``: it may be run where the job is only prepared.
         while not folder.is_dir():
             folder = folder.parent
-        file_system, options = mount_of(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
+        file_system, options = _mount_of(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
         room, seconds, failure = os.statvfs(folder), list[float](), None
         try:
             for elapsed in _try(folder):
@@ -94,7 +94,7 @@ def _try(folder: Path) -> Iterable[float]:
             os.close(descriptor)
 
 
-def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
+def _mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
     """Return the type and the mount options of the file system of ``path``. Source: proc_pid_mountinfo(5)."""
     best = -1
     found: tuple[str, tuple[str, ...]] = ("unknown", ())

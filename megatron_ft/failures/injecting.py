@@ -32,7 +32,7 @@ class NotInjected(ControlError):
     """A fault could not be injected; the message gives the reason."""
 
 
-class Operator(Protocol):
+class _Operator(Protocol):
     """Client of a job's controller, e.g. ``megatron_ft.control.admin.AdminClient``."""
 
     def drain(self, node: int) -> None:
@@ -48,7 +48,7 @@ class Injector:
 
     run_dir: Path
     ranks_per_node: int
-    connect: Callable[[], contextlib.AbstractContextManager[Operator]]
+    connect: Callable[[], contextlib.AbstractContextManager[_Operator]]
     """Opens a connection to the present controller, which may have been replaced since the last call."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep

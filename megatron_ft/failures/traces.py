@@ -20,7 +20,7 @@ _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
+class _Instant:
     """Changes of a trace at one moment: removed and added nodes."""
 
     milliseconds: int
@@ -36,7 +36,7 @@ class MembershipTrace:
 
     source: str
     """File name."""
-    instants: tuple[Instant, ...]
+    instants: tuple[_Instant, ...]
     """Changes in order of time. The nodes that the first instant adds are present at the beginning."""
     num_repeated_rows: int = 0
     """Number of repeated rows; they count once."""
@@ -170,7 +170,7 @@ def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
     return int(match.group(1)), match.group(2), match.group(3)
 
 
-def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
+def _instants(rows: list[tuple[int, str, str]]) -> tuple[_Instant, ...]:
     # A dictionary keeps the order of the rows, by which nodes get their numbers.
     first, present, instants = rows[0][0], dict[str, None](), []
     for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):
@@ -182,5 +182,5 @@ def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
                 del present[node]
         removed = tuple(node for node in earlier if node not in present)
         added = tuple(node for node in present if node not in earlier)
-        instants.append(Instant(milliseconds=milliseconds - first, removed=removed, added=added))
+        instants.append(_Instant(milliseconds=milliseconds - first, removed=removed, added=added))
     return tuple(instants)

@@ -72,9 +72,9 @@ class UpstreamLogReport:
             commit_lag_iterations=lag,
             iterations_kept=kept,
             num_entries=tuple(num_entries(config, stage) for stage in stages),
-            iteration_bytes=tuple(iteration_log_bytes(config, stage) for stage in stages),
+            iteration_bytes=tuple(_iteration_log_bytes(config, stage) for stage in stages),
             rank_bytes=None if kept is None else tuple(log_bytes(config, stage, kept) for stage in stages),
-            node_bytes=None if kept is None else tuple(node_log_bytes(config, node, kept) for node in nodes),
+            node_bytes=None if kept is None else tuple(_node_log_bytes(config, node, kept) for node in nodes),
             memory_limit_bytes=config.upstream_log.memory_limit_bytes,
         )
         report.validate()
@@ -131,7 +131,7 @@ def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
     return per_rank, config.training.micro_batch_size, model.hidden_size
 
 
-def tensor_bytes(config: JobConfig) -> int:
+def _tensor_bytes(config: JobConfig) -> int:
     """Return the bytes of a tensor of ``tensor_shape`` in the compute format (FP8 is only used inside layers)."""
     sequence, microbatch, hidden = tensor_shape(config)
     return sequence * microbatch * hidden * BYTES_PER_VALUE[config.precision.params_dtype]
@@ -143,17 +143,17 @@ def num_entries(config: JobConfig, stage: int) -> int:
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 
 
-def iteration_log_bytes(config: JobConfig, stage: int) -> int:
+def _iteration_log_bytes(config: JobConfig, stage: int) -> int:
     """Return the bytes that a rank of ``stage`` logs in one iteration."""
-    return num_entries(config, stage) * tensor_bytes(config)
+    return num_entries(config, stage) * _tensor_bytes(config)
 
 
 def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
     """Return the bytes that a rank of ``stage`` logs in ``num_iterations``."""
-    return iteration_log_bytes(config, stage) * num_iterations
+    return _iteration_log_bytes(config, stage) * num_iterations
 
 
-def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
+def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
     """Return the bytes that all ranks of ``node`` together log in ``num_iterations``."""
     topology, size = _topology(config), config.launch.ranks_per_node
     # Ranks of a node may belong to several stages, whose logs differ in size.
@@ -162,9 +162,9 @@ def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the largest ``node_log_bytes`` of all nodes; every rank computes the same value."""
+    """Return the largest ``_node_log_bytes`` of all nodes; every rank computes the same value."""
     # Over all nodes: if only some ranks exceeded a limit, all other ranks would wait for them in a collective.
-    return max(node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
+    return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 
 def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:

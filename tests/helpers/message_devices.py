@@ -98,7 +98,7 @@ def logged(backend: str) -> dict[str, Any]:
         mock.patch.object(dist, "get_backend", lambda group=None: backend),
         mock.patch.object(dist, "isend", send),
         mock.patch.object(dist, "recv", receive),
-        mock.patch.object(communicator, "world_group", lambda: "all ranks"),
+        mock.patch.object(communicator, "_world_group", lambda: "all ranks"),
     ):
         pair: Any = Pair()
         stage = ReplayCommunicator(pair, config(), None, replays_previous=False, replays_next=False)

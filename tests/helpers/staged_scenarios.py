@@ -40,7 +40,7 @@ def train(
     """Three iterations; digests of the state, losses, and how many messages were not staged."""
     config, witness = engines.micro_config(overrides, world_size=world_size), Witness()
     with (
-        mock.patch.object(staged, "sends_host_memory_only", lambda group: is_staged),
+        mock.patch.object(staged, "_sends_host_memory_only", lambda group: is_staged),
         mock.patch.object(p2p_communication, "_batched_p2p_ops", witness.watch(p2p_communication._batched_p2p_ops)),
         mock.patch.object(p2p_communication, "_p2p_ops", witness.watch(p2p_communication._p2p_ops)),
         engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine,

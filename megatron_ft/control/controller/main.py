@@ -110,7 +110,7 @@ class _Launcher:
                     post(event_from_json(message["event"]), message["number"])
 
 
-class ControllerProcess:
+class _ControllerProcess:
     """A controller process: takes the lease and runs the controller until the job ends or another one is in charge."""
 
     def __init__(self, spec: ControllerSpec) -> None:
@@ -128,7 +128,7 @@ class ControllerProcess:
         self._policy = MembershipPolicy.of(config, starts_nodes=starts_nodes)
         check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL, self._writes.do)
-        self._writes.clock = StandingClock(clock_after(journal.entries))
+        self._writes.clock = StandingClock(_clock_after(journal.entries))
         resume_from = None if spec.resume_from is None else Path(spec.resume_from)
         self._decisions_path = run_dir / "decisions.jsonl"
         self._controller = Controller(
@@ -219,7 +219,7 @@ class ControllerProcess:
                     self._launcher.event({"event": "record", "record": event.to_record()})
 
 
-def clock_after(entries: list[Message]) -> Callable[[], float]:
+def _clock_after(entries: list[Message]) -> Callable[[], float]:
     """Return a monotonic clock that continues from the time of the last entry."""
     now_seconds = time.monotonic()
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
@@ -244,7 +244,7 @@ def main() -> int:
         print("controller: the launcher closed standard input before it sent the spec", file=sys.stderr)
         return ControlError.exit_code
     try:
-        ControllerProcess(ControllerSpec(**json.loads(line))).run()
+        _ControllerProcess(ControllerSpec(**json.loads(line))).run()
     except (MegatronFtError, OSError) as error:
         with contextlib.suppress(OSError):  # its log is on a disk that is full
             print(f"controller: {error}", file=sys.stderr, flush=True)

@@ -217,7 +217,7 @@ class ControllerServer:
                 if number >= expected:
                     # Checked before the journal has it: what ends this controller there would end each of its
                     # successors.
-                    report = check_report(self._policy, self._members, node, content)
+                    report = _check_report(self._policy, self._members, node, content)
                     items.append(Item(Origin(node, session.number, number), content, report))
             if items:
                 session.newest_item, session.next_arrival = items[-1], first + len(call.items)
@@ -242,7 +242,7 @@ class ControllerServer:
         return node
 
 
-def check_report(policy: MembershipPolicy, members: Members, node: int, content: object) -> Report:
+def _check_report(policy: MembershipPolicy, members: Members, node: int, content: object) -> Report:
     """Parse a report of a node's agent.
 
     Raises:

@@ -135,7 +135,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     # The step's own variables come first: a step can be smaller than its job.
     nodes = expand_nodelist(*_read(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    per_node = _expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
         raise ConfigError.of(
             _KEY, "srun", f"nodes: {len(nodes)}, tasks: {world_size}; this contradicts the tasks per node: {per_node}"
@@ -225,7 +225,7 @@ def _expand_range(piece: str) -> list[str]:
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
-def expand_counts(name: str, text: str) -> list[int]:
+def _expand_counts(name: str, text: str) -> list[int]:
     """Expand Slurm's tasks per node, e.g. ``2(x3),1`` to ``2 2 2 1``.
 
     Args:

@@ -85,7 +85,7 @@ class _Refused:
     reason: str
 
 
-class Agent:
+class _Agent:
     """The agent of a node, run in the main thread of its process."""
 
     def __init__(self, spec: AgentSpec) -> None:
@@ -377,7 +377,7 @@ def serve(spec: AgentSpec) -> int:
     """
     agent = None
     try:
-        agent = Agent(spec)
+        agent = _Agent(spec)
         return agent.run()
     except ControllerSilent:
         raise

@@ -113,10 +113,10 @@ def drained_hosts(hosts: Sequence[str]) -> list[str]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    return parse_drained(_call(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]))
+    return _parse_drained(_call(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]))
 
 
-def parse_drained(text: str) -> list[str]:
+def _parse_drained(text: str) -> list[str]:
     """Parse the output of ``sinfo --Node --format='%N %T'``, which repeats a node that is in several partitions."""
     pairs = [line.split() for line in text.splitlines()]
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
@@ -128,12 +128,12 @@ def array_hosts(job_id: str) -> dict[int, str]:
     Raises:
         SlurmError: the array is unknown, or Slurm does not answer.
     """
-    return parse_array_hosts(
+    return _parse_array_hosts(
         _call(["squeue", "--noheader", "--array", f"--job={job_id}", "--states=RUNNING", "--format=%K %N"])
     )
 
 
-def parse_array_hosts(text: str) -> dict[int, str]:
+def _parse_array_hosts(text: str) -> dict[int, str]:
     """Parse the output of ``squeue --array --format='%K %N'``: host of each running task, by array index.
 
     Raises:

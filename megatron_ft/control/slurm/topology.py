@@ -32,12 +32,12 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
     if config.topology.failure_domain_source != SOURCE:
         return config
     allocation = Allocation.read(variables, most_nodes=config.most_nodes)
-    domains = domains_of(allocation.hosts[: config.most_nodes], read_topology(variables))
+    domains = _domains_of(allocation.hosts[: config.most_nodes], _read_topology(variables))
     listed = dataclasses.replace(config.topology, failure_domain_source="listed", failure_domains=domains)
     return dataclasses.replace(config, topology=listed)
 
 
-def read_topology(variables: Mapping[str, str]) -> str:
+def _read_topology(variables: Mapping[str, str]) -> str:
     """Return the output of ``scontrol show topology``.
 
     Raises:
@@ -59,7 +59,7 @@ def read_topology(variables: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
+def _domains_of(hosts: Sequence[str], topology: str) -> list[str]:
     """Return the leaf switch of each host.
 
     Args:

@@ -29,7 +29,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
+class _LoadResult:
     """Result of a load."""
 
     iteration: int
@@ -310,7 +310,7 @@ class CheckpointManager:
         """List the checkpoints in ``folder`` that were renamed because they were damaged, each with the reason."""
         return self._finder.unusable(folder)
 
-    def load(self, state: DenseState, directory: Path) -> LoadResult:
+    def load(self, state: DenseState, directory: Path) -> _LoadResult:
         """Verify the checkpoint in ``directory``, then fill ``state`` from it. Raises CheckpointError when the
         checkpoint is damaged, when it is from another project and ``checkpoint.trust`` is false, or when its tensors
         are not exactly those of this model and optimizer."""
@@ -340,7 +340,7 @@ class CheckpointManager:
                 differences=() if manifest is None else self._finder.differences(directory, manifest),
             ).to_record()
         )
-        return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
+        return _LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
         """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The

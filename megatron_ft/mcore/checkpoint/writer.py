@@ -112,7 +112,7 @@ def _without_manager_process() -> Iterator[None]:
         module._results_queue = before
 
 
-class GivenUp(Exception):
+class _GivenUp(Exception):
     """The save was cancelled while its files were written."""
 
 
@@ -157,7 +157,7 @@ class WriteJob:
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise GivenUp(f"the save to {self._directory} was cancelled while its files were written")
+            raise _GivenUp(f"the save to {self._directory} was cancelled while its files were written")
 
     def _run(self) -> None:
         try:

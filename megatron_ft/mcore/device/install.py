@@ -12,7 +12,7 @@ from megatron_ft.mcore.device.software import Software, check_provider, choose_t
 from megatron_ft.planning.devices import device_index, node_on_host
 
 
-def resolve_device(requested: str) -> str:
+def _resolve_device(requested: str) -> str:
     """Return ``cpu`` or ``cuda`` for ``requested``, a value of ``training.device``.
 
     Raises:
@@ -37,7 +37,7 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.
     """
-    if resolve_device(config.training.device) == "cpu":
+    if _resolve_device(config.training.device) == "cpu":
         return torch.device("cpu")
     index = device_index(
         node_on_host=node_on_host(config.launch, node),
@@ -62,7 +62,7 @@ def install(config: JobConfig) -> tuple[str, str]:
         (device, transformer_impl): ``cpu`` or ``cuda``, and ``local`` or ``transformer_engine``.
     """
     software = Software.inspect()
-    device = resolve_device(config.training.device)
+    device = _resolve_device(config.training.device)
     transformer_impl = choose_transformer_impl(config.training.transformer_impl, device, software)
     check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():

@@ -56,7 +56,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         self.router = submodules.router(config=config, pg_collection=pg_collection)
         self.token_dispatcher = ReplicaTokenDispatcher(
             config,
-            replicas=replica_matrix(slots, config.num_moe_experts),
+            replicas=_replica_matrix(slots, config.num_moe_experts),
             local_experts=self.local_expert_indices,
             backend=backend,
             pg_collection=pg_collection,
@@ -79,7 +79,7 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
 
-def replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
+def _replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
     """Count the copies of each expert on each rank: int64 [num_experts, ranks]."""
     matrix = torch.zeros((num_experts, len(slots)), dtype=torch.int64)
     for rank, experts in enumerate(slots):

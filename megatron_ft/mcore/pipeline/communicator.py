@@ -19,16 +19,16 @@ TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 """Tags of messages with logged tensors. Megatron's own messages have no tags."""
 
 
-def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
+def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
     """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
     matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
     chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
     if dist.get_backend(group) == "gloo":
         return group, TAGS[direction]
-    return (group if direction == "forward" else world_group()), 0
+    return (group if direction == "forward" else _world_group()), 0
 
 
-def world_group() -> dist.ProcessGroup:
+def _world_group() -> dist.ProcessGroup:
     """Return the group of all ranks of the job."""
     world = dist.group.WORLD
     assert world is not None, "process groups are not initialized"
@@ -138,7 +138,7 @@ class ReplayCommunicator(LoggingCommunicator):
         tensor = torch.empty(shape, requires_grad=True, device=current_device(), dtype=dtype)
         received = torch.empty(shape, dtype=dtype) if self.is_staged else tensor.data
         # Sender and receiver follow the same schedule, so messages come in the right order and need no key.
-        group, tag = route(self.pp_group, direction)
+        group, tag = _route(self.pp_group, direction)
         dist.recv(received, src=rank, group=group, tag=tag)
         if self.is_staged:
             tensor.data.copy_(received)
@@ -160,7 +160,7 @@ def serve(
         RecoveryError: an iteration is not logged.
     """
     requests, num_bytes = [], 0
-    route_group, tag = route(group, direction)
+    route_group, tag = _route(group, direction)
     is_on_host = dist.get_backend(group) == "gloo"
     # This function waits for no request, because this rank must meanwhile take part in other collectives.
     for iteration in iterations:

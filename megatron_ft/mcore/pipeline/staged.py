@@ -23,7 +23,7 @@ def current_device() -> torch.device:
     return device if isinstance(device, torch.device) else torch.device("cuda", device)
 
 
-def sends_host_memory_only(group: dist.ProcessGroup) -> bool:
+def _sends_host_memory_only(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` cannot send tensors of this process's device."""
     return str(dist.get_backend(group)) == "gloo" and current_device().type == "cuda"
 
@@ -53,7 +53,7 @@ class StagedCommunicator(P2PCommunicator):
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
         super().__init__(pp_group, config)
-        self.is_staged = sends_host_memory_only(pp_group)
+        self.is_staged = _sends_host_memory_only(pp_group)
 
     def _communicate(
         self,

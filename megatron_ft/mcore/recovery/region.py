@@ -29,7 +29,7 @@ from megatron_ft.runtime.transport.hang_up import Opening
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class _Replayed:
     """Result of the replay of a region on one rank."""
 
     kept: StoredWindow
@@ -39,7 +39,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegionGroups:
+class _RegionGroups:
     """Process groups of a region for one rank."""
 
     everybody: dist.ProcessGroup
@@ -50,7 +50,7 @@ class RegionGroups:
 
 def form_region_groups(
     engine: TrainingEngine, plan: LocalizedPlan, stages: Sequence[int], *, break_with: Callable[[Abort], None]
-) -> RegionGroups | None:
+) -> _RegionGroups | None:
     """Form the process groups of all regions. Every rank of the job must call this.
 
     Args:
@@ -60,7 +60,7 @@ def form_region_groups(
     Returns:
         The groups of this rank's region; None if this rank's stage does not replay.
     """
-    mine: RegionGroups | None = None
+    mine: _RegionGroups | None = None
     groups, pg, me = engine.groups, engine.pg, engine.groups.vote.rank()
     with _breakable(groups, break_with):
         for region in plan.regions:
@@ -68,7 +68,7 @@ def form_region_groups(
             members = sorted(rank for row in rows for rank in row)
             # If all stages replay, the groups of the job are used, and no group is formed.
             if len(members) == len(stages):
-                return RegionGroups(everybody=groups.vote, line=pg.pp)
+                return _RegionGroups(everybody=groups.vote, line=pg.pp)
             everybody = _add(engine, members)
             # The pipeline of a region of one stage is a group of only this rank. An existing group is used if possible.
             alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
@@ -76,7 +76,7 @@ def form_region_groups(
             line = next((found for found in lines if found is not None), alone)
             if me in members:
                 assert everybody is not None and line is not None, "a member of the region has no groups"
-                mine = RegionGroups(everybody=everybody, line=line)
+                mine = _RegionGroups(everybody=everybody, line=line)
     return mine
 
 
@@ -110,7 +110,7 @@ class Region:
         engine: TrainingEngine,
         plan: LocalizedPlan,
         stages: Sequence[int],
-        groups: RegionGroups,
+        groups: _RegionGroups,
         *,
         open_restorer: Callable[[Collectives], SnapshotRestorer],
         report: Callable[[Record], None],
@@ -123,7 +123,7 @@ class Region:
         self._line = groups.line
         self._collectives = Collectives(groups.everybody)
 
-    def replay(self, votes: Mapping[int, Vote], plan: WindowPlan | None) -> Replayed:
+    def replay(self, votes: Mapping[int, Vote], plan: WindowPlan | None) -> _Replayed:
         """Load the newest committed window, and replay the iterations up to the target.
 
         Args:
@@ -143,7 +143,7 @@ class Region:
         replayer = Replayer.open(engine, window, self._collectives)
         with self._alone() as communicator:
             carry_out(replay, replayer)
-        return Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
+        return _Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
 
     def _find(self) -> LocalWindow:
         kept = self._plan.window

@@ -91,7 +91,7 @@ _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedSlice:
+class _CapturedSlice:
     """A slice that this rank captured."""
 
     payload: Payload
@@ -120,7 +120,7 @@ class Replayer:
         view: OperatorView,
         *,
         window: WindowPlan,
-        slices: Sequence[CapturedSlice],
+        slices: Sequence[_CapturedSlice],
         skip_frozen: bool = True,
         collectives: Collectives | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class Replayer:
         if error is not None:
             raise RecoveryError(error)
         slices = [
-            CapturedSlice(payload=content, train_state=window.header(index, EXTRAS))
+            _CapturedSlice(payload=content, train_state=window.header(index, EXTRAS))
             for index, content in enumerate(window.slices)
         ]
         skip_frozen = config.snapshot.skip_frozen_gradients

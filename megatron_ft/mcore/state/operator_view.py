@@ -27,7 +27,7 @@ from megatron_ft.planning.snapshot.pieces import Piece, slice_pieces
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
-def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
+def _range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
     """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
     This is the whole parameter if the optimizer is not sharded."""
     if not isinstance(member, DistributedOptimizer):
@@ -126,7 +126,7 @@ def _held(
             # The order is fixed, because another process, with another optimizer, may restore the window. A fused
             # optimizer has one step count per parameter group, which is in ``TrainState.group_steps``.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
-            bounds = range_of(member, parameter)
+            bounds = _range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}
     return found
 

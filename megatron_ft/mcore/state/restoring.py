@@ -20,7 +20,7 @@ Payload = bytes | bytearray | memoryview
 WEIGHT, MASTER = "weight", "master"
 
 
-class Holder(Protocol):
+class _Holder(Protocol):
     """Interface of the part of ``OperatorView`` that ``restore_slice`` needs."""
 
     rank: int
@@ -34,7 +34,7 @@ class Holder(Protocol):
         ...
 
 
-def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) -> int:
+def restore_slice(view: _Holder, plan: WindowPlan, index: int, payload: Payload) -> int:
     """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
     holders = _holders(view.holdings_by_rank)
     outgoing: list[list[torch.Tensor]] = [[] for _ in view.shards_by_rank]
@@ -54,7 +54,7 @@ def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) 
 
 
 def _incoming(
-    view: Holder, plan: WindowPlan, index: int, holders: dict[Part, dict[int, Holding]]
+    view: _Holder, plan: WindowPlan, index: int, holders: dict[Part, dict[int, Holding]]
 ) -> list[Sequence[torch.Tensor]]:
     incoming: list[Sequence[torch.Tensor]] = []
     for shards in view.shards_by_rank:

@@ -11,7 +11,7 @@ from megatron_ft.mcore.data.batches import Microbatch
 LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
+def _sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
     """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
 
     Returns:
@@ -36,7 +36,7 @@ def forward_step(
     output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=_padding_mask(batch))
     if output.requires_grad:
         output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
-    return output, partial(sum_of_losses, batch.is_padding)
+    return output, partial(_sum_of_losses, batch.is_padding)
 
 
 def _padding_mask(batch: Microbatch) -> torch.Tensor | None:

@@ -55,7 +55,7 @@ class RankMemory:
             gradients_bytes=parameters.total * gradient_bytes,
             master_bytes=0 if value_bytes == FP32_BYTES else updated * FP32_BYTES,
             moments_bytes=updated * 2 * FP32_BYTES,
-            activations_bytes=activation_bytes(config, topology, pipeline_stage, vocab_size),
+            activations_bytes=_activation_bytes(config, topology, pipeline_stage, vocab_size),
         )
 
 
@@ -77,7 +77,7 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
     return -(-parameters.num_dense // dense_shards) + -(-parameters.num_expert // topology.expert_data_parallel_size)
 
 
-def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
+def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
     """Estimate the peak bytes of a rank's activations.
 
     The estimate is the sum of the values that each layer stores for its backward pass, times the number of microbatches

@@ -12,11 +12,11 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 NON_EXPERT = -1
-"""Value of ``OperatorCopies.expert`` for the non-expert part of a layer."""
+"""Value of ``_OperatorCopies.expert`` for the non-expert part of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorCopies:
+class _OperatorCopies:
     """Owners of one operator's optimizer state."""
 
     layer_number: int
@@ -47,7 +47,7 @@ class StateCopyPlan:
     ranks: tuple[int, ...]
     domains: tuple[str, ...]
     """Failure domain of each rank."""
-    operators: tuple[OperatorCopies, ...]
+    operators: tuple[_OperatorCopies, ...]
 
     def validate(self) -> None:
         """Check that the copies of every shard are in distinct failure domains.
@@ -140,7 +140,7 @@ class _Ring:
         for position, name in enumerate(plan.domains):
             self.members.setdefault(name, []).append(position)
 
-    def operator(self, layer: int, expert: int, num_bytes: int, holders: list[int], turn: int) -> OperatorCopies:
+    def operator(self, layer: int, expert: int, num_bytes: int, holders: list[int], turn: int) -> _OperatorCopies:
         if self.num_copies is None:
             owners: tuple[tuple[int, ...], ...] = (tuple(self.ranks[position] for position in holders),)
         else:
@@ -148,7 +148,7 @@ class _Ring:
             owners = tuple(
                 self._owners(holder, shard, cycle, set(holders), turn) for shard, holder in enumerate(holders)
             )
-        return OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
+        return _OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
 
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
         # Returns the domains of holders and, if they are too few, further domains, rotated by ``turn``.

@@ -116,16 +116,16 @@ class PlacementReport:
         return report
 
 
-def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
+def _optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
     """Return the bytes of optimizer state of one expert, and of all non-expert weights of a stage. A rank of the stage
     has ``num_dense`` non-expert parameters."""
     full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
     state_bytes = (2 if full_precision else 3) * FP32_BYTES
     num_parts = config.parallel.tensor_model_parallel_size
-    return expert_parameters(config) * state_bytes, num_dense * num_parts * state_bytes
+    return _expert_parameters(config) * state_bytes, num_dense * num_parts * state_bytes
 
 
-def expert_parameters(config: JobConfig) -> int:
+def _expert_parameters(config: JobConfig) -> int:
     """Return the number of parameters of one routed expert in one layer."""
     operators = operators_of(config.model, 1)
     return next(operator.num_parameters for operator in operators if operator.id.kind == "expert")
@@ -136,7 +136,7 @@ def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) ->
     if config.placement.state_copies is None:
         return None
     # Without the distributed optimizer every rank has all non-expert state already.
-    expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
+    expert_bytes, dense_bytes = _optimizer_bytes(config, num_dense)
     dense = [(0, dense_bytes)] if config.parallel.use_distributed_optimizer else []
     return StateCopyPlan.of(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
 
@@ -159,13 +159,13 @@ class _Stage:
 
     @classmethod
     def of(cls, config: JobConfig, plan: PlacementPlan, num_dense: int) -> "_Stage":
-        expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
+        expert_bytes, dense_bytes = _optimizer_bytes(config, num_dense)
         copies = plan_state_copies(config, plan, num_dense)
         return cls(
             plan=plan,
             num_tensor_parts=config.parallel.tensor_model_parallel_size,
             sharded=config.parallel.use_distributed_optimizer,
-            expert_weights_bytes=expert_parameters(config) * BYTES_PER_VALUE[config.precision.params_dtype],
+            expert_weights_bytes=_expert_parameters(config) * BYTES_PER_VALUE[config.precision.params_dtype],
             expert_state_bytes=expert_bytes,
             dense_state_bytes=dense_bytes,
             copies=copies,

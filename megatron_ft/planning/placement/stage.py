@@ -141,7 +141,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
         try:
             # The user has written the file: any error in it is an error of the data, not of this program.
             plan = PlacementPlan.from_json(dict(content))
-            check_fit(plan, request)
+            _check_fit(plan, request)
         except ConfigError as error:
             raise DataError(f"{key}: stage {stage}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
@@ -151,7 +151,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     return plans
 
 
-def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
+def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     """Check that a plan has the ranks, domains, layers, experts and slots of ``request``, and that every rank has an
     expert. Raises ConfigError if not."""
     domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
@@ -172,9 +172,9 @@ def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
 
 
 def fits(plan: PlacementPlan, request: StageRequest) -> bool:
-    """Whether ``check_fit`` accepts ``plan``."""
+    """Whether ``_check_fit`` accepts ``plan``."""
     try:
-        check_fit(plan, request)
+        _check_fit(plan, request)
     except ConfigError:
         return False
     return True

@@ -109,14 +109,14 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
     """Return the reason to end the job after too many attempts without progress; None if another one is allowed."""
-    fruitless = num_fruitless(attempts)
+    fruitless = _num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
     newest = max(attempt.iteration for attempt in attempts)
     return f"consecutive attempts without progress beyond iteration {newest}: {fruitless}"
 
 
-def num_fruitless(attempts: Sequence[Attempt]) -> int:
+def _num_fruitless(attempts: Sequence[Attempt]) -> int:
     """Count the newest consecutive attempts that did not get beyond the iteration of all attempts before them."""
     count, reached = 0, 0
     for attempt in attempts:

@@ -10,7 +10,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayStep:
+class _ReplayStep:
     """Step of a replay, which loads a slice and then runs an iteration again."""
 
     load: int | None
@@ -32,7 +32,7 @@ class ReplayPlan:
 
     start_iteration: int
     """Iteration after which slice 0 was captured."""
-    steps: tuple[ReplayStep, ...]
+    steps: tuple[_ReplayStep, ...]
 
     @property
     def final_iteration(self) -> int:
@@ -71,7 +71,7 @@ class ReplayPlan:
             f"loaded, {len(self.iterations)} iterations replayed up to iteration {self.final_iteration}{share}"
         )
 
-    def _pairs(self) -> Iterator[tuple[ReplayStep, ReplayStep]]:
+    def _pairs(self) -> Iterator[tuple[_ReplayStep, _ReplayStep]]:
         return zip(self.steps, self.steps[1:], strict=False)
 
     @classmethod
@@ -105,7 +105,7 @@ class ReplayPlan:
             # Parts are ranges of the same tensors: an operator with one captured part computes all its gradients.
             frozen = {unit.operator for unit in window.frozen(slice_index)} - active
             steps.append(
-                ReplayStep(
+                _ReplayStep(
                     # After the window all state is dense, and iterations run as in training.
                     load=index if index == slice_index else None,
                     active=tuple(sorted(active, key=str)),

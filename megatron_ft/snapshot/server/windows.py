@@ -48,7 +48,7 @@ class HeldWindow(Window):
         )
 
 
-def is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
+def _is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
     """Return whether window ``old`` may be dropped after window ``by`` was committed. It may be dropped if it was
     committed before, is of an earlier generation, or starts earlier."""
     is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
@@ -158,7 +158,7 @@ class OwnWindows:
         self._is_new_commit = not window.committed and captured_in == generation
         self._num_commits += self._is_new_commit
         # The committed window survives, and newer ones of its generation, which are still being replicated.
-        self._order = [held for held in self if not is_superseded(held.key, held.committed, window.key)]
+        self._order = [held for held in self if not _is_superseded(held.key, held.committed, window.key)]
         window.committed, self.confirmed = True, window
         return window
 
@@ -246,7 +246,7 @@ class CopyWindows:
                 f"window {key.start_iteration} of generation {key.generation}: this server has no complete copy"
             )
         for number, other in enumerate(self.buffers):
-            if other is not None and is_superseded(other.key, other.committed, key):
+            if other is not None and _is_superseded(other.key, other.committed, key):
                 self.buffers[number] = None
         window.committed = True
 
@@ -355,7 +355,7 @@ class PeerBuffers:
 
     def _note_committed(self, key: WindowKey) -> None:
         for number, held in enumerate(self.buffers):
-            if held is not None and is_superseded(held.key, held.committed, key):
+            if held is not None and _is_superseded(held.key, held.committed, key):
                 self.buffers[number] = None
             elif held is not None and held.key == key:
                 self.buffers[number] = replace(held, committed=True)

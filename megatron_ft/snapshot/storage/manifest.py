@@ -59,7 +59,7 @@ class Manifest:
         """Check that names, sizes and checksums are valid. Raises CheckpointError."""
         seen: set[str] = set()
         for entry in self.files:
-            check_name(entry.name)
+            _check_name(entry.name)
             if entry.name in seen or entry.name == MANIFEST_NAME:
                 raise CheckpointError(f"manifest lists {entry.name!r} twice")
             seen.add(entry.name)
@@ -154,7 +154,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return body
 
 
-def check_name(name: str) -> None:
+def _check_name(name: str) -> None:
     """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")

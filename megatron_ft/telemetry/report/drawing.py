@@ -28,7 +28,7 @@ class Element:
 
     def render(self) -> str:
         """Return the element as text that both HTML and XML parsers can read."""
-        attributes = "".join(f' {name}="{html.escape(clean(value))}"' for name, value in self.attributes)
+        attributes = "".join(f' {name}="{html.escape(_clean(value))}"' for name, value in self.attributes)
         if self.name in _VOID:
             return f"<{self.name}{attributes}/>"
         inside = "".join(_render(child) for child in self.children)
@@ -49,7 +49,7 @@ def element(tag: str, /, *children: "Element | str | None", **attributes: "str |
     return Element(tag, pairs, tuple(child for child in children if child is not None))
 
 
-def clean(text: str) -> str:
+def _clean(text: str) -> str:
     """Replace each character that a page cannot or must not show."""
     return _UNSHOWN.sub("\ufffd", text)
 
@@ -60,7 +60,7 @@ def short(value: float) -> str:
 
 
 def _render(child: Element | str) -> str:
-    return child.render() if isinstance(child, Element) else html.escape(clean(child), quote=False)
+    return child.render() if isinstance(child, Element) else html.escape(_clean(child), quote=False)
 
 
 def table(

@@ -168,19 +168,19 @@ def follow(
     """
     while True:
         # Sizes are read before the page is written, so that records appended meanwhile cause another page.
-        seen, began = sizes(run_dir), clock()
+        seen, began = _sizes(run_dir), clock()
         if write():
             return True
         # Writing the page of a long run takes long. The pause limits this to ``MAX_SHARE`` of the time.
         due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
         until = max(due, clock() + patience_seconds)
-        while clock() < due or sizes(run_dir) == seen:
+        while clock() < due or _sizes(run_dir) == seen:
             if clock() >= until:
                 return False
             wait(POLL_SECONDS)
 
 
-def sizes(run_dir: Path) -> tuple[int, ...]:
+def _sizes(run_dir: Path) -> tuple[int, ...]:
     """Return the sizes in bytes of the files that grow during a run. The size of a missing file is 0."""
 
     def size(path: Path) -> int:

@@ -17,14 +17,14 @@ highest loss."""
 def loss_plot(report: RunReport) -> Element:
     """Draw training and validation loss over iterations. Failures are crosses, and recoveries are numbered lines."""
     x, y = _scales(report)
-    points = [(x(iteration), y(loss)) for iteration, loss in thinned(report.loss)]
+    points = [(x(iteration), y(loss)) for iteration, loss in _thinned(report.loss)]
     return drawing(
         "loss",
         x_axis(x, BOTTOM, label="iteration", words=lambda value: f"{value:,.10g}"),
         y.y_axis(LEFT, RIGHT, label="loss (nats per token)"),
         *_marks(report.marks, x),
         _curve(points),
-        *(_evaluation(x(iteration), y(loss), iteration, loss) for iteration, loss in thinned(report.evaluations)),
+        *(_evaluation(x(iteration), y(loss), iteration, loss) for iteration, loss in _thinned(report.evaluations)),
         width=WIDTH,
         height=HEIGHT,
         title="Loss over iterations",
@@ -43,7 +43,7 @@ def _described(report: RunReport) -> str:
     return " ".join([curve, *(f"{mark.words}." for mark in report.marks[:20])])
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
+def _thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
     """Reduce ``points`` to about ``most``. Each group of neighbours is replaced by its lowest and its highest point, so
     that no spike is lost."""
     if len(points) <= most:
@@ -84,11 +84,11 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
             yield element("line", title, x1=at, y1=TOP - 8, x2=at, y2=BOTTOM, class_=mark.kind)
         else:
             yield cross(x(mark.iteration), TOP, mark.words)
-    for numbers, at in badges([(x(mark.iteration), mark.number) for mark in marks if mark.number is not None]):
+    for numbers, at in _badges([(x(mark.iteration), mark.number) for mark in marks if mark.number is not None]):
         yield _badge(numbers, at)
 
 
-def badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
+def _badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
     """Merge numbered marks that would overlap. ``places`` has (pixel, number) of each mark; the result has (numbers,
     pixel) of each merged one."""
     found: list[tuple[tuple[int, ...], float]] = []

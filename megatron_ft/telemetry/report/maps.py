@@ -22,7 +22,7 @@ NUM_OPEN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class _Panel:
     title: str
     num_rows: int
     num_columns: int
@@ -36,7 +36,7 @@ class Panel:
     """Whether to leave a gap between neighbouring cells if the cells are large enough."""
 
 
-def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
+def _runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
     """Merge neighbouring cells of the same class into (class, row, first column, number of columns). Skip cells without
     a class."""
     for row, classes in enumerate(rows):
@@ -48,7 +48,7 @@ def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, in
                 begin = column
 
 
-def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
+def _panels(name: str, maps: Sequence[_Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
     """Draw all maps. The first ``NUM_OPEN`` are shown; the rest is folded under the title ``more``.
 
     Args:
@@ -61,7 +61,7 @@ def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, mo
         yield element("details", element("summary", more), *sheets)
 
 
-def _sheet(name: str, maps: Sequence[Panel], title: str, description: str) -> Element:
+def _sheet(name: str, maps: Sequence[_Panel], title: str, description: str) -> Element:
     shapes: list[Element] = []
     y = 0.0
     for begin in range(0, len(maps), NUM_BESIDE):
@@ -73,11 +73,11 @@ def _sheet(name: str, maps: Sequence[Panel], title: str, description: str) -> El
     return drawing(name, *shapes, width=WIDTH, height=int(y), title=named, description=description)
 
 
-def _height(panel: Panel) -> float:
+def _height(panel: _Panel) -> float:
     return min(MAX_HEIGHT, MAX_CELL * panel.num_rows)
 
 
-def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
+def _panel(panel: _Panel, left: float, top: float) -> Iterator[Element]:
     width, height = WIDTH / NUM_BESIDE - LEFT - GUTTER, _height(panel)
     across, down = width / panel.num_columns, height / panel.num_rows
     gap = 1.0 if panel.has_gaps and min(across, down) >= _LEAST_WITH_GAP else 0.0
@@ -111,7 +111,7 @@ _MIN_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoads:
+class _LayerLoads:
     """Load of the experts of one MoE layer."""
 
     number: int
@@ -137,7 +137,7 @@ class ExpertLoads:
     experts_per_row: int
     stretches: tuple[tuple[int, int], ...]
     """First and last iteration of each column."""
-    layers: tuple[LayerLoads, ...]
+    layers: tuple[_LayerLoads, ...]
 
 
 def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
@@ -184,10 +184,10 @@ def _total(records: Sequence[ExpertLoad]) -> list[list[int]]:
     ]
 
 
-def _layer(number: int, totals: Sequence[Sequence[int]]) -> LayerLoads:
+def _layer(number: int, totals: Sequence[Sequence[int]]) -> _LayerLoads:
     newest = totals[-1]
     shares = relative_load(newest)
-    return LayerLoads(
+    return _LayerLoads(
         number=number,
         columns=tuple(tuple(bin_loads(relative_load(tokens), MAX_ROWS)) for tokens in totals),
         busiest=max(range(len(newest)), key=newest.__getitem__),
@@ -223,7 +223,7 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
     yield element("p", f"{words} Colours show an expert's tokens divided by the mean over experts.")
     yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
-    yield from panels(
+    yield from _panels(
         "expert-load",
         maps,
         title="Load of experts",
@@ -250,19 +250,19 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     yield element("p", words, class_="soft")
 
 
-def level(load: float) -> str:
+def _level(load: float) -> str:
     """Return the CSS class of the colour for a load, which is tokens divided by the mean."""
     return next(class_ for end, class_, _ in _LEVELS if load < end or end == float("inf"))
 
 
-def _load_panel(loads: ExpertLoads, layer: LayerLoads) -> Panel:
+def _load_panel(loads: ExpertLoads, layer: _LayerLoads) -> _Panel:
     num_rows = len(layer.columns[0])
-    rows = ([level(column[row]) for column in layer.columns] for row in range(num_rows))
-    return Panel(
+    rows = ([_level(column[row]) for column in layer.columns] for row in range(num_rows))
+    return _Panel(
         title=f"layer {layer.number}",
         num_rows=num_rows,
         num_columns=len(layer.columns),
-        runs=tuple(runs_of(rows)),
+        runs=tuple(_runs_of(rows)),
         rows=("0", str(loads.num_experts - 1)),
         columns=(f"iteration {loads.stretches[0][0]:,}", f"{loads.stretches[-1][1]:,}"),
     )
@@ -298,7 +298,7 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
         yield element(
             "ul", *(element("li", swatch(class_), words) for class_, words in _PLACEMENT_LEGEND), class_="legend"
         )
-        yield from panels(
+        yield from _panels(
             "placement-map",
             maps,
             title="Placement",
@@ -310,14 +310,14 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
     yield element("details", element("summary", "History of the placement"), _changes(placements))
 
 
-def _placement_panel(plan: PlacementPlan, layer: int) -> Panel:
+def _placement_panel(plan: PlacementPlan, layer: int) -> _Panel:
     held = [Counter(experts) for experts in plan.slots[layer]]
     cells = (
         ("held-1" if of_rank[expert] == 1 else "held-2", expert, column, 1)
         for column, of_rank in enumerate(held)
         for expert in sorted(of_rank)
     )
-    return Panel(
+    return _Panel(
         title=f"layer {plan.layer_numbers[layer]}",
         num_rows=plan.num_experts,
         num_columns=max(1, len(plan.ranks)),

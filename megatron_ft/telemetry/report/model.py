@@ -20,7 +20,7 @@ _HIGHEST = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class _Outcome:
     """Outcome of the run according to its records."""
 
     level: str
@@ -48,7 +48,7 @@ class RunReport:
     model: str | None
     size: str | None
     """Description of the number of ranks and nodes and of the device, at the newest start."""
-    outcome: Outcome
+    outcome: _Outcome
     iteration: int | None
     """Newest reported iteration."""
     train_iterations: int | None
@@ -126,18 +126,18 @@ def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:
     return f"{num_ranks} rank{'s' * (num_ranks != 1)}{nodes}{device}"
 
 
-def _outcome(records: Sequence[Record]) -> Outcome:
+def _outcome(records: Sequence[Record]) -> _Outcome:
     kinds = (RunStarted, events.RunFinished, events.RunStopped)
     last = next((record for record in reversed(records) if isinstance(record, kinds)), None)
     if isinstance(last, events.RunFinished):
-        return Outcome(level="good", text=f"finished: {last.reason}")
+        return _Outcome(level="good", text=f"finished: {last.reason}")
     if isinstance(last, events.RunStopped):
         meaning = EXIT_CODES.get(last.exit_code)
         code = f"exit code {last.exit_code}" + (f", {meaning}" if meaning else "")
-        return Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
+        return _Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
     if last is None:
-        return Outcome(level="open", text="nothing reported yet")
-    return Outcome(level="open", text="no end reported: the run continues, or it ended without a record")
+        return _Outcome(level="open", text="nothing reported yet")
+    return _Outcome(level="open", text="no end reported: the run continues, or it ended without a record")
 
 
 def _points(metrics: Sequence[Metrics]) -> Iterator[tuple[int, float]]:

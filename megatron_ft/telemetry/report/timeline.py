@@ -57,7 +57,7 @@ _NONE = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class _Span:
     """Activity of a rank. Times are in seconds after the failure."""
 
     kind: str
@@ -83,7 +83,7 @@ class Lane:
     """Pipeline stage; None if no record names it."""
     fate: str
     """``new process``, ``lost`` or similar; empty for a rank that continues in its place."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
     """Seconds after the failure at which the process, or its predecessor in the same place, ended."""
     work: events.StageRecovery | None = None
@@ -102,7 +102,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
+class _Instant:
     """Moment that is the same for all ranks, such as the first failure."""
 
     seconds: float
@@ -117,7 +117,7 @@ class Timeline:
     end: float
     lanes: tuple[Lane, ...]
     """Lanes ordered by stage, then by rank. Processes that are gone come last."""
-    instants: tuple[Instant, ...]
+    instants: tuple[_Instant, ...]
     """Marked moments. The first one is the moment from which times count."""
 
     @property
@@ -153,16 +153,16 @@ def timeline_of(recovery: Recovery) -> Timeline | None:
     )
 
 
-def _instants(recovery: Recovery, course: Course) -> Iterator[Instant]:
-    yield Instant(seconds=0.0, words=FAILURE if recovery.is_failure else "requested")
+def _instants(recovery: Recovery, course: Course) -> Iterator[_Instant]:
+    yield _Instant(seconds=0.0, words=FAILURE if recovery.is_failure else "requested")
     if course.decided > course.begin:
-        yield Instant(seconds=course.decided - course.begin, words="decided")
+        yield _Instant(seconds=course.decided - course.begin, words="decided")
     if course.ready > course.decided:
-        yield Instant(seconds=course.ready - course.begin, words="ready")
+        yield _Instant(seconds=course.ready - course.begin, words="ready")
     for first in course.after[:1]:
         if first.time_unix_seconds is not None:
             at = first.time_unix_seconds - course.begin
-            yield Instant(seconds=at, words=f"iteration {first.iteration} done")
+            yield _Instant(seconds=at, words=f"iteration {first.iteration} done")
 
 
 def _place(lane: Lane) -> tuple[bool, int, int]:
@@ -228,7 +228,7 @@ def _deaths(recovery: Recovery, begin: float) -> dict[int, float]:
     return dead
 
 
-def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
+def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
     if lane.previous is not None:
         end = float("inf") if lane.died_seconds is None else lane.died_seconds
         for span in _before(recovery, course):
@@ -240,23 +240,23 @@ def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
         yield from _training(course.after, course.ready, course.begin)
 
 
-def _before(recovery: Recovery, course: Course) -> list[Span]:
+def _before(recovery: Recovery, course: Course) -> list[_Span]:
     spans = _training(course.before, 0.0, course.begin)
     newest = course.before[-1].time_unix_seconds if course.before else None
     if recovery.is_failure and spans and newest is not None and course.begin > newest:
         iteration = course.before[-1].iteration + 1
         words = f"iteration {iteration} was interrupted"
-        spans.append(Span(kind="unfinished", begin=newest - course.begin, end=0.0, label=str(iteration), words=words))
+        spans.append(_Span(kind="unfinished", begin=newest - course.begin, end=0.0, label=str(iteration), words=words))
     return spans
 
 
-def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[Span]:
+def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[_Span]:
     """Return the trained iterations as spans. No span begins before ``from_seconds`` or before the previous one ends.
 
     Args:
         zero: Time from which the times of spans count.
     """
-    spans: list[Span] = []
+    spans: list[_Span] = []
     free_from = from_seconds
     for record in metrics:
         end, length = record.time_unix_seconds, duration(float(record.values.get("iteration_seconds", -1.0)))
@@ -265,20 +265,20 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
         begin = max(free_from, end - length) if length is not None else free_from
         if 0.0 < begin <= end:
             words, label = f"iteration {record.iteration} trained", str(record.iteration)
-            spans.append(Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
+            spans.append(_Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
         # Bars of one lane must not overlap, even if the clocks of two attempts disagree.
         free_from = max(free_from, end)
     return spans
 
 
-def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
+def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
     # List spans from the decision until the rank trains; spans drawn behind others come first.
 
-    def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
+    def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[_Span]:
         until, length = instant(end), duration(length)
         if until is not None and length is not None:
             relative, words = until - course.begin, f"{words}: {seconds(length)}"
-            yield Span(kind=kind, begin=relative - length, end=relative, label=label, words=words)
+            yield _Span(kind=kind, begin=relative - length, end=relative, label=label, words=words)
 
     for changed in recovery.every(events.MembershipChanged):
         yield from span("forms", changed.time_unix_seconds, changed.seconds, "", "the membership forms")
@@ -334,7 +334,7 @@ def _part(recovery: Recovery) -> Iterator[Element]:
     if timeline is None:
         yield element("p", "No timeline: the records do not contain the times of the ranks' work.", class_="soft")
     else:
-        yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
+        yield _timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
         yield element("ul", *legend, class_="legend")
         yield element("details", element("summary", "Work of each rank"), _lane_table(timeline))
@@ -367,14 +367,14 @@ def _lane_row(lane: Lane) -> tuple[str, ...]:
 
 
 def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
-    steps = list(steps_of(recovery))
+    steps = list(_steps_of(recovery))
     zero = "the failure" if timeline is None else timeline.zero
     caption = f"Seconds after {zero}" + ("" if len(steps) <= MAX_STEPS else f"; the first {MAX_STEPS}")
     rows = [(_NONE if at is None else f"{at:.2f} s", words) for at, words in steps[:MAX_STEPS]]
     return table(caption, ("at", "what"), rows, numbers={0}, words=1)
 
 
-def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
+def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
     """Return (seconds after the failure, text) of each record, sorted by time. Records without a time come last."""
     course, decision = recovery.course, recovery.decision
 
@@ -392,7 +392,7 @@ def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
     return sorted(steps, key=lambda step: float("inf") if step[0] is None else step[0])
 
 
-def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
+def _timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
     """Draw one lane per rank, ordered by stage. ``name`` must be unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
@@ -459,7 +459,7 @@ def _lane(lane: Lane, x: Scale, y: float, most_bytes: int) -> Element:
     )
 
 
-def _bar(span: Span, x: Scale, y: float) -> Iterator[Element]:
+def _bar(span: _Span, x: Scale, y: float) -> Iterator[Element]:
     begin, end = x(span.begin), x(span.end)
     if span.end < x.low or span.begin > x.high:
         return

@@ -21,7 +21,7 @@ DISK_SECONDS = 30.0
 """Interval between checks of the free disk space."""
 
 
-def free_share(folder: Path) -> float:
+def _free_share(folder: Path) -> float:
     """Return the share of the file system of ``folder`` that is free for ordinary users.
 
     Raises:
@@ -57,7 +57,7 @@ class AlertSink(Sink):
     @classmethod
     def open(cls, context: SinkContext) -> "AlertSink":
         limits = AlertLimits(**{name: getattr(context.config.telemetry, f"alert_{name}") for name in NAMES})
-        return cls(limits, free_disk_share=partial(free_share, context.run_dir))
+        return cls(limits, free_disk_share=partial(_free_share, context.run_dir))
 
     def write(self, record: Record) -> None:
         """Update the figures from ``record`` and compare all of them with their limits.

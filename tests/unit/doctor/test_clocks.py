@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.clocks import OBSERVED_SECONDS, ClockFacts, understand
+from megatron_ft.doctor.clocks import OBSERVED_SECONDS, ClockFacts, _understand
 from tests.helpers.machines import CLOCKS, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -35,10 +35,10 @@ def test_what_nobody_says_is_told() -> None:
 
 def test_answers_of_the_tools() -> None:
     tracking = "C0A80101,192.168.1.1,3,1763781000.1,0.00001,0.00002,0.00003,-7.1,0.001,0.1,0.01,0.001,64.2,{}\n"
-    assert understand("chronyc", tracking.format("Normal")) is True
-    assert understand("chronyc", tracking.format("Not synchronised")) is False
-    assert understand("chronyc", "506 Cannot talk to daemon\n") is None
-    assert [understand("timedatectl", text) for text in ("yes\n", "no\n", "\n")] == [True, False, None]
+    assert _understand("chronyc", tracking.format("Normal")) is True
+    assert _understand("chronyc", tracking.format("Not synchronised")) is False
+    assert _understand("chronyc", "506 Cannot talk to daemon\n") is None
+    assert [_understand("timedatectl", text) for text in ("yes\n", "no\n", "\n")] == [True, False, None]
 
 
 def test_this_machines_clocks_are_watched_for_a_while() -> None:

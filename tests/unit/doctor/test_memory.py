@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.memory import MemoryFacts, cgroup_limit
+from megatron_ft.doctor.memory import MemoryFacts, _cgroup_limit
 from tests.helpers.machines import GIB, MEMORY, NEEDS, judged
 
 CUDA = {"device": "cuda"}
@@ -97,7 +97,7 @@ def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/slurm/memory.stat": "inactive_file 0\n",
         },
     )
-    assert cgroup_limit(tmp_path) == (9000, 8900), "100 free there, 600 in the job's own"
+    assert _cgroup_limit(tmp_path) == (9000, 8900), "100 free there, 600 in the job's own"
 
 
 def test_a_container_of_version_1_sees_its_group_at_the_top(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_container_of_version_1_sees_its_group_at_the_top(tmp_path: Path) -> N
     files = {"proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/abc\n0::/\n"}
     write(tmp_path, files | {f"{top}/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n"})
     write(tmp_path, {f"{top}/memory.usage_in_bytes": "700", f"{top}/memory.stat": "total_inactive_file 50\n"})
-    assert cgroup_limit(tmp_path) is None
+    assert _cgroup_limit(tmp_path) is None
     write(tmp_path, {f"{top}/memory.limit_in_bytes": "4096\n"})
-    assert cgroup_limit(tmp_path) == (4096, 650)
+    assert _cgroup_limit(tmp_path) == (4096, 650)
 
 
 def test_this_machine_has_memory() -> None:

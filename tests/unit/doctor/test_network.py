@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.network import Interface, NetworkFacts, parse_ranges
+from megatron_ft.doctor.network import Interface, NetworkFacts, _parse_ranges
 from tests.helpers.machines import NEEDS, NETWORK, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -126,5 +126,5 @@ def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_of_the_kernel() -> None:
-    assert parse_ranges("8080,20000-31999\n") == ((8080, 8080), (20000, 31999))
-    assert parse_ranges("\n") == ()
+    assert _parse_ranges("8080,20000-31999\n") == ((8080, 8080), (20000, 31999))
+    assert _parse_ranges("\n") == ()

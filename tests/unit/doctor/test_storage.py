@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.storage import NUM_FLUSHES, StorageFacts, mount_of
+from megatron_ft.doctor.storage import NUM_FLUSHES, StorageFacts, _mount_of
 from tests.helpers.machines import GIB, NEEDS, STORAGE, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -64,7 +64,7 @@ def test_a_path_is_on_its_deepest_mount() -> None:
         "30 22 0:26 / /scratch\\040a rw - xfs /dev/sdb rw,nobarrier\n"
         "31 30 0:27 / /scratch\\040a/deep rw - tmpfs tmpfs rw,size=1k\n"
     )
-    assert mount_of(Path("/data"), mountinfo) == ("ext4", ("rw", "relatime", "rw", "errors=remount-ro"))
-    assert mount_of(Path("/scratch a/runs"), mountinfo)[0] == "xfs"
-    assert mount_of(Path("/scratch a/deep/er"), mountinfo)[0] == "tmpfs"
-    assert mount_of(Path("/scratch a2"), mountinfo)[0] == "ext4"
+    assert _mount_of(Path("/data"), mountinfo) == ("ext4", ("rw", "relatime", "rw", "errors=remount-ro"))
+    assert _mount_of(Path("/scratch a/runs"), mountinfo)[0] == "xfs"
+    assert _mount_of(Path("/scratch a/deep/er"), mountinfo)[0] == "tmpfs"
+    assert _mount_of(Path("/scratch a2"), mountinfo)[0] == "ext4"

@@ -10,7 +10,7 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.corpus.check import DataSummary, SourceSummary
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.job import JobPlan
-from megatron_ft.planning.render import readable_bytes, render
+from megatron_ft.planning.render import _readable_bytes, render
 from tests.helpers.keys import grouped
 
 DATA = DataSummary(
@@ -122,7 +122,7 @@ def test_text_names_what_people_look_for() -> None:
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (5 << 60, "5120.0 PiB")]
 )
 def test_bytes_are_readable(count: int, text: str) -> None:
-    assert readable_bytes(count) == text
+    assert _readable_bytes(count) == text
 
 
 def test_defaults_are_planned() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from megatron_ft.events import ExpertLoad
 from megatron_ft.telemetry.expert_load import (
+    _herfindahl_over_even,
+    _percentile,
     bin_loads,
-    herfindahl_over_even,
     load_figures,
     max_over_even_share,
-    percentile,
     relative_load,
 )
 from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, Symbols
@@ -56,14 +56,14 @@ def test_symbols_follow_the_encoding() -> None:
 
 
 def test_percentiles_lie_on_a_line_between_neighbours() -> None:
-    assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and percentile([1.0, 3.0], 95) == pytest.approx(2.9)
-    assert percentile([7.0], 95) == 7.0 and percentile([], 50) == 0.0
+    assert _percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and _percentile([1.0, 3.0], 95) == pytest.approx(2.9)
+    assert _percentile([7.0], 95) == 7.0 and _percentile([], 50) == 0.0
 
 
 def test_skew_is_one_where_loads_are_even_and_the_number_of_experts_where_one_has_all() -> None:
-    assert herfindahl_over_even([5, 5, 5]) == pytest.approx(1.0) and herfindahl_over_even([8, 0, 0, 0]) == 4.0
+    assert _herfindahl_over_even([5, 5, 5]) == pytest.approx(1.0) and _herfindahl_over_even([8, 0, 0, 0]) == 4.0
     assert (
-        herfindahl_over_even([3, 1]) == pytest.approx(2 * (0.75**2 + 0.25**2)) and herfindahl_over_even([0, 0]) == 0.0
+        _herfindahl_over_even([3, 1]) == pytest.approx(2 * (0.75**2 + 0.25**2)) and _herfindahl_over_even([0, 0]) == 0.0
     )
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.launchers.torchrun import RankEnvironment, detect, expand_counts, expand_nodelist
+from megatron_ft.control.launchers.torchrun import RankEnvironment, _expand_counts, detect, expand_nodelist
 from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
@@ -125,10 +125,10 @@ def test_what_is_no_nodelist(text: str) -> None:
 
 
 def test_counts() -> None:
-    assert expand_counts("COUNTS", "2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("COUNTS", "8") == [8]
+    assert _expand_counts("COUNTS", "2(x3),1") == [2, 2, 2, 1]
+    assert _expand_counts("COUNTS", "8") == [8]
     with pytest.raises(ConfigError, match="^COUNTS=2x3: must look like"):
-        expand_counts("COUNTS", "2x3")
+        _expand_counts("COUNTS", "2x3")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from megatron_ft.control.slurm import batch_host, calls
-from megatron_ft.control.slurm.calls import JobView, SlurmError, parse_array_hosts, parse_drained
+from megatron_ft.control.slurm.calls import JobView, SlurmError, _parse_array_hosts, _parse_drained
 
 SHOWN = (
     "JobId=2 JobName=lm UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=0 ExitCode=0:0 "
@@ -38,18 +38,18 @@ def test_nodes_that_are_none_are_refused() -> None:
 
 def test_nodes_that_are_drained() -> None:
     said = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
-    assert parse_drained(said) == ["node1", "node2", "node3"]
+    assert _parse_drained(said) == ["node1", "node2", "node3"]
 
 
 def test_hosts_of_an_arrays_tasks() -> None:
-    assert parse_array_hosts("10 node3\n0 gpu-1.rack2\n") == {10: "node3", 0: "gpu-1.rack2"}
-    assert parse_array_hosts("") == {}
+    assert _parse_array_hosts("10 node3\n0 gpu-1.rack2\n") == {10: "node3", 0: "gpu-1.rack2"}
+    assert _parse_array_hosts("") == {}
 
 
 @pytest.mark.parametrize("text", ["N/A node3", "3", "[0-2] node3", "3 node3 node4", "\u0663 node3"])
 def test_what_is_no_task_and_host_is_refused(text: str) -> None:
     with pytest.raises(SlurmError, match="a line is not a task index and a host"):
-        parse_array_hosts(text)
+        _parse_array_hosts(text)
 
 
 class Slurm:

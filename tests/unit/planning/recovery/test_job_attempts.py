@@ -13,9 +13,9 @@ from megatron_ft.planning.recovery.job_attempts import (
     Attempt,
     AttemptPolicy,
     Next,
+    _num_fruitless,
     decide,
     in_order_of_trust,
-    num_fruitless,
     to_exclude,
 )
 
@@ -101,7 +101,7 @@ def test_no_job_is_tried_for_ever(iterations: list[int], policy: AttemptPolicy) 
     attempts: list[Attempt] = []
     for iteration in iterations:
         attempts.append(replace(FAILED, iteration=iteration))
-        assert num_fruitless(attempts) <= policy.max_fruitless
+        assert _num_fruitless(attempts) <= policy.max_fruitless
         if decide(attempts, policy, HOSTS).next is Next.END:
-            assert num_fruitless(attempts) == policy.max_fruitless
+            assert _num_fruitless(attempts) == policy.max_fruitless
             return

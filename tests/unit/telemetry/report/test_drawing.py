@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_ft.telemetry.report.drawing import Scale, element, figure
-from megatron_ft.telemetry.report.loss import badges, sampled, thinned
+from megatron_ft.telemetry.report.loss import _badges, _thinned, sampled
 
 
 def test_figures_become_pixels_inside_the_drawing() -> None:
@@ -47,15 +47,15 @@ def test_figures_are_short() -> None:
 
 def test_a_long_curve_keeps_its_spikes() -> None:
     points = [(iteration, 9.0 if iteration == 5000 else math.sin(iteration)) for iteration in range(1, 20_001)]
-    kept = thinned(points, 100)
+    kept = _thinned(points, 100)
     assert len(kept) <= 100 and (5000, 9.0) in kept
     assert kept == sorted(kept)
-    assert thinned(points[:100], 100) == points[:100]
+    assert _thinned(points[:100], 100) == points[:100]
 
 
 def test_numbers_that_would_overlap_share_a_badge() -> None:
-    assert badges([(10.0, 1), (200.0, 3), (204.0, 2), (400.0, 4)]) == [((1,), 10.0), ((2, 3), 202.0), ((4,), 400.0)]
-    crowd = badges([(float(place), place + 1) for place in range(300)])
+    assert _badges([(10.0, 1), (200.0, 3), (204.0, 2), (400.0, 4)]) == [((1,), 10.0), ((2, 3), 202.0), ((4,), 400.0)]
+    crowd = _badges([(float(place), place + 1) for place in range(300)])
     assert [number for numbers, _ in crowd for number in numbers] == list(range(1, 301))
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_ft.events import ExpertLoad
-from megatron_ft.telemetry.report.maps import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, expert_loads, level
+from megatron_ft.telemetry.report.maps import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, _level, expert_loads
 from megatron_ft.testing.made_up_runs import MadeUpRun, started
 
 from .conftest import Parts, drawing_of, drawings
@@ -67,7 +67,7 @@ def test_without_tokens_all_is_below_the_even_share() -> None:
     [(0.0, "load-0"), (0.25, "load-1"), (1.0, "load-3"), (2.0, "load-5"), (4.0, "load-6"), (64.0, "load-6")],
 )
 def test_colours(over_even: float, class_: str) -> None:
-    assert level(over_even) == class_
+    assert _level(over_even) == class_
 
 
 def test_each_layer_has_a_map_with_all_its_cells(run: MadeUpRun) -> None:

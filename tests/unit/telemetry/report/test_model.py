@@ -5,7 +5,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.model import Mark
-from megatron_ft.telemetry.report.timeline import steps_of, timeline_of
+from megatron_ft.telemetry.report.timeline import _steps_of, timeline_of
 from megatron_ft.testing.made_up_runs import (
     ZERO,
     MadeUpRun,
@@ -52,7 +52,7 @@ def test_a_localized_recovery(run: MadeUpRun) -> None:
     assert (recovery.num_replayed, recovery.num_again) == (5, 0)
     assert recovery.seconds == pytest.approx(8.0 - 6.4), "until the last stage was ready"
     assert recovery.pause_seconds == pytest.approx(8.6 - 6.3), "from the kill to the next iteration"
-    steps = steps_of(recovery)
+    steps = _steps_of(recovery)
     texts = [text for _, text in steps]
     assert texts[0] == "injected fault: kill in forward of iteration 13, rank 2"
     assert "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.90 s" in texts
