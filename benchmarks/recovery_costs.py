@@ -14,10 +14,10 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, StageSeconds
 from megatron_ft.planning.pipeline import PipelineShape
 from megatron_ft.planning.snapshot.activations import Activations
-from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.orders import HardCount, LayerOrder
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
+from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.ranks import compose
 from megatron_ft.topology import Topology

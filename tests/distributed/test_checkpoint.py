@@ -462,7 +462,7 @@ def fault_damaged(rank: Rank, folder: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     from megatron_ft.errors import CheckpointError
-    from megatron_ft.mcore.checkpoint import loading
+    from megatron_ft.mcore.checkpoint import manager
 
     rank.train(2)
     rank.manager.save(rank.state(), 2)
@@ -474,7 +474,7 @@ def fault_damaged(rank: Rank, folder: Path) -> dict[str, Any]:
         victim.write_bytes(content)
     dist.barrier()
     opened: list[str] = []
-    loading.dist_checkpointing = type(
+    manager.dist_checkpointing = type(
         "Spy", (), {"load": staticmethod(lambda *a, **k: opened.append("load") or dist_checkpointing.load(*a, **k))}
     )
     refused = ""

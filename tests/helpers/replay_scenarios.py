@@ -199,9 +199,9 @@ def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:
 
 def poison(iteration: int) -> None:
     """Make the loss of ``iteration`` NaN."""
-    from megatron_ft.mcore.training import engine, forward
+    from megatron_ft.mcore.training import engine
 
-    original = forward.forward_step
+    original = engine.forward_step
 
     def forward_step(microbatches: Any, model: torch.nn.Module, *, iteration: int, _bad: int = iteration) -> Any:
         output, loss = original(microbatches, model, iteration=iteration)

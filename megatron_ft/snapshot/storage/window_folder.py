@@ -65,7 +65,7 @@ class WindowFolder:
         """Check that a window is complete, and return rank ``part``'s part of it.
 
         Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
-        ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
+        ``_num_parts``-th file, starting at ``part``, so that callers can share the reading.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -89,7 +89,7 @@ class WindowFolder:
         newer than the oldest of them.
 
         Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
-        call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        call it; ``part`` and ``_num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
             The deleted windows.

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from megatron_ft.doctor.software import SoftwareFacts
 from megatron_ft.doctor.supported import PACKAGES, PYTHON, TRANSFORMER_ENGINE
-from megatron_ft.mcore.device.software import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
+from megatron_ft.mcore.device.install import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
 from tests.helpers.machines import SOFTWARE, judged
 
 ROOT = Path(__file__).parents[3]

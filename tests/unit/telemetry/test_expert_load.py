@@ -13,7 +13,7 @@ from megatron_ft.telemetry.expert_load import (
     max_over_even_share,
     relative_load,
 )
-from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, Symbols
+from megatron_ft.telemetry.sinks.terminal import ASCII, BLOCKS, _Symbols
 
 
 def test_relative_load() -> None:
@@ -32,7 +32,7 @@ def test_binning_keeps_the_busiest() -> None:
 
 
 @pytest.mark.parametrize("symbols", [BLOCKS, ASCII], ids=["blocks", "ascii"])
-def test_bars_rise(symbols: Symbols) -> None:
+def test_bars_rise(symbols: _Symbols) -> None:
     bars = [symbols.heights.index(symbols.bar(value / 10, 2.0)) for value in range(31)]
     assert bars == sorted(bars) and bars[0] == 0 and bars[20] == bars[30] == len(symbols.heights) - 1
     assert symbols.bar(math.nan, 2.0) == " "
@@ -51,8 +51,8 @@ def test_progress_keeps_its_width(share: float, num_done: int) -> None:
 
 
 def test_symbols_follow_the_encoding() -> None:
-    assert Symbols.of("utf-8") is BLOCKS
-    assert Symbols.of("ascii") is ASCII and Symbols.of(None) is ASCII and Symbols.of("no-such-code") is ASCII
+    assert _Symbols.of("utf-8") is BLOCKS
+    assert _Symbols.of("ascii") is ASCII and _Symbols.of(None) is ASCII and _Symbols.of("no-such-code") is ASCII
 
 
 def test_percentiles_lie_on_a_line_between_neighbours() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.controller.launch_spec import launch_spec
+from megatron_ft.control.controller.main import _launch_spec
 from megatron_ft.control.node.store_endpoint import NUM_PORTS, StoreEndpoint
 from megatron_ft.serde import decode, encode
 
@@ -16,7 +16,7 @@ PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) fo
 def order(generation: int, members: list[int], places: dict[int, StoreEndpoint]) -> tuple[str, int]:
     """Address and port of the store of a generation."""
     about = {"resume_from": None, "working_dir": "."}
-    found = launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
+    found = _launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
     return found.master_addr, found.master_port
 
 

@@ -24,10 +24,10 @@ FP16 = {"precision.params_dtype": "fp16", "precision.initial_loss_scale": 64.0, 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Iterations in this list have a loss that is NaN."""
-    from megatron_ft.mcore.training import forward
+    from megatron_ft.mcore.training import engine
 
     iterations: list[int] = []
-    original = forward.forward_step
+    original = engine.forward_step
 
     def forward_step(microbatches: Any, model: torch.nn.Module, *, iteration: int) -> Any:
         output, loss = original(microbatches, model, iteration=iteration)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_ft.telemetry.report.drawing import Scale, element, figure
-from megatron_ft.telemetry.report.loss import _badges, _thinned, sampled
+from megatron_ft.telemetry.report.page import _badges, _sampled, _thinned
 
 
 def test_figures_become_pixels_inside_the_drawing() -> None:
@@ -61,9 +61,9 @@ def test_numbers_that_would_overlap_share_a_badge() -> None:
 
 def test_a_table_has_the_ends_of_a_curve() -> None:
     points = [(iteration, 1.0 / iteration) for iteration in range(1, 1001)]
-    found = sampled(points, 10)
+    found = _sampled(points, 10)
     assert (len(found), found[0], found[-1]) == (10, points[0], points[-1])
-    assert sampled(points[:10], 10) == points[:10]
+    assert _sampled(points[:10], 10) == points[:10]
 
 
 def test_text_and_attributes_are_escaped() -> None:
