@@ -223,7 +223,7 @@ class _Rank:
             worker=self._worker,
         )
         opening = Opening()
-        waits.use(opening.limit)
+        opening.limit.use()
         self._worker.on_break(opening.hang_up)
         try:
             return Groups.form(

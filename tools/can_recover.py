@@ -34,7 +34,7 @@ from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, 
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import Stored
 from megatron_ft.planning.recovery.means import means_of, placer
@@ -247,7 +247,7 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
     plans = []
     if config.placement.algorithm is not None:
-        plans = first_plans(config, stage_requests(config, world_size), JobInputs.read(config))
+        plans = first_plans(config, StageRequest.of_job(config, world_size), JobInputs.read(config))
     means = means_of(config, plans, SnapshotReport.of(config, _VOCABULARY))
     found = means.cost_of_loss(lost, is_gone=is_gone, place=placer(config, JobInputs.read(config)))
     again = 0.0 if found.max_iterations == 0 else None

@@ -97,7 +97,7 @@ class Groups:
         store_port = store.port if isinstance(store, dist.TCPStore) else None
         transports = Transports.among(open_sockets() - before, store_port=store_port)
         # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
-        waits.use(transports.limit)
+        transports.limit.use()
         return cls(
             generation=generation,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -127,7 +127,7 @@ class Groups:
             RuntimeError: other ranks did not connect in time, or ``opening`` broke the connections.
         """
         if opening is not None:
-            waits.use(opening.limit)
+            opening.limit.use()
         if store is None:
             store = open_store(context, timeout_seconds=timeout_seconds, opening=opening)
         return Groups.form(
@@ -194,7 +194,7 @@ def dissolve_groups() -> None:
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
     not wait for these operations; their groups are destroyed later."""
     groups = []
-    if waits.in_use().is_ended:
+    if waits.WaitLimit.in_use().is_ended:
         # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.
         groups = list(dist.distributed_c10d._world.pg_map)
         drop_broken_graph()

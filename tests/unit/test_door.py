@@ -25,7 +25,7 @@ from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import EXIT_CODES, CheckpointError, ConfigError
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.snapshot.storage.checkpoints import directory_name
-from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import Manifest
 from tests.helpers.programs import write_program
 
 ROOT = Path(__file__).parents[2]
@@ -293,7 +293,7 @@ def saved_run(tmp_path: Path) -> list[str]:
         software={},
         files=(),
     )
-    write_manifest(directory, manifest)
+    manifest.write(directory)
     return overrides
 
 

@@ -4,7 +4,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, at_least, require, show
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, unmet, value_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 
 
 def check_survival(config: JobConfig) -> None:
@@ -88,7 +88,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
 def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
-    found = unmet(config, requirements)
+    found = Requirement.unmet(config, requirements)
     # Name all of them in one message, because the user may find only the last one impossible to change.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
     also = f"; {feature} also requires: {', '.join(others)}" if others else ""

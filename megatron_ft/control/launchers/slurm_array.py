@@ -46,14 +46,14 @@ class SlurmArrayLauncher:
             num_nodes=context.most_nodes,
             num_returns=context.num_returns,
         )
-        join_file.publish(context.run_dir, content)
+        content.publish(context.run_dir)
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
         """Do nothing: nodes start by themselves."""
 
     def stop(self, patience_seconds: float) -> None:
         if self._run_dir is not None:
-            join_file.withdraw(self._run_dir)
+            join_file.JoinFile.withdraw(self._run_dir)
 
     def finish(self, exit_code: int, reason: str) -> None:
         """Write the marker of the job's end, which ends the array's tasks."""

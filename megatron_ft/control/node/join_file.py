@@ -60,16 +60,15 @@ class JoinFile:
             raise ControlError(f"{path}: damaged: {error}") from None
         return found
 
+    def publish(self, run_dir: Path) -> None:
+        """Write the file of a run; replaces the file of an earlier job."""
+        _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
+        write_secret(_path(run_dir), json.dumps(encode(self)).encode() + b"\n")
 
-def publish(run_dir: Path, content: JoinFile) -> None:
-    """Write the file of a run; replaces the file of an earlier job."""
-    _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
-    write_secret(_path(run_dir), json.dumps(encode(content)).encode() + b"\n")
-
-
-def withdraw(run_dir: Path) -> None:
-    """Remove the file, because the job has ended."""
-    _path(run_dir).unlink(missing_ok=True)
+    @classmethod
+    def withdraw(cls, run_dir: Path) -> None:
+        """Remove the file, because the job has ended."""
+        _path(run_dir).unlink(missing_ok=True)
 
 
 def _path(run_dir: Path) -> Path:

@@ -36,7 +36,6 @@ from megatron_ft.planning.recovery.job_attempts import (
     AttemptPolicy,
     Next,
     Verdict,
-    decide,
     in_order_of_trust,
     to_exclude,
 )
@@ -159,7 +158,7 @@ class _BatchJob:
             if view.num_restarts > site.num_restarts:
                 return self._was_requeued(attempt)
             hosts = list(view.hosts)
-            verdict = decide(attempts, self._policy, hosts)
+            verdict = self._policy.decide(attempts, hosts)
             print(f"job {site.job_id}: {verdict.next.value}: {verdict.reason}", file=sys.stderr, flush=True)
             if verdict.next is Next.REQUEUE:
                 verdict = self._requeue(to_exclude(attempts))

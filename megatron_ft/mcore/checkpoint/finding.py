@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from megatron_ft.config.identity import JobIdentity, differences
+from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.snapshot.storage import checkpoints
@@ -85,7 +85,7 @@ class CheckpointFinder:
                 "cannot be compared"
             )
         else:
-            notes += map(str, differences(manifest.settings, self._identity.settings))
+            notes += map(str, Difference.between(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:

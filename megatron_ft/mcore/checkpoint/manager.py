@@ -33,7 +33,7 @@ from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 _RANK_STATE_PREFIX = "rank_state"
 
@@ -99,7 +99,7 @@ def _commit_files(
     entries.append(write_file(directory, FORMAT_NAME, form))
     # All files must be durable before the manifest is written, because the manifest makes the directory a checkpoint.
     fsync_directory(directory)
-    write_manifest(directory, make_manifest(tuple(sorted(entries, key=lambda entry: entry.name))))
+    make_manifest(tuple(sorted(entries, key=lambda entry: entry.name))).write(directory)
     return sum(entry.num_bytes for entry in entries)
 
 

@@ -25,14 +25,7 @@ from megatron_ft.planning.placement.migration import MigrationPlan, holdings, re
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
 from megatron_ft.planning.placement.report import plan_state_copies
-from megatron_ft.planning.placement.stage import (
-    algorithm_of,
-    first_loads,
-    first_plans,
-    fits,
-    scripted_plans,
-    stage_requests,
-)
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import single_loss_survival
 from megatron_ft.planning.recovery.replicas import Declined, plan_drain, plan_replicas
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
@@ -88,7 +81,7 @@ class PlacementManager:
         self._config = config
         self._stage = stage
         self._algorithm = algorithm_of(config)
-        self._requests = stage_requests(config, world_size)
+        self._requests = StageRequest.of_job(config, world_size)
         self._backend: DispatchBackend = open_backend(config.placement.dispatch_backend)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
@@ -234,7 +227,7 @@ class PlacementManager:
         if [plan.layer_numbers for plan in plans] != [request.layer_numbers for request in self._requests]:
             return
         self.loads = loads
-        if all(fits(plan, request) for plan, request in zip(plans, self._requests, strict=True)):
+        if all(request.fits(plan) for plan, request in zip(plans, self._requests, strict=True)):
             self.plans = plans
         elif loads is not None:
             self.plans = [self._place(stage, of_stage) for stage, of_stage in enumerate(loads)]
@@ -248,7 +241,7 @@ class PlacementManager:
     def _wanted(self) -> PlacementPlan:
         if self.loads is not None:
             return self._place(0, self.loads[0])
-        return self._place(0, first_loads(self._config, self._requests[0], self._inputs))
+        return self._place(0, self._requests[0].first_loads(self._config, self._inputs))
 
     def _replan(self, stage: int) -> MigrationPlan:
         assert self.loads is not None, "a new placement needs the loads of at least one iteration"

@@ -23,7 +23,7 @@ from megatron_ft.mcore.state.digest import masters_of
 from megatron_ft.mcore.state.restoring import MASTER, WEIGHT, Payload, restore_slice
 from megatron_ft.mcore.state.shards import Holding, Part, cut_shards, from_record, sizes, to_record
 from megatron_ft.operator_state import Component, check_shards
-from megatron_ft.planning.snapshot.pieces import Piece, slice_pieces
+from megatron_ft.planning.snapshot.pieces import Piece
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
@@ -77,7 +77,7 @@ class OperatorView:
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
         """Return the pieces that this rank captures in slice ``index`` of a window of ``plan``."""
-        return slice_pieces(plan, index, self.shards)
+        return Piece.of_slice(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:
         """Return the elements of ``piece`` as a 1-D view of the tensor that training uses. The view has one element if

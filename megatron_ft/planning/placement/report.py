@@ -11,7 +11,7 @@ from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import first_plans, scripted_plans, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import Survival, survival
 
 Domains = frozenset[str]
@@ -88,7 +88,7 @@ class PlacementReport:
         Raises:
             ConfigError, DataError: loads or placements do not fit the job.
         """
-        requests = stage_requests(config, config.launch.num_nodes * config.launch.ranks_per_node)
+        requests = StageRequest.of_job(config, config.launch.num_nodes * config.launch.ranks_per_node)
         # All scheduled placements are checked now: a file that does not fit must not end a run after days.
         for scheduled in inputs.schedule.values():
             scripted_plans(requests, scheduled)

@@ -6,11 +6,11 @@ from megatron_ft.config.checks.primitives import show
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.present_nodes import config_of
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, unmet, value_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import algorithm_of, first_loads, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import HeldOperator, Place, RecoveryMeans
 from megatron_ft.planning.snapshot.report import SnapshotReport
@@ -61,7 +61,7 @@ def means_of(
         persist_interval_windows=config.snapshot.persist_interval_windows,
         save_interval_iterations=config.checkpoint.save_interval_iterations,
         train_iterations=config.training.train_iterations,
-        keeps_layout=recovery.keep_layout and not unmet(config, KEPT_LAYOUT),
+        keeps_layout=recovery.keep_layout and not Requirement.unmet(config, KEPT_LAYOUT),
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
         num_spare_nodes=config.nodes.num_spare_nodes,
         restarts_lost_nodes=config.nodes.restart_lost_nodes,
@@ -125,8 +125,8 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]
 
     def place(nodes: tuple[int, ...]) -> PlacementPlan:
         remaining = config_of(config, nodes)
-        (request,) = stage_requests(remaining, len(nodes) * config.launch.ranks_per_node)
-        wanted = first_loads(remaining, request, inputs) if loads is None else loads
+        (request,) = StageRequest.of_job(remaining, len(nodes) * config.launch.ranks_per_node)
+        wanted = request.first_loads(remaining, inputs) if loads is None else loads
         return request.place(algorithm_of(remaining), wanted)[0]
 
     return place
@@ -139,7 +139,7 @@ def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
 
 def _uncovered(config: JobConfig) -> tuple[str, ...]:
     # The missing placement algorithm is reported on its own, by ``why_no_replicas`` and ``RecoveryMeans.cost_of_loss``.
-    keys = [requirement.key for requirement in unmet(config, REPLICAS)]
+    keys = [requirement.key for requirement in Requirement.unmet(config, REPLICAS)]
     return tuple(f"{key}={show(value_of(config, key))}" for key in keys if key != "placement.algorithm")
 
 

@@ -67,6 +67,16 @@ class WaitLimit:
                 f"so this rank no longer waits for it; reason of the shutdown: {end[1] or 'not given'}"
             )
 
+    @classmethod
+    def in_use(cls) -> "WaitLimit":
+        """Return the limit of waits that begin now."""
+        return _in_use
+
+    def use(self) -> None:
+        """Apply ``limit`` to all waits that begin in this process after this call."""
+        global _in_use
+        _in_use = self
+
 
 class _Call(Generic[T]):
     """A function call that a worker thread makes for another thread."""
@@ -120,17 +130,6 @@ class _Helper:
 _in_use = WaitLimit()
 _is_installed = False
 _idle_helpers: list[_Helper] = []
-
-
-def use(limit: WaitLimit) -> None:
-    """Apply ``limit`` to all waits that begin in this process after this call."""
-    global _in_use
-    _in_use = limit
-
-
-def in_use() -> WaitLimit:
-    """Return the limit of waits that begin now."""
-    return _in_use
 
 
 def call(function: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server.peer_session import announce
 from megatron_ft.snapshot.server.store import OwnRank, Store
-from megatron_ft.snapshot.server.windows import HeldWindow, PeerBuffers, SendCommit, SendSlice, read_held
+from megatron_ft.snapshot.server.windows import HeldWindow, PeerBuffers, SendCommit, SendSlice
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
@@ -120,7 +120,7 @@ class Sender(threading.Thread):
         greeting = {**about, "generation": generation, "replicates": True}
         self._wire, answer = connect(self.address, greeting)
         with self._store.lock:
-            self._generation, self._buffers = generation, read_held(answer)
+            self._generation, self._buffers = generation, PeerBuffers.read_held(answer)
             if self._stopped:
                 return
             for rank, own in self._store.ranks.items():

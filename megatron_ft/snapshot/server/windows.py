@@ -337,7 +337,7 @@ class PeerBuffers:
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
         """Record a sent slice or commit as if the peer had it. If the peer refuses, the connection ends, and
-        ``read_held`` makes a new object."""
+        ``PeerBuffers.read_held`` makes a new object."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return
@@ -360,16 +360,17 @@ class PeerBuffers:
             elif held is not None and held.key == key:
                 self.buffers[number] = replace(held, committed=True)
 
+    @classmethod
+    def read_held(cls, answer: Mapping[str, Any]) -> "dict[int, PeerBuffers]":
+        """Read the lists of windows in the peer's first answer, by rank. Raises ControlError if the answer is
+        invalid."""
+        by_rank: dict[int, list[StoredWindow]] = {}
+        for entry in items(answer, "held"):
+            if not isinstance(entry, dict):
+                raise ControlError(f"held={entry!r:.100}: must be an object")
+            by_rank.setdefault(integer(entry, "rank", most=MAX_RANK), []).append(stored_window(entry.get("window")))
+        return {rank: cls(windows) for rank, windows in by_rank.items()}
+
 
 def _age(key: WindowKey) -> tuple[int, int]:
     return key.generation, key.start_iteration
-
-
-def read_held(answer: Mapping[str, Any]) -> dict[int, PeerBuffers]:
-    """Read the lists of windows in the peer's first answer, by rank. Raises ControlError if the answer is invalid."""
-    by_rank: dict[int, list[StoredWindow]] = {}
-    for entry in items(answer, "held"):
-        if not isinstance(entry, dict):
-            raise ControlError(f"held={entry!r:.100}: must be an object")
-        by_rank.setdefault(integer(entry, "rank", most=MAX_RANK), []).append(stored_window(entry.get("window")))
-    return {rank: PeerBuffers(windows) for rank, windows in by_rank.items()}

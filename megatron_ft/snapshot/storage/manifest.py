@@ -142,6 +142,11 @@ class Manifest:
             _check_content(directory, entry)
         return manifest
 
+    def write(self, directory: Path) -> None:
+        """Write and sync the manifest, which completes the checkpoint in ``directory``."""
+        self.validate()
+        write_atomically(directory, MANIFEST_NAME, self.to_bytes())
+
 
 def parse_object(content: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises CheckpointError unless it is UTF-8, with distinct keys and finite numbers."""
@@ -158,12 +163,6 @@ def _check_name(name: str) -> None:
     """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write and sync the manifest, which completes the checkpoint in ``directory``."""
-    manifest.validate()
-    write_atomically(directory, MANIFEST_NAME, manifest.to_bytes())
 
 
 def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:

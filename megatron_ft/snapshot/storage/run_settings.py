@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_ft.config.identity import Difference, JobIdentity, Settings, differences
+from megatron_ft.config.identity import Difference, JobIdentity, Settings
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.checkpoints import list_checkpoints, other_iteration
 from megatron_ft.snapshot.storage.manifest import Manifest
@@ -84,7 +84,7 @@ def other_window(window: Window, where: str, settings: Settings, *, ignores_data
 
 
 def _differences(stored: Settings, present: Settings, *, ignores_data: bool) -> list[Difference]:
-    return [found for found in differences(stored, present) if not (ignores_data and found.concern == "data")]
+    return [found for found in Difference.between(stored, present) if not (ignores_data and found.concern == "data")]
 
 
 def _newest_checkpoint(folder: Path, identity: JobIdentity) -> tuple[Path, Manifest] | None:

@@ -55,7 +55,7 @@ class WindowFolder:
         """Open a rank's file. The start iteration, generation and rank in the file must be those in its path.
 
         Raises:
-            CheckpointError: the same cases as in ``open_window``.
+            CheckpointError: the same cases as in ``WindowFile.open``.
         """
         expect = {"start_iteration": stored.start_iteration, "generation": stored.generation, "rank": rank}
         directory, name = window_name(stored), rank_name(rank)

@@ -12,8 +12,8 @@ from megatron_ft.records import OtherRecord
 from megatron_ft.telemetry.goodput import Goodput, instant
 from megatron_ft.telemetry.read import newest_of_each
 from megatron_ft.telemetry.report.files import RunFiles
-from megatron_ft.telemetry.report.maps import ExpertLoads, expert_loads
-from megatron_ft.telemetry.report.recoveries import Recovery, find_recoveries
+from megatron_ft.telemetry.report.maps import ExpertLoads
+from megatron_ft.telemetry.report.recoveries import Recovery
 
 _HIGHEST = 1e30
 """Limit of the losses that are drawn."""
@@ -84,7 +84,7 @@ class RunReport:
         started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
         # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost
         # of a failure.
-        found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
+        found, num_jobs = Recovery.find(files.events, files.decisions, files.metrics)
         times = [
             at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None
         ]
@@ -103,7 +103,7 @@ class RunReport:
                 record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)
             ),
             goodput=Goodput.measure((*files.metrics, *files.events)),
-            loads=expert_loads(files.events),
+            loads=ExpertLoads.of(files.events),
             placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
             plans=files.plans,
             others=tuple(record for record in files.events if isinstance(record, OtherRecord)),

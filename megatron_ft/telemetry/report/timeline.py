@@ -8,19 +8,7 @@ from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.formatting import seconds, size
 from megatron_ft.telemetry.goodput import duration, instant
-from megatron_ft.telemetry.report.drawing import (
-    CHARACTER_WIDTH,
-    Element,
-    Scale,
-    cross,
-    drawing,
-    element,
-    figure,
-    line,
-    table,
-    text,
-    x_axis,
-)
+from megatron_ft.telemetry.report.drawing import CHARACTER_WIDTH, Element, Scale, figure, text, x_axis
 from megatron_ft.telemetry.report.recoveries import Course, Recovery
 
 KINDS = {
@@ -131,26 +119,26 @@ class Timeline:
         seen = {span.kind for lane in self.lanes for span in lane.spans}
         return tuple(kind for kind in KINDS if kind in seen)
 
-
-def timeline_of(recovery: Recovery) -> Timeline | None:
-    """Make the timeline of a recovery; None if the records have no times, or if the recovery is the start of a later
-    job."""
-    course = recovery.course
-    if course is None or recovery.is_new_job:
-        return None
-    lanes = sorted(_lanes(recovery, course.begin), key=_place)
-    margin = max(_MARGIN * (course.ready - course.begin), _LEAST_MARGIN_SECONDS)
-    last = [at for record in course.after[-1:] if (at := record.time_unix_seconds) is not None]
-    resumed = _training(course.after, course.ready, course.begin)[:1]
-    ready = max(course.ready - course.begin, *(span.begin for span in resumed), 0.0)
-    end = min(max(ready, *(at - course.begin for at in last), 0.0), ready + margin)
-    earliest = min((span.begin for span in _training(course.before, 0.0, course.begin)), default=-margin)
-    return Timeline(
-        begin=max(-margin, earliest) if course.before else -margin,
-        end=max(end, 1e-3),
-        lanes=tuple(replace(lane, spans=tuple(_spans(lane, recovery, course))) for lane in lanes),
-        instants=tuple(_instants(recovery, course)),
-    )
+    @classmethod
+    def of(cls, recovery: Recovery) -> "Timeline | None":
+        """Make the timeline of a recovery; None if the records have no times, or if the recovery is the start of a
+        later job."""
+        course = recovery.course
+        if course is None or recovery.is_new_job:
+            return None
+        lanes = sorted(_lanes(recovery, course.begin), key=_place)
+        margin = max(_MARGIN * (course.ready - course.begin), _LEAST_MARGIN_SECONDS)
+        last = [at for record in course.after[-1:] if (at := record.time_unix_seconds) is not None]
+        resumed = _training(course.after, course.ready, course.begin)[:1]
+        ready = max(course.ready - course.begin, *(span.begin for span in resumed), 0.0)
+        end = min(max(ready, *(at - course.begin for at in last), 0.0), ready + margin)
+        earliest = min((span.begin for span in _training(course.before, 0.0, course.begin)), default=-margin)
+        return cls(
+            begin=max(-margin, earliest) if course.before else -margin,
+            end=max(end, 1e-3),
+            lanes=tuple(replace(lane, spans=tuple(_spans(lane, recovery, course))) for lane in lanes),
+            instants=tuple(_instants(recovery, course)),
+        )
 
 
 def _instants(recovery: Recovery, course: Course) -> Iterator[_Instant]:
@@ -313,15 +301,15 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
     """Return the section of the page that shows each recovery in a part of its own."""
     if not recoveries:
         return
-    yield element("h2", "Details of each recovery", id="stories")
+    yield Element.of("h2", "Details of each recovery", id="stories")
     is_open = len(recoveries) <= NUM_OPEN
     for recovery in recoveries:
         title = (
             f"{recovery.number}. {recovery.lost}: {recovery.strategy}, continues after iteration {recovery.iteration}"
         )
-        yield element(
+        yield Element.of(
             "details",
-            element("summary", element("h3", title)),
+            Element.of("summary", Element.of("h3", title)),
             *_part(recovery),
             class_="recovery-details",
             id=f"recovery-{recovery.number}",
@@ -330,17 +318,17 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 
 
 def _part(recovery: Recovery) -> Iterator[Element]:
-    timeline = timeline_of(recovery)
+    timeline = Timeline.of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records do not contain the times of the ranks' work.", class_="soft")
+        yield Element.of("p", "No timeline: the records do not contain the times of the ranks' work.", class_="soft")
     else:
         yield _timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
-        legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
-        yield element("ul", *legend, class_="legend")
-        yield element("details", element("summary", "Work of each rank"), _lane_table(timeline))
+        legend = [Element.of("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
+        yield Element.of("ul", *legend, class_="legend")
+        yield Element.of("details", Element.of("summary", "Work of each rank"), _lane_table(timeline))
     if recovery.declined:
-        yield element("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
-    yield element("details", element("summary", "Recorded events"), _step_table(recovery, timeline))
+        yield Element.of("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
+    yield Element.of("details", Element.of("summary", "Recorded events"), _step_table(recovery, timeline))
 
 
 def _lane_table(timeline: Timeline) -> Element:
@@ -348,7 +336,9 @@ def _lane_table(timeline: Timeline) -> Element:
     more = len(timeline.lanes) - len(shown)
     caption = "Ranks by stage" + (f"; {more} more are not shown" if more else "")
     header = ("rank", "stage", "node", "work", "began", "took", "replayed", "forward passes", "log bytes")
-    return table(caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3)
+    return Element.table(
+        caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3
+    )
 
 
 def _lane_row(lane: Lane) -> tuple[str, ...]:
@@ -371,7 +361,7 @@ def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
     zero = "the failure" if timeline is None else timeline.zero
     caption = f"Seconds after {zero}" + ("" if len(steps) <= MAX_STEPS else f"; the first {MAX_STEPS}")
     rows = [(_NONE if at is None else f"{at:.2f} s", words) for at, words in steps[:MAX_STEPS]]
-    return table(caption, ("at", "what"), rows, numbers={0}, words=1)
+    return Element.table(caption, ("at", "what"), rows, numbers={0}, words=1)
 
 
 def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
@@ -407,7 +397,7 @@ def _timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
         rows += (_lane(lane, x, y + index * (LANE + GAP), most) for index, lane in enumerate(group))
         y += len(group) * (LANE + GAP) + GROUP
     bottom = y - GROUP + 6
-    return drawing(
+    return Element.drawing(
         name,
         x_axis(
             x,
@@ -439,7 +429,7 @@ def _group(lanes: Sequence[Lane], y: float) -> Element:
     first = lanes[0]
     words = "gone" if first.rank is None else "ranks" if first.stage is None else f"stage {first.stage}"
     middle = (y + bottom) / 2
-    return element("g", line(66, y, 66, bottom, "axis"), text(words, 58, middle + 4, "strong", "end"))
+    return Element.of("g", Element.line(66, y, 66, bottom, "axis"), text(words, 58, middle + 4, "strong", "end"))
 
 
 def _lane(lane: Lane, x: Scale, y: float, most_bytes: int) -> Element:
@@ -447,10 +437,10 @@ def _lane(lane: Lane, x: Scale, y: float, most_bytes: int) -> Element:
     bars = sorted(lane.spans, key=lambda span: span.kind not in _BEHIND)
     end = None
     if lane.died_seconds is not None:
-        end = cross(x(lane.died_seconds), y + LANE / 2, f"{lane.name}: its process ended")
-    return element(
+        end = Element.cross(x(lane.died_seconds), y + LANE / 2, f"{lane.name}: its process ended")
+    return Element.of(
         "g",
-        element("rect", x=x.begin, y=y, width=x.end - x.begin, height=LANE, class_="lane"),
+        Element.of("rect", x=x.begin, y=y, width=x.end - x.begin, height=LANE, class_="lane"),
         text(f"{lane.name}{node}", 74, y + LANE / 2 + 4),
         text(lane.fate, x.begin - 8, y + LANE / 2 + 4, "side", "end") if lane.fate else None,
         *(bar for span in bars for bar in _bar(span, x, y)),
@@ -466,8 +456,8 @@ def _bar(span: _Span, x: Scale, y: float) -> Iterator[Element]:
     inset = 0 if span.kind in _BEHIND else 2
     width = max(1.5, end - begin - 1)
     height = LANE - 2 * inset
-    title = element("title", span.words)
-    yield element("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
+    title = Element.of("title", span.words)
+    yield Element.of("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
     room = 22 if span.kind == "unfinished" else 6  # the mark of a failure is at its end
     if span.label and width > CHARACTER_WIDTH * len(span.label) + room:
         yield text(span.label, begin + width / 2, y + LANE / 2 + 4, "inbar", "middle")
@@ -478,7 +468,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
         return
     arrow = {"serves": "↑", "replays": "↓"}.get(lane.work.role, "")
     width = 40 * min(1.0, lane.work.bytes_moved / most)
-    yield element("rect", x=x, y=y + 7, width=max(1.0, width), height=8, class_="log")
+    yield Element.of("rect", x=x, y=y + 7, width=max(1.0, width), height=8, class_="log")
     yield text(f"{arrow} {size(lane.work.bytes_moved)}", x + 46, y + LANE / 2 + 4, "side")
 
 
@@ -490,8 +480,8 @@ def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
             continue
         at = x(moment.seconds)
         class_ = "failed-moment" if moment.words == FAILURE else "moment"
-        title = element("title", f"{moment.words}: {moment.seconds:.2f} s")
-        yield element("line", title, x1=at, y1=TOP - 8, x2=at, y2=bottom, class_=class_)
+        title = Element.of("title", f"{moment.words}: {moment.seconds:.2f} s")
+        yield Element.of("line", title, x1=at, y1=TOP - 8, x2=at, y2=bottom, class_=class_)
         half = CHARACTER_WIDTH * len(moment.words) / 2
         middle = min(at, WIDTH - half - 2)
         if middle - half > free_from:
@@ -500,5 +490,5 @@ def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
 
 
 def _legend_bar(kind: str) -> Element:
-    bar = element("rect", x=1, y=1, width=20, height=10, rx=2, class_=kind)
-    return element("svg", bar, viewBox="0 0 22 12", aria_hidden="true")
+    bar = Element.of("rect", x=1, y=1, width=20, height=10, rx=2, class_=kind)
+    return Element.of("svg", bar, viewBox="0 0 22 12", aria_hidden="true")

@@ -10,7 +10,7 @@ from megatron_ft.telemetry.read import read_events, read_metrics
 from megatron_ft.telemetry.report.files import RunFiles
 from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
-from megatron_ft.telemetry.report.timeline import timeline_of
+from megatron_ft.telemetry.report.timeline import Timeline
 from megatron_ft.telemetry.run_figures import RunFigures
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "run_folders"
@@ -41,7 +41,7 @@ def test_the_page_tells_the_recoveries(run: str, recoveries: list[tuple[int, str
     found = [(each.generation, each.strategy, each.iteration, each.num_replayed) for each in report.recoveries]
     assert [each[:3] for each in found] == [each[:3] for each in recoveries]
     assert (found[0][3] > 0) == (run != "replicas")
-    assert timeline_of(report.recoveries[0]) is not None
+    assert Timeline.of(report.recoveries[0]) is not None
     assert report.outcome.level == "good" and "Details of each recovery" in render(report)
     assert len(read_metrics(RUNS / run)) == report.iteration
 

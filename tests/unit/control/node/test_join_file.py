@@ -28,7 +28,7 @@ CONTENT = JoinFile(agent=SPEC, preload=["a", "b:c"], job_id="17", num_nodes=4, n
 
 def publish(run_dir: Path, **changes: Any) -> Path:
     """Publish, and change what is in the file by hand; keys of the agent's with a dot."""
-    join_file.publish(run_dir, CONTENT)
+    CONTENT.publish(run_dir)
     path = run_dir / "control" / "join.json"
     values = json.loads(path.read_text())
     for name, value in changes.items():
@@ -40,13 +40,13 @@ def publish(run_dir: Path, **changes: Any) -> Path:
 
 def test_a_node_is_told_all_but_its_own(tmp_path: Path) -> None:
     assert join_file.JoinFile.read(tmp_path) is None
-    join_file.publish(tmp_path, CONTENT)
+    CONTENT.publish(tmp_path)
     found = join_file.JoinFile.read(tmp_path)
     assert found is not None and found == CONTENT
     own = {"node": 3, "process_id": 99, "runtime_dir": "", "forkserver_socket": ""}
     assert found.spec_of(3, 99) == dataclasses.replace(SPEC, **own)
-    join_file.withdraw(tmp_path)
-    join_file.withdraw(tmp_path)
+    join_file.JoinFile.withdraw(tmp_path)
+    join_file.JoinFile.withdraw(tmp_path)
     assert join_file.JoinFile.read(tmp_path) is None
 
 
@@ -60,7 +60,7 @@ def test_it_is_the_users_alone(tmp_path: Path) -> None:
 
 def test_a_later_launcher_takes_the_place_of_one_that_died(tmp_path: Path) -> None:
     publish(tmp_path)
-    join_file.publish(tmp_path, dataclasses.replace(CONTENT, agent=dataclasses.replace(SPEC, token="another")))
+    dataclasses.replace(CONTENT, agent=dataclasses.replace(SPEC, token="another")).publish(tmp_path)
     found = join_file.JoinFile.read(tmp_path)
     assert found is not None and found.agent.token == "another"
 

@@ -14,7 +14,7 @@ from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored
 from megatron_ft.planning.recovery.means import (
@@ -52,7 +52,7 @@ def plans_of(config: JobConfig) -> list[PlacementPlan]:
     if config.placement.algorithm is None:
         return []
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
-    return first_plans(config, stage_requests(config, world_size), JobInputs())
+    return first_plans(config, StageRequest.of_job(config, world_size), JobInputs())
 
 
 def means(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryMeans:

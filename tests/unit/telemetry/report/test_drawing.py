@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_ft.telemetry.report.drawing import Scale, element, figure
+from megatron_ft.telemetry.report.drawing import Element, Scale, figure
 from megatron_ft.telemetry.report.page import _badges, _sampled, _thinned
 
 
@@ -67,18 +67,18 @@ def test_a_table_has_the_ends_of_a_curve() -> None:
 
 
 def test_text_and_attributes_are_escaped() -> None:
-    found = element("p", "<b>&\"'", title="\"><script>'&").render()
+    found = Element.of("p", "<b>&\"'", title="\"><script>'&").render()
     assert found == '<p title="&quot;&gt;&lt;script&gt;&#x27;&amp;">&lt;b&gt;&amp;"\'</p>'
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud800", "\u202e", "\u2066", "\uffff"])
 def test_what_a_page_cannot_hold_or_what_turns_text_around_is_replaced(character: str) -> None:
-    found = element("p", f"a{character}b", title=character).render()
+    found = Element.of("p", f"a{character}b", title=character).render()
     assert found == '<p title="\ufffd">a\ufffdb</p>'
     found.encode("utf-8")
 
 
 def test_names_of_attributes_and_what_is_left_out() -> None:
-    found = element("a", None, "x", class_="wide", aria_label=None, x1=1.0, y1=2.345, href="#a")
+    found = Element.of("a", None, "x", class_="wide", aria_label=None, x1=1.0, y1=2.345, href="#a")
     assert found.render() == '<a class="wide" x1="1" y1="2.35" href="#a">x</a>'
-    assert element("meta", charset="utf-8").render() == '<meta charset="utf-8"/>'
+    assert Element.of("meta", charset="utf-8").render() == '<meta charset="utf-8"/>'
