@@ -18,6 +18,17 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LONGEST_SOCKET_PATH = 107
 
 
+def check(config: JobConfig) -> None:
+    """Check the groups of nodes, processes, detector, run and telemetry."""
+    check_names(config)
+    check_launch(config)
+    check_detector(config.detector)
+    check_launchers(config)
+    check_run(config.run)
+    check_coming_nodes(config)
+    check_telemetry(config.telemetry)
+
+
 def check_launch(config: JobConfig) -> None:
     """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
     launch, max_restarts = config.launch, config.recovery.max_restarts

@@ -1,6 +1,7 @@
 """Checks of a model: sizes and dense layers first, then MoE layers and routers."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
 
 SIZES = (
@@ -19,6 +20,12 @@ SIZES = (
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 ROUTERS = ("learned", "trace")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+
+
+def check(config: JobConfig) -> None:
+    """Check ``model``."""
+    check_model(config.model)
+    check_moe(config.model)
 
 
 def check_model(model: ModelConfig) -> None:

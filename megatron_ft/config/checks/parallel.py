@@ -5,6 +5,12 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.topology import Topology
 
 
+def check(config: JobConfig) -> None:
+    """Check ``parallel``."""
+    check_parallel(config)
+    check_transformer_engine(config)
+
+
 def check_parallel(config: JobConfig) -> None:
     """Check that the parallel sizes fit the number of ranks, the layers, heads and experts, and the device."""
     parallel = config.parallel

@@ -7,6 +7,13 @@ from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 
 
+def check(config: JobConfig) -> None:
+    """Check ``snapshot``, ``recovery`` and ``upstream_log``."""
+    check_snapshot(config)
+    check_survival(config)
+    check_upstream_log(config)
+
+
 def check_survival(config: JobConfig) -> None:
     """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and related keys.
 

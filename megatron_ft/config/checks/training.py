@@ -11,6 +11,14 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LARGEST_SEED = 2**31 - 1
 
 
+def check(config: JobConfig) -> None:
+    """Check ``training``, ``precision``, ``optimizer`` and ``checkpoint``."""
+    check_training(config.training)
+    check_precision(config.precision)
+    check_optimizer(config.optimizer, config.training.train_iterations)
+    check_checkpoint(config)
+
+
 def check_training(training: TrainingConfig) -> None:
     """Check iterations, batch size, device and policies."""
     for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
