@@ -217,7 +217,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
     from megatron_ft.control.run_id import RUN_ID_NAME, RunId
-    from megatron_ft.corpus.sources import SplitPlan
+    from megatron_ft.corpus.check import SplitPlan
     from megatron_ft.corpus.tokenizers import build_tokenizer
     from megatron_ft.snapshot.storage.run_settings import check_same_settings
     from megatron_ft.snapshot.storage.window_folder import WindowFolder

@@ -18,9 +18,8 @@ from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.run_id import RunId
-from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.corpus.check import SplitPlan, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.corpus.sources import SplitPlan
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import EXIT_CODES, CheckpointError, ConfigError
 from megatron_ft.planning.devices import DeviceFacts

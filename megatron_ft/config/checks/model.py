@@ -24,11 +24,11 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 def check(config: JobConfig) -> None:
     """Check ``model``."""
-    check_model(config.model)
-    check_moe(config.model)
+    _check_model(config.model)
+    _check_moe(config.model)
 
 
-def check_model(model: ModelConfig) -> None:
+def _check_model(model: ModelConfig) -> None:
     """Check sizes, attention heads, position embeddings, norms and dropout."""
     for name in SIZES:
         at_least(1, f"model.{name}", getattr(model, name))
@@ -111,7 +111,7 @@ def _check_latent_attention(model: ModelConfig) -> None:
     )
 
 
-def check_moe(model: ModelConfig) -> None:
+def _check_moe(model: ModelConfig) -> None:
     """Check experts, shared experts, router, load balancing and capacity."""
     one_of(ROUTERS, "model.router", model.router)
     _check_trace(model)

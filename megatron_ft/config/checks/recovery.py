@@ -9,12 +9,12 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 def check(config: JobConfig) -> None:
     """Check ``snapshot``, ``recovery`` and ``upstream_log``."""
-    check_snapshot(config)
-    check_survival(config)
-    check_upstream_log(config)
+    _check_snapshot(config)
+    _check_survival(config)
+    _check_upstream_log(config)
 
 
-def check_survival(config: JobConfig) -> None:
+def _check_survival(config: JobConfig) -> None:
     """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and related keys.
 
     Raises:
@@ -136,7 +136,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
     )
 
 
-def check_upstream_log(config: JobConfig) -> None:
+def _check_upstream_log(config: JobConfig) -> None:
     """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a stage can replay alone with the same bits.
 
     Raises:
@@ -176,7 +176,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
 
 
-def check_snapshot(config: JobConfig) -> None:
+def _check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:

@@ -1,10 +1,13 @@
 """Builds the model chunks of a rank, wrapped for mixed precision and data parallelism."""
 
 import copy
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,12 +19,33 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.model.release import ReleasableDataParallel
 from megatron_ft.mcore.model.weights import initialize_weights
 from megatron_ft.mcore.moe.layer import MixtureLayer
 from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
+
+
+class _ReleasableDataParallel(DistributedDataParallel):
+    """Megatron's ``DistributedDataParallel`` with gradient hooks that do not keep the model chunk in memory.
+
+    Autograd stores hooks where Python's garbage collector does not find them. Megatron's hooks reference the whole
+    chunk, so the chunk, its buffers and its process groups would never be freed. The hooks of this class use weak
+    references.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        chunk, parameter = weakref.ref(self), weakref.ref(param)
+
+        def hook(*unused: object) -> None:
+            DistributedDataParallel._make_backward_post_hook(chunk(), parameter())(*unused)
+
+        return hook
+
+
+def release_caches() -> None:
+    """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules, and these process groups."""
+    RotaryEmbedding.forward.cache_clear()
 
 
 class _SequenceParallelNorm:
@@ -131,7 +155,7 @@ def build_model(
         check_for_nan_in_grad=False,
     )
     return [
-        ReleasableDataParallel(
+        _ReleasableDataParallel(
             transformer_config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=pg_collection
         )
         for number, chunk in enumerate(chunks)

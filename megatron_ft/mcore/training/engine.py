@@ -13,19 +13,20 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.model.build import build_model
-from megatron_ft.mcore.model.release import release_caches
+from megatron_ft.mcore.model.build import build_model, release_caches
+from megatron_ft.mcore.model.names import unwrap
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.observation import expert_load, forget_auxiliary_losses, take_auxiliary_losses
 from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
 from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.router import PaddingAwareRouter
 from megatron_ft.mcore.moe.trace_router import router_builder
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
@@ -38,6 +39,48 @@ from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History,
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
+
+_Z_LOSS = "z_loss"
+
+
+def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+    """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
+
+
+def _take_auxiliary_losses() -> tuple[float, float]:
+    """Return this rank's auxiliary losses since the last call, and reset them.
+
+    Returns:
+        (sum of balancing losses, sum of z-losses) over layers and microbatches, without their coefficients.
+    """
+    balancing = z = 0.0
+    # Not reduced over ranks: the vote sums these values in rank order.
+    for name, entry in get_moe_layer_wise_logging_tracker().items():
+        total = float(entry["values"].sum())
+        entry["values"].zero_()
+        if name == _Z_LOSS:
+            z += total
+        else:
+            balancing += total
+    return balancing, z
+
+
+def _forget_auxiliary_losses() -> None:
+    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
+    global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def _expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
+    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
+    [num_layers, num_experts], on the CPU."""
+    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+    for router in routers(model_chunks):
+        load[router.layer_number - 1] = router.load.cpu()
+    return load
+
 
 LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -211,7 +254,7 @@ class TrainingEngine:
         self._release("pg", "groups")
 
     def _release(self, *others: str) -> None:
-        forget_auxiliary_losses()
+        _forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
@@ -317,7 +360,7 @@ class TrainingEngine:
         """Make this rank's ballot for the iteration that ``accumulate`` has run. Reset Megatron's auxiliary losses.
         ``reports`` is the result of ``accumulate``."""
         loss_sum, num_tokens = self._own_share(reports)
-        aux_loss_sum, z_loss_sum = take_auxiliary_losses()
+        aux_loss_sum, z_loss_sum = _take_auxiliary_losses()
         return Ballot(
             generation=self.groups.generation,
             iteration=self._current_iteration,
@@ -421,7 +464,7 @@ class TrainingEngine:
         """Return the tokens per expert of the last iteration: int64 [num_layers, num_moe_experts], on the CPU. Sums
         over all ranks, which must all call this."""
         model = self.config.model
-        load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
+        load = _expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
 

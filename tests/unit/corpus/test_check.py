@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data, resolve_vocab_size
+from megatron_ft.corpus.check import SplitPlan, check_data, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.corpus.sources import SplitPlan
 from megatron_ft.corpus.tokenizers import ByteTokenizer
 from megatron_ft.errors import ConfigError, DataError, MegatronFtError
 
