@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class LaunchConfig:
-    """Launchers of nodes and ranks, their numbers, and time limits for start and stop."""
+    """Launchers and numbers of nodes and ranks, and time limits for start and stop."""
 
     mode: str = "local"
     """Launcher of the ranks. ``local``: this command starts an agent for each node, and agents start the ranks.

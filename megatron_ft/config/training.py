@@ -41,7 +41,8 @@ class TrainingConfig:
     """Factor above which a loss is a spike: a spike exceeds this factor times the median of the last
     ``loss_spike_window`` committed losses. null turns the check off."""
     loss_spike_window: int = 50
-    """Number of committed losses whose median defines a loss spike. The check starts after half this number."""
+    """Number of newest committed losses whose median a loss is compared with. The check starts after half this
+    number."""
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     recompute_granularity: str | None = None

@@ -46,7 +46,7 @@ class JobNeeds:
     num_checkpoints: int
     """Largest number of checkpoints on disk at once, including one that is being written."""
     persisted_bytes: int
-    """Largest size of all persisted windows in the file system of the run."""
+    """Largest total size of the persisted windows that are on disk at once; 0 if there are none."""
     device_bytes: int = 0
     """Device memory of the rank with the largest need."""
     gpu_memory_bytes: int | None = None

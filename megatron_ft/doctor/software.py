@@ -148,7 +148,8 @@ def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Fin
         what = f"{name} is not installed, and this job needs it (training.transformer_impl, fp8, context parallelism)"
         return [Finding.error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
     if not facts.has_transformer_engine_libraries:
-        what = f"{name} {versions[name]} has no library or no part for torch (found: {', '.join(parts) or 'neither'})"
+        what = f"{name} {versions[name]}: libtransformer_engine*.so or transformer_engine_torch*.so is missing"
+        what += f" (installed packages: {', '.join(parts) or 'neither'})"
         return [Finding.error("versions", f"{what}: Megatron-Core cannot be imported", remove)]
     if any(_public(version) != _public(versions[name]) for version in parts.values()):
         shown = ", ".join(f"{part} {version}" for part, version in parts.items())

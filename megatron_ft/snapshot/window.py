@@ -323,7 +323,7 @@ class Window(Origin):
         window = cls(**{**values, "slices": slices})
         window.validate()
         if len(slices) != (expected := window.num_slices if whole else 0):
-            raise CheckpointError(f"num_slices={window.num_slices}: there must be {expected} slices, not {len(slices)}")
+            raise CheckpointError(f"num_slices={window.num_slices}: expected {expected} slices, got {len(slices)}")
         # Plan and headers are free JSON: what could not be persisted later is refused now.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window

@@ -119,7 +119,7 @@ def test_a_foreign_checkpoint_needs_trust(outcomes: dict[str, Any]) -> None:
     for rank in ranks_of(outcomes, "fault:foreign"):
         assert "checkpoint.trust=true" in rank["refused"]
         assert rank["trusted_iteration"] == 1
-        assert "does not fit" in rank["other_model"]
+        assert "does not match this model" in rank["other_model"]
 
 
 def test_retention(outcomes: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def test_warnings_count_when_asked(tmp_path: Path) -> None:
     assert doctor(*arguments, shell=shell).returncode == 0
     strict = doctor(*arguments, "--strict", "--json", shell=shell)
     assert strict.returncode == 1, strict.stdout
-    assert any("open files 300" in each["what"] for each in findings(strict, "warning"))
+    assert any("limit of open files: 300" in each["what"] for each in findings(strict, "warning"))
 
 
 def test_a_job_that_is_refused_is_a_finding(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_a_chain_is_submitted_and_ends_when_the_run_is_done(cluster: SlurmCluste
     command = [sys.executable, "slurm/submit.py", "--shape=array", "--nodes=4", "--queued=1", "--chain=2"]
     words = ["run.name=dummy", "training.train_iterations=30", *KEEPS_LAYOUT]
     site = {**Site(tmp_path, dummy="run_surviving", spares=1).variables, "MFT_SBATCH": "--time=60"}
-    with pytest.raises(AssertionError, match="nothing was submitted"):
+    with pytest.raises(AssertionError, match="so it was not submitted"):
         cluster.run(*command, *words, "run.resume=never", extra=site, cwd=REPOSITORY)
     assert cluster.run("squeue", "-h") == ""
     said = cluster.run(*command, *words, extra=site, cwd=REPOSITORY)

@@ -19,7 +19,7 @@ def test_submit_checks_and_says_where_to_look(cluster: SlurmCluster, tmp_path: P
     words = ["run.name=dummy", "training.train_iterations=3"]
     site = {**Site(tmp_path, dummy="run").variables, "MFT_SBATCH": "--time=5 --comment='a b'"}
     command = [sys.executable, "slurm/submit.py", "--nodes=4"]
-    with pytest.raises(AssertionError, match="nothing was submitted"):
+    with pytest.raises(AssertionError, match="so it was not submitted"):
         cluster.run(*command, *words, "training.train_iterations=-1", extra=site, cwd=REPOSITORY)
     assert cluster.run("squeue", "-h") == ""
     said = cluster.run(*command, *words, extra=site, cwd=REPOSITORY).splitlines()[-4:]

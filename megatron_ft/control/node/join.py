@@ -153,8 +153,8 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """Ask the controller that ``found`` names which nodes have a living agent. Return None if no controller answers,
-    because a launcher that died leaves its file behind.
+    """Ask the controller that ``found`` names which nodes have a living agent. Return None if this controller does not
+    answer: the file may be from a launcher that has died.
 
     Raises:
         ConfigError: the certificates cannot be read on this machine.

@@ -84,7 +84,8 @@ def _domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         if len(switches) != 1:
             shown = ", ".join(switches) or "none"
             raise _refused(
-                f"needs exactly one leaf switch for each node of the job; Slurm's topology has for {host}: {shown}"
+                f"needs exactly one leaf switch for each node of the job; leaf switches of {host} in Slurm's topology: "
+                f"{shown}"
             )
     return [switches[0] for switches in found.values()]
 

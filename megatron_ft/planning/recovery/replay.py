@@ -53,7 +53,7 @@ class ReplayPlan:
         expected = tuple(range(self.start_iteration + 1, self.final_iteration + 1))
         assert self.iterations == expected, f"the plan replays the iterations {self.iterations} instead of {expected}"
         assert all(step.vote is not None for step in self.steps[:-1]), "a step before the last one has no vote"
-        assert not self.steps[len(loads) - 1].frozen, "operators are frozen after the last slice"
+        assert not self.steps[len(loads) - 1].frozen, "operators are still frozen after the last slice"
         for before, after in self._pairs():
             assert set(before.active) <= set(after.active), f"slice {after.load} freezes an active operator"
             everything = set(before.active) | set(before.frozen)

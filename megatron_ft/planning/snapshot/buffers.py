@@ -75,7 +75,9 @@ class WindowBuffers:
     def begin(self, start_iteration: int, pinned: Set[int] = frozenset()) -> "WindowBuffers":
         """Return the windows with a new window of ``start_iteration`` in a free buffer."""
         buffer = self.free(pinned)
-        assert buffer is not None, f"no buffer is free for the window of iteration {start_iteration}: {self.held}"
+        assert buffer is not None, (
+            f"no buffer is free for the window of iteration {start_iteration}; buffer of each window: {self.held}"
+        )
         return WindowBuffers(held={**self.held, start_iteration: buffer}, committed=self.committed)
 
     def abandon(self, start_iteration: int) -> "WindowBuffers":

@@ -58,9 +58,9 @@ def test_the_hashes_of_a_slice_are_those_of_its_bytes() -> None:
 def test_a_window_without_all_slices_is_not_whole(num_slices: int) -> None:
     content = body()
     del content["slices"][num_slices:]
-    with pytest.raises(CheckpointError, match=f"num_slices=2: there must be 2 slices, not {num_slices}"):
+    with pytest.raises(CheckpointError, match=f"num_slices=2: expected 2 slices, got {num_slices}"):
         Window.from_json(content)
-    with pytest.raises(CheckpointError, match="num_slices=2: there must be 0 slices, not 2"):
+    with pytest.raises(CheckpointError, match="num_slices=2: expected 0 slices, got 2"):
         Window.from_json(body(), whole=False)
 
 

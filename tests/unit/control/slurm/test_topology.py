@@ -49,9 +49,9 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
     [
         (
             TREE.replace("b Level=0 LinkSpeed=1 Nodes=node2", "b Level=0 LinkSpeed=1"),
-            "Slurm's topology has for node2: none",
+            "leaf switches of node2 in Slurm's topology: none",
         ),
-        (TREE.replace("Nodes=node2", "Nodes=node[2-3]"), "Slurm's topology has for node3: b, c"),
+        (TREE.replace("Nodes=node2", "Nodes=node[2-3]"), "leaf switches of node3 in Slurm's topology: b, c"),
         (
             TREE.replace("Nodes=node2", "Nodes=node[2-1]"),
             r"cannot read the nodes of switch b: Nodes=node\[2-1\]: has a range",

@@ -87,7 +87,7 @@ def test_any_order_covers_everything_once_and_survives_json() -> None:
     [
         (
             lambda steps: (*steps[:2], dataclasses.replace(steps[2], frozen=(HEAD,))),
-            "operators are frozen after the last slice",
+            "operators are still frozen after the last slice",
         ),
         (lambda steps: (steps[1], steps[0], steps[2]), "slices are not loaded in order"),
         (lambda steps: (dataclasses.replace(steps[0], vote=vote(12)), *steps[1:]), "replays"),
