@@ -1,5 +1,5 @@
 """Supported versions of required and optional software. A test compares them with ``pyproject.toml``, ``requirements/``
-and ``mcore/device/software.py``."""
+and ``mcore/device/install.py``."""
 
 from dataclasses import dataclass
 

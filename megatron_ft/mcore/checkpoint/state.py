@@ -79,7 +79,8 @@ def rank_state(host: TrainState | None = None) -> ShardedObject:
 
 
 def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Fill ``state`` with the ``loaded`` values. ``frame`` is the result of :func:`build_shards` for ``state``."""
+    """Fill ``state`` with the ``loaded`` values. ``frame`` is the result of :meth:`DenseState.build_shards` of
+    ``state``."""
     ours = loaded.get(OURS_KEY)
     if ours is None:
         ours = _foreign(loaded)
