@@ -69,11 +69,11 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
     with engines.engine_of(config) as engine:
         for iteration in (1, 2):
             assert engine.run_iteration(iteration).decision.action == "commit"
-        engine._expert_load()
+        engine.expert_load()
         # Where the state is between two iterations: the learning rate of the next is set as it begins.
         engine.prepare(3)
         engine.abort()
-        engine._expert_load()
+        engine.expert_load()
         before = {**engines.digests(engine), **volatile_state(engine)}
         history = engine.history
         if precision:
@@ -81,7 +81,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         else:
             poisoned.append(3)
         assert engine.run_iteration(3).decision.action == "stop"
-        engine._expert_load()
+        engine.expert_load()
         assert engine.iteration == 2
         assert {**engines.digests(engine), **volatile_state(engine)} == before
         poisoned.clear()
