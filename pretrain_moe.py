@@ -166,10 +166,8 @@ def _refuse_flags(arguments: list[str]) -> None:
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     environment = None if config.dry_run else _environment(config, overrides)
     if environment is not None:
-        from megatron_ft.control.launchers.torchrun import check_restarts
-
         config = _adopt(config, environment, overrides)
-        check_restarts(environment, config.run)
+        environment.check_restarts(config.run)
     config, config_yaml = read_failure_domains(config, config_yaml)
     if config.dry_run:
         plan = resolve_plan(config)
@@ -218,20 +216,20 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
     if config.run.resume == "never" or config.run.name is None:
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
-    from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
-    from megatron_ft.corpus.sources import fingerprint, plan_split
+    from megatron_ft.control.run_id import RUN_ID_NAME, RunId
+    from megatron_ft.corpus.check import SplitPlan
     from megatron_ft.corpus.tokenizers import build_tokenizer
     from megatron_ft.snapshot.storage.run_settings import check_same_settings
-    from megatron_ft.snapshot.storage.window_folder import open_windows
+    from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
     run_dir = Path(config.run.dir).absolute() / config.run.name
     if not (run_dir / RUN_ID_NAME).exists():
         return
-    known = read_run_id(run_dir)
+    known = RunId.read(run_dir)
     data = None
     if not config.dry_run:
-        split = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
-        data = fingerprint(split)
+        split = SplitPlan.of(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
+        data = split.fingerprint()
     identity = JobIdentity(
         run_id=known.run_id,
         run_name=run_dir.name,
@@ -240,7 +238,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
     )
     # Ranks compare windows in an object store, because they open the store anyway.
     is_remote = "://" in (config.snapshot.persist_url or "").removeprefix("file://")
-    windows = None if is_remote else open_windows(config, run_dir)
+    windows = None if is_remote else WindowFolder.of_run(config, run_dir)
     check_same_settings(
         run_dir,
         identity,
@@ -276,7 +274,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
     Raises:
         ConfigError: the environment variables of the chosen launch mode are not set.
     """
-    from megatron_ft.control.launchers.torchrun import detect, read_environment
+    from megatron_ft.control.launchers.torchrun import RankEnvironment, detect
 
     chosen = bool({"launch", "launch.mode"} & _keys(overrides)) or config.launch.mode != "local"
     mode = config.launch.mode if chosen else detect(os.environ)
@@ -284,7 +282,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
         return None
     if detect(os.environ) == "local":
         raise ConfigError.of("launch.mode", mode, f"must be local, because this process was not started by {mode}")
-    return read_environment(mode, os.environ, master_port=config.launch.master_port)
+    return RankEnvironment.read(mode, os.environ, master_port=config.launch.master_port)
 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
@@ -321,13 +319,13 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     validate(config)  # before other imports, so that a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.devices import on_device, refused_devices
-    from megatron_ft.config.inputs import read_inputs
+    from megatron_ft.config.inputs import JobInputs
     from megatron_ft.corpus.check import check_data
-    from megatron_ft.planning.devices import choose_device
-    from megatron_ft.planning.job import plan_job
+    from megatron_ft.planning.devices import DeviceChoice
+    from megatron_ft.planning.job import JobPlan
 
     facts, refused = facts or observe_here(), refused_devices(config)
-    choice = choose_device(
+    choice = DeviceChoice.of(
         config.training.device,
         facts,
         gpu_memory_bytes=config.limits.gpu_memory_bytes,
@@ -335,10 +333,12 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
         may_be_elsewhere=may_be_elsewhere,
     )
     decided = derive_placement(_with_gpu_memory(on_device(config, choice.device), facts))
-    inputs, losses = read_inputs(decided), config.dry_run
+    inputs, losses = JobInputs.read(decided), config.dry_run
     data = check_data(decided)
     try:
-        return plan_job(decided, data, inputs, device=choice.device, with_losses=losses, choice=choice, refused=refused)
+        return JobPlan.of(
+            decided, data, inputs, device=choice.device, with_losses=losses, choice=choice, refused=refused
+        )
     except ConfigError as error:
         if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
             raise ConfigError(f"{error} (the smallest GPU of this machine by nvidia-smi)") from None
@@ -392,9 +392,9 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
         return
-    from megatron_ft.planning.devices import gpus_needed, usable_gpus
+    from megatron_ft.planning.devices import gpus_needed
 
-    usable, num_ranks = usable_gpus(facts), config.most_nodes * launch.ranks_per_node
+    usable, num_ranks = facts.usable_gpus(), config.most_nodes * launch.ranks_per_node
     if usable == 0:
         raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine has no usable GPU")
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):

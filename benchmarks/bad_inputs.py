@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ft.corpus.indexed import IndexedWriter, bin_path, idx_path
-from megatron_ft.corpus.vocabulary import byte_letters
+from megatron_ft.corpus.tokenizers import byte_letters
 
 LONG_ENOUGH_TOKENS = 40_000
 HEADER = struct.Struct("<9sQBQQ")

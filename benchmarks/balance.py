@@ -19,7 +19,7 @@ from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.layout import Layout
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap
-from megatron_ft.planning.placement.migration import holdings, plan_migration, remap
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
@@ -203,7 +203,7 @@ def move(outcome: Outcome, old: PlacementPlan, new: PlacementPlan) -> PlacementP
     """Renumber the ranks of the new plan so that the fewest bytes move. Add the bytes and the plan's survival to
     ``outcome``."""
     mapped = remap(new, holdings(old))
-    outcome.moved_bytes += plan_migration(mapped, holdings(old), EXPERT_BYTES).num_bytes
+    outcome.moved_bytes += MigrationPlan.between(mapped, holdings(old), EXPERT_BYTES).num_bytes
     outcome.num_moves += 1
     add_survival(outcome, mapped)
     return mapped

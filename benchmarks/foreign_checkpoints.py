@@ -137,18 +137,16 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
 
     from benchmarks.foreign_samples import OWN, digest_of, fill
     from megatron_ft.mcore.recovery.restart import select_restore_source
-    from megatron_ft.mcore.snapshot.client import open_restorer
-    from megatron_ft.mcore.state.saving import load
     from megatron_ft.snapshot.storage.checkpoints import iteration_of
 
     shutil.rmtree(trainer.context.run_dir / "windows", ignore_errors=True)
     fill(trainer, "the loaded tensors equal no saved state")
     try:
         context = replace(trainer.context, resume_from=folder)
-        source, _ = select_restore_source(trainer.config, context, trainer.checkpoints, open_restorer(trainer, None))
+        source, _ = select_restore_source(trainer.config, context, trainer.checkpoints, trainer.open_restorer(None))
         if source is None:
             return None, True, ""
-        load(trainer, source)
+        trainer.load(source)
     except (CheckpointError, DataError) as error:
         return None, True, str(error)
     named = iteration_of(source)
@@ -160,10 +158,9 @@ def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None,
     """Do the same as ``_start_dense`` with windows. It compares the bytes of all tensors with which a replay would
     begin."""
     from benchmarks.foreign_samples import ITERATIONS, OWN, window_payload
-    from megatron_ft.mcore.snapshot.client import open_restorer
 
     try:
-        window = open_restorer(trainer, None).find(None)
+        window = trainer.open_restorer(None).find(None)
     except CheckpointError as error:
         return None, True, str(error)
     if window is None:

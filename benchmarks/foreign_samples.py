@@ -15,7 +15,6 @@ from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE
 from megatron_ft.mcore.state.digest import named_state, state_digest
-from megatron_ft.mcore.state.saving import extra_state, open_checkpoints
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
@@ -73,12 +72,12 @@ def write_samples(folder: Path, trainer: Trainer, groups: Groups) -> Samples:
     own, digests = trainer.identity, {}
     for job in JOBS:
         trainer.identity = identity_of(job, own, trainer.config)
-        manager = open_checkpoints(trainer, groups)
+        manager = trainer.open_checkpoints(groups)
         manager.folder = folder / "dense" / job
         for iteration in ITERATIONS:
             fill(trainer, f"{job} {iteration}")
             trainer.engine.iteration = iteration
-            manager.save(trainer.state(extra_state(trainer)), iteration)
+            manager.save(trainer.state(trainer.extra_state()), iteration)
             manager.finish()
             digests[job, iteration] = digest_of(trainer)
             _write_window(folder / "windows" / job, job, iteration, trainer)

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.admin import read_address
+from megatron_ft.control.admin import ControllerAddress
 from megatron_ft.control.rpc import RpcClient, RpcError
 from megatron_ft.testing.attacks import (
     ANSWERED,
@@ -307,7 +307,7 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
         elif "megatron_ft.snapshot.server" in words:
             keepers += [*unix_listeners(process), *tcp_listeners(process)]
     assert len(agents) == NUM_NODES, f"{len(agents)} sockets of agents were found, not {NUM_NODES}"
-    access = read_address(run_dir)
+    access = ControllerAddress.read(run_dir)
     assert access.address in [address for process in processes for address in tcp_listeners(process)], "it listens"
     return Listeners(
         controller=access.address,

@@ -87,7 +87,8 @@ def _measure(pairs: int, config: JobConfig, rank: Rank) -> dict[str, Any]:
 
     trainer, _ = join(config, rank)
     engine, stage = trainer.engine, trainer.engine.pg.pp.rank()
-    keep_room(trainer, WindowPlan(slices=((),) * WINDOW_ITERATIONS, interval_iterations=WINDOW_ITERATIONS))
+    plan = WindowPlan(slices=((),) * WINDOW_ITERATIONS, interval_iterations=WINDOW_ITERATIONS)
+    keep_room(engine, plan, trainer.report)
     log, lag = engine.boundaries.log, config.upstream_log.commit_lag_iterations
     assert log is not None, "there is room"
     found: dict[str, list[dict[str, float]]] = {"with": [], "without": []}

@@ -25,7 +25,7 @@ from megatron_ft.planning import dispatch as rule
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import imbalance
-from megatron_ft.planning.placement.stage import StageRequest, place_stage
+from megatron_ft.planning.placement.stage import StageRequest
 from megatron_ft.runtime.dispatch.backend import open_backend
 from megatron_ft.topology import Cluster
 
@@ -153,7 +153,7 @@ def plan_for(loads: Sequence[float], num_ranks: int, num_copies: int) -> Placeme
         num_slots_per_rank=num_copies * len(loads) // num_ranks,
         min_replicas=num_copies,
     )
-    plan, _ = place_stage(request, OverlapSearch(), [loads])
+    plan, _ = request.place(OverlapSearch(), [loads])
     return plan
 
 

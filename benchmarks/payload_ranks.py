@@ -22,7 +22,7 @@ from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.node.agent_client import AgentClient, Identity
 from megatron_ft.control.node.worker_client import RankContext, StopFlag
 from megatron_ft.errors import ControlError
-from megatron_ft.mcore.groups import Groups, dissolve_groups, form_groups, open_store
+from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
 from megatron_ft.runtime.transport import held_groups, waits
@@ -223,10 +223,10 @@ class _Rank:
             worker=self._worker,
         )
         opening = Opening()
-        waits.use(opening.limit)
+        opening.limit.use()
         self._worker.on_break(opening.hang_up)
         try:
-            return form_groups(
+            return Groups.form(
                 ParallelConfig(),
                 store=open_store(context, timeout_seconds=FORM_SECONDS, opening=opening),
                 rank=rank,

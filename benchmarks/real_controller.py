@@ -14,7 +14,7 @@ import psutil
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.admin import read_address
+from megatron_ft.control.admin import ControllerAddress
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import ControllerSpec
@@ -103,7 +103,7 @@ def real_controller(
         for _ in range(int(READY_SECONDS / 0.02)):
             if access.exists() or pause.wait(0.02):
                 break
-        about = read_address(run_dir)
+        about = ControllerAddress.read(run_dir)
         found.address = about.address
         found.process = psutil.Process(link._process.pid if link._process is not None else 0)
         yield found

@@ -2,7 +2,7 @@
 
 from benchmarks.source import ROOT
 from megatron_ft.errors import DataError
-from megatron_ft.expert_loads import ExpertLoads, read_expert_loads
+from megatron_ft.expert_loads import ExpertLoads
 
 FOLDER = ROOT.parent / "shared" / "data" / "expert_load"
 SMARTMOE = "smartmoe_gate_counts.npz"
@@ -21,4 +21,4 @@ def read(name: str) -> ExpertLoads:
     """
     if not (FOLDER / name).exists():
         raise DataError(f"{name}: is not among the recorded loads, shared/data/expert_load beside the repository")
-    return read_expert_loads(FOLDER / name)
+    return ExpertLoads.read(FOLDER / name)

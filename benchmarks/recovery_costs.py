@@ -11,13 +11,13 @@ from functools import cache
 
 from benchmarks.stage_times import LOADS, NOTHING, TOKENIZER_VOCAB_SIZE, Kind, Pattern, Request, Times, local_name
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, StageSeconds, run_iteration
+from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, StageSeconds
 from megatron_ft.planning.pipeline import PipelineShape
 from megatron_ft.planning.snapshot.activations import Activations
-from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.orders import HardCount, LayerOrder
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
+from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.ranks import compose
 from megatron_ft.topology import Topology
@@ -65,7 +65,7 @@ class Case:
         total, sums = None, []
         for iteration in range(1, 2 * WINDOW_ITERATIONS):
             stages = [self._stage(times, stage, iteration) for stage in range(self.num_stages)]
-            run = run_iteration(self.shape, stages, replayed=replayed, send_seconds=send_seconds)
+            run = IterationSeconds.of(self.shape, stages, replayed=replayed, send_seconds=send_seconds)
             total = run if total is None else total + run
             if iteration >= WINDOW_ITERATIONS:
                 sums.append(total)

@@ -20,7 +20,7 @@ from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, r
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.mcore.training.trainer import Trainer
-from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.snapshot.server.client import KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
@@ -58,7 +58,7 @@ class Windows:
             config,
             trainer.engine,
             client=client,
-            assignment=assign_peers([f"node{number}" for number in range(world_size)], world_size - 1),
+            assignment=PeerAssignment.of([f"node{number}" for number in range(world_size)], world_size - 1),
             node=node,
             header=self._header,
             report=self._take,

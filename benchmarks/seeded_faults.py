@@ -59,7 +59,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "dense checkpoints": ("mcore/checkpoint/*.py",),
     "training iteration": ("mcore/training/engine.py", "mcore/training/trainer.py", "mcore/training/iteration.py"),
     "reconfiguration": ("mcore/recovery/replicas.py", "mcore/state/*.py"),
-    "localized recovery": ("mcore/recovery/localized.py", "mcore/recovery/region.py", "mcore/recovery/upstream_log.py"),
+    "localized recovery": ("mcore/recovery/localized.py", "mcore/recovery/upstream_log.py"),
     "replay": ("mcore/recovery/replay.py", "mcore/snapshot/*.py"),
     "mixture layers and the optimizer": ("mcore/moe/*.py", "mcore/optimizer/*.py"),
     "sinks and figures": ("telemetry/*.py", "telemetry/sinks/*.py"),

@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.elastic_jobs import failpoints
 from benchmarks.slurm_trials import NUM_ITERATIONS, PIPELINE, REFORM_SECONDS, Lab, Trial
 from benchmarks.wandb_readback import history_of
-from megatron_ft.control.slurm.calls import JobView, parse_job
+from megatron_ft.control.slurm.calls import JobView
 from megatron_ft.testing.jobs import JobResult
 from megatron_ft.testing.slurm_cluster import wait_until
 from megatron_ft.testing.slurm_jobs import SlurmJob
@@ -122,7 +122,7 @@ def _batch_host_dies(job: SlurmJob, lab: Lab, trial: Trial) -> None:
 
 
 def _view(job: SlurmJob) -> JobView:
-    return parse_job(job.cluster.run("scontrol", "--oneliner", "show", "job", job.number))
+    return JobView.parse(job.cluster.run("scontrol", "--oneliner", "show", "job", job.number))
 
 
 def _await_start(job: SlurmJob, number: int) -> None:

@@ -32,7 +32,7 @@ from megatron_ft.control.admin import AdminClient
 from megatron_ft.control.launcher import PRELOAD
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.schedule import FailureSchedule
-from megatron_ft.failures.traces import read_trace
+from megatron_ft.failures.traces import MembershipTrace
 from megatron_ft.testing.jobs import forkserver
 
 ID = "trace-replay"
@@ -238,7 +238,7 @@ def _wait_until(deadline: float, alive: Callable[[], bool]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay the trace on both kinds of jobs, and judge the figures."""
     arguments = parse_arguments(__doc__, argv)
-    schedule = read_trace(TRACE).schedule(**(QUICK if arguments.quick else FULL))  # type: ignore[arg-type]
+    schedule = MembershipTrace.read(TRACE).schedule(**(QUICK if arguments.quick else FULL))  # type: ignore[arg-type]
     intervals = QUICK_INTERVALS if arguments.quick else SAVE_INTERVALS
     restarts: dict[int, Replayed] = {}
     load = [os.getloadavg()[0]]

@@ -16,9 +16,9 @@ from megatron_ft.operators import Kind, OperatorId
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.layout import LaneLimits, choose_layout
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
-from megatron_ft.planning.state.model_state import ModelState, Parameter, Sharding, state_holdings, state_needs
+from megatron_ft.planning.state.model_state import ModelState, Parameter, Sharding
 from megatron_ft.planning.state.parallel_layout import ParallelLayout
-from megatron_ft.planning.state.transfers import TransferPlan, plan_transfers
+from megatron_ft.planning.state.transfers import TransferPlan
 
 ID = "transfer-plan"
 SIZES, QUICK_SIZES = (512, 1024, 2048, 4096, 8192), (512, 1024, 2048)
@@ -128,13 +128,13 @@ def cases(model: ModelState, num_ranks: int) -> list[Case]:
 
         chosen = choose_layout(former, living, node_of, bounds)
         assert isinstance(chosen, ParallelLayout), chosen.summary()
-        held = state_holdings(model, former, of(former), iteration=ITERATION, domain_of=domain_of)
+        held = model.holdings(former, of(former), iteration=ITERATION, domain_of=domain_of)
         gone = sorted({*former.ranks, *former.spares} - living)
-        needs = state_needs(model, chosen, of(chosen), iteration=ITERATION, domain_of=domain_of)
+        needs = model.needs(chosen, of(chosen), iteration=ITERATION, domain_of=domain_of)
         return _planned(held.without(ranks=gone), needs)
 
     def load() -> TransferPlan:
-        needs = state_needs(model, layout, replace(plain, num_state_copies=1), iteration=ITERATION, domain_of=domain_of)
+        needs = model.needs(layout, replace(plain, num_state_copies=1), iteration=ITERATION, domain_of=domain_of)
         return _planned(_stored(model), needs)
 
     everyone = set(range(num_ranks))
@@ -191,7 +191,7 @@ def _stored(model: ModelState) -> Holdings:
 
 
 def _planned(holdings: Holdings, needs: Needs) -> TransferPlan:
-    plan = plan_transfers(holdings, needs)
+    plan = TransferPlan.of(holdings, needs)
     assert isinstance(plan, TransferPlan), plan.summary()
     assert plan.num_bytes + plan.kept_bytes == needs.num_bytes, "every needed byte must be kept or moved exactly once"
     return plan

@@ -83,26 +83,26 @@ class ExpertLoads:
             raise DataError(f"{self.source}: iteration={iteration}: must be one of {recorded}")
         return self.iterations.index(iteration)
 
+    @classmethod
+    def read(cls, path: Path) -> "ExpertLoads":
+        """Read recorded loads. The suffix of the file determines its format.
 
-def read_expert_loads(path: Path) -> ExpertLoads:
-    """Read recorded loads. The suffix of the file determines its format.
+        * ``.json``: a list of per-layer lists of tokens, or ``{"logical_count": [[...], ...]}``.
+        * ``.npz``: arrays ``counts`` (iterations, ranks, layers, microbatches, experts) and ``iters``.
+        * ``.npy``: expert ids (tokens, layers, topk).
+        * ``.csv``: a row per batch, stage, layer and expert with ``assigned_tokens``.
 
-    * ``.json``: a list of per-layer lists of tokens, or ``{"logical_count": [[...], ...]}``.
-    * ``.npz``: arrays ``counts`` (iterations, ranks, layers, microbatches, experts) and ``iters``.
-    * ``.npy``: expert ids (tokens, layers, topk).
-    * ``.csv``: a row per batch, stage, layer and expert with ``assigned_tokens``.
-
-    Raises:
-        DataError: the file is missing or damaged, or a load is negative or not finite.
-    """
-    readers = {".json": _json, ".npz": _npz, ".npy": _npy, ".csv": _csv}
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise DataError(f"{path}: unknown suffix {path.suffix!r}: must be one of {', '.join(SUFFIXES)}")
-    content = read_bytes(path, max_bytes=MAX_BYTES)
-    with reading(path):
-        iterations, tokens = reader(path.name, content)
-        return ExpertLoads(source=path.name, iterations=iterations, tokens=_checked(path.name, iterations, tokens))
+        Raises:
+            DataError: the file is missing or damaged, or a load is negative or not finite.
+        """
+        readers = {".json": _json, ".npz": _npz, ".npy": _npy, ".csv": _csv}
+        reader = readers.get(path.suffix)
+        if reader is None:
+            raise DataError(f"{path}: unknown suffix {path.suffix!r}: must be one of {', '.join(SUFFIXES)}")
+        content = read_bytes(path, max_bytes=MAX_BYTES)
+        with reading(path):
+            iterations, tokens = reader(path.name, content)
+            return cls(source=path.name, iterations=iterations, tokens=_checked(path.name, iterations, tokens))
 
 
 def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:

@@ -97,26 +97,26 @@ class Failpoint:
     seconds: float = 0.0
     text: str = ""
 
+    @classmethod
+    def parse(cls, text: str) -> "Failpoint":
+        """Parse one failpoint.
 
-def parse(text: str) -> Failpoint:
-    """Parse one failpoint.
-
-    Raises:
-        ConfigError: unknown action, keyword or phase; a value that is not a literal of the right type, or below 0.
-    """
-    action, values = parse_call(_KEY, text, _OPTIONS, 'kill(rank=1,at_iteration=7,phase="backward")')
-    types = _SELECTORS | _OPTIONS[action]
-    for name, value in values.items():
-        if name not in types:
-            raise ConfigError.of(_KEY, text, f"must not have the keyword {name}, only {', '.join(types)}")
-        if types[name] is float and type(value) is int:
-            values[name] = float(value)
-        elif type(value) is not types[name]:
-            raise ConfigError.of(_KEY, text, f"must give {name} as a literal of type {types[name].__name__}")
-        elif isinstance(value, int) and value < 0:
-            raise ConfigError.of(_KEY, text, f"must give {name} a value of at least 0")
-    _check_values(text, action, values)
-    return Failpoint(action=action, text=text.strip(), **values)  # type: ignore[arg-type]
+        Raises:
+            ConfigError: unknown action, keyword or phase; a value that is not a literal of the right type, or below 0.
+        """
+        action, values = parse_call(_KEY, text, _OPTIONS, 'kill(rank=1,at_iteration=7,phase="backward")')
+        types = _SELECTORS | _OPTIONS[action]
+        for name, value in values.items():
+            if name not in types:
+                raise ConfigError.of(_KEY, text, f"must not have the keyword {name}, only {', '.join(types)}")
+            if types[name] is float and type(value) is int:
+                values[name] = float(value)
+            elif type(value) is not types[name]:
+                raise ConfigError.of(_KEY, text, f"must give {name} as a literal of type {types[name].__name__}")
+            elif isinstance(value, int) and value < 0:
+                raise ConfigError.of(_KEY, text, f"must give {name} a value of at least 0")
+        _check_values(text, action, values)
+        return cls(action=action, text=text.strip(), **values)  # type: ignore[arg-type]
 
 
 def _check_values(text: str, action: str, values: dict[str, object]) -> None:
@@ -220,7 +220,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
         ConfigError: a failpoint cannot be parsed.
     """
     global _armed
-    known = [failpoint for failpoint in map(parse, specs) if failpoint.node in (None, node)]
+    known = [failpoint for failpoint in map(Failpoint.parse, specs) if failpoint.node in (None, node)]
     # Later generations count: the process may still enter them. Earlier ones cannot come back.
     waiting = [found for found in known if found.generation is None or found.generation >= generation]
     _armed = _Armed(waiting, rank, rank, node, record, generation) if waiting else None

@@ -1,7 +1,7 @@
 """``Record``, the base class of all records of a run, with strict conversion to and from flat JSON objects.
 
 ``events.py`` defines the kinds of records. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one and
-refuses invalid content; ``read_record()`` also accepts kinds that are not defined. Numbers that JSON lacks are written
+refuses invalid content; ``Record.read()`` also accepts kinds that are not defined. Numbers that JSON lacks are written
 as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Fields with the value ``None`` are left out. This module
 reads no clock: the process that reports a record, or the sink that receives it, sets ``time_unix_seconds``.
 """
@@ -90,6 +90,22 @@ class Record:
             raise ValueError(f"{cls.kind}.{missing[0]}: is required")
         return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})
 
+    @classmethod
+    def read(cls, line: Mapping[str, JsonValue]) -> "Record":
+        """Read a line of a run's files as a record. A kind that this version does not define becomes an
+        ``OtherRecord``.
+
+        Raises:
+            ValueError: the kind is missing, or a field has the wrong type. For a defined kind, also a field that is
+                unknown or missing.
+        """
+        kind = _today(line).get("kind")
+        if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in RECORDS:
+            return Record.from_record(line)
+        time = decode(float | None, line.get("time_unix_seconds"), f"{kind}.time_unix_seconds")
+        values = {name: value for name, value in line.items() if name not in ("kind", "time_unix_seconds")}
+        return OtherRecord(name=kind, values=values, time_unix_seconds=time)
+
 
 RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
 """Every defined kind of record, with its class."""
@@ -127,21 +143,6 @@ def _shown(value: JsonValue) -> str:
         return json.dumps(value)
     except RecursionError:
         return "..."
-
-
-def read_record(line: Mapping[str, JsonValue]) -> Record:
-    """Read a line of a run's files as a record. A kind that this version does not define becomes an ``OtherRecord``.
-
-    Raises:
-        ValueError: the kind is missing, or a field has the wrong type. For a defined kind, also a field that is unknown
-            or missing.
-    """
-    kind = _today(line).get("kind")
-    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in RECORDS:
-        return Record.from_record(line)
-    time = decode(float | None, line.get("time_unix_seconds"), f"{kind}.time_unix_seconds")
-    values = {name: value for name, value in line.items() if name not in ("kind", "time_unix_seconds")}
-    return OtherRecord(name=kind, values=values, time_unix_seconds=time)
 
 
 def schema() -> dict[str, JsonValue]:

@@ -84,20 +84,20 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
         return _to_float(value, where)
     elif origin is None and type(value) is hint:
         return value
-    raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {type_name(hint)}")
+    raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {_type_name(hint)}")
 
 
-def type_name(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     """Return the name of a type in terms of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return type_name(arguments[0])
+        return _type_name(arguments[0])
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if part is types.NoneType else type_name(part) for part in arguments)
+        return " or ".join("null" if part is types.NoneType else _type_name(part) for part in arguments)
     if origin in (tuple, list):
-        return f"list of {type_name(arguments[0])}"
+        return f"list of {_type_name(arguments[0])}"
     if origin is dict:
-        return f"object of {type_name(arguments[1])}"
+        return f"object of {_type_name(arguments[1])}"
     if origin is Literal:
         return " or ".join(repr(known) for known in arguments)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -118,7 +118,7 @@ def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, h
     if value is None and len(kinds) < len(arguments):
         return None
     if value is None or len(kinds) != 1:
-        raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {type_name(hint)}")
+        raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {_type_name(hint)}")
     return decode(kinds[0], value, where)
 
 

@@ -35,7 +35,7 @@ def encode(value: object) -> JsonValue:
     return value
 
 
-def to_float(value: object) -> float:
+def _to_float(value: object) -> float:
     """Convert a JSON number, or one of the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, to a float.
 
     Raises:
@@ -89,6 +89,6 @@ def to_number(value: JsonValue, where: str, always_float: bool = False) -> float
     if type(value) is int and not always_float:
         return value
     try:
-        return to_float(value)
+        return _to_float(value)
     except ValueError as error:
         raise ValueError(f"{where}={error}") from None

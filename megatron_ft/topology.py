@@ -8,7 +8,7 @@ from megatron_ft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinates:
+class _Coordinates:
     """Position of a rank in each parallel group, counted from 0."""
 
     tp: int
@@ -91,7 +91,7 @@ class Topology:
         """Return the number of ranks that have the same experts (expert data-parallel size)."""
         return self.stage_size // (self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates(self, rank: int) -> _Coordinates:
         """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
         # Order of ``parallel_state.initialize_model_parallel``: another one would put shards on the wrong ranks.
@@ -100,9 +100,9 @@ class Topology:
         dp, cp = divmod(outer, self.context_parallel_size)
         # Expert layers divide the same ranks differently: expert TP and EP take the place of TP, CP and DP.
         expert_dp, ep = divmod(inside // self.expert_tensor_parallel_size, self.expert_model_parallel_size)
-        return Coordinates(tp=tp, cp=cp, dp=dp, pp=stage, ep=ep, expert_dp=expert_dp)
+        return _Coordinates(tp=tp, cp=cp, dp=dp, pp=stage, ep=ep, expert_dp=expert_dp)
 
-    def ranks(self) -> Iterator[tuple[int, Coordinates]]:
+    def ranks(self) -> Iterator[tuple[int, _Coordinates]]:
         """Yield every rank with its coordinates, in rank order."""
         return ((rank, self.coordinates(rank)) for rank in range(self.world_size))
 

@@ -23,25 +23,25 @@ if __package__ in (None, ""):
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.config.inputs import read_inputs
+from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.admin import AdminClient, JobNotRunning
-from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
+from megatron_ft.control.run_id import RUN_ID_NAME, RunId
 from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.devices import choose_device, other_device
+from megatron_ft.planning.devices import DeviceChoice, other_device
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
+from megatron_ft.planning.recovery.losses import Stored
 from megatron_ft.planning.recovery.means import means_of, placer
-from megatron_ft.planning.snapshot.report import report_snapshots
+from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
-from megatron_ft.snapshot.storage.manifest import Manifest, verify
-from megatron_ft.snapshot.storage.window_folder import open_windows
+from megatron_ft.snapshot.storage.manifest import Manifest
+from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
@@ -142,7 +142,7 @@ class Run:
 
         def check(directory: Path) -> Manifest:
             """Verify a checkpoint. Raise a CheckpointError if it belongs to another run."""
-            manifest = verify(directory)
+            manifest = Manifest.verified(directory)
             if (reason := _not_own(identity, manifest)) is not None:
                 raise CheckpointError(reason)
             return manifest
@@ -150,7 +150,7 @@ class Run:
         path, damaged = newest_valid(self.path / "checkpoints", check)
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
-        if folder := open_windows(self.config, self.path):
+        if folder := WindowFolder.of_run(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
             entry, reports = folder.newest(world_size, lambda window: _not_own(identity, window))
             persisted = None if entry is None else entry.start_iteration
@@ -169,7 +169,7 @@ class Run:
         id."""
         if not (self.path / RUN_ID_NAME).exists():
             return None
-        known = read_run_id(self.path)
+        known = RunId.read(self.path)
         older = known.is_older
         return JobIdentity(run_id=known.run_id, run_name=self.path.name, settings={}, takes_format_1=older)
 
@@ -222,13 +222,13 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     """Analyse a loss of nodes for the folder of a run. Raise a MegatronFtError if the folder cannot be read or ``lost``
     is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
-    snapshot = report_snapshots(run.config, _VOCABULARY)
+    snapshot = SnapshotReport.of(run.config, _VOCABULARY)
     plans, loads = run.placement()
     means = means_of(run.config, plans, snapshot, run.nodes)
     means = dataclasses.replace(means, is_running=run.is_running)
     stored, notes = run.stored()
-    place = placer(run.config, read_inputs(run.config), loads[0] if loads else None)
-    found = cost_of_loss(means, lost, is_gone=is_gone, place=place, stored=stored)
+    place = placer(run.config, JobInputs.read(run.config), loads[0] if loads else None)
+    found = means.cost_of_loss(lost, is_gone=is_gone, place=place, stored=stored)
     device = run.config.training.device
     if device == "auto":
         device, notes = "cpu", (*notes, "no rank has reported its device yet; this result assumes cpu")
@@ -247,9 +247,9 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
     plans = []
     if config.placement.algorithm is not None:
-        plans = first_plans(config, stage_requests(config, world_size), read_inputs(config))
-    means = means_of(config, plans, report_snapshots(config, _VOCABULARY))
-    found = cost_of_loss(means, lost, is_gone=is_gone, place=placer(config, read_inputs(config)))
+        plans = first_plans(config, StageRequest.of_job(config, world_size), JobInputs.read(config))
+    means = means_of(config, plans, SnapshotReport.of(config, _VOCABULARY))
+    found = means.cost_of_loss(lost, is_gone=is_gone, place=placer(config, JobInputs.read(config)))
     again = 0.0 if found.max_iterations == 0 else None
     return Answer(
         cost=found,
@@ -270,7 +270,7 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
     from pretrain_moe import observe_here
 
     refused, gpu_memory_bytes = refused_devices(config), config.limits.gpu_memory_bytes
-    choice = choose_device(
+    choice = DeviceChoice.of(
         config.training.device,
         observe_here(),
         gpu_memory_bytes=gpu_memory_bytes,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.doctor.findings import Finding, error, exit_code, render
-from megatron_ft.doctor.software import check_software, missing, observe_software
+from megatron_ft.doctor.findings import Finding, exit_code, render
+from megatron_ft.doctor.software import SoftwareFacts
 from megatron_ft.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
 
     If required packages are missing, the configuration cannot be read, and the findings name only these packages.
     """
-    software = observe_software()
-    if lacking := missing(software):
+    software = SoftwareFacts.observe()
+    if lacking := software.missing():
         return lacking
-    from megatron_ft.doctor.needs import needs_of
+    from megatron_ft.doctor.needs import JobNeeds
     from pretrain_moe import compose, resolve_plan
 
     found: list[Finding] = []
@@ -43,33 +43,33 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
     try:
         config, _ = compose(list(overrides))
         plan = resolve_plan(config)
-        needs = needs_of(config, plan, nodes_here=nodes_here)
+        needs = JobNeeds.of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
         fix = "correct the keys that this error names; checks that need the configuration were skipped"
-        found.append(error(subject, str(refusal), fix))
+        found.append(Finding.error(subject, str(refusal), fix))
     device = "cpu" if needs is None else needs.device
     required = needs is not None and needs.uses_transformer_engine
-    found += check_software(software, device=device, needs_transformer_engine=required)
+    found += software.check(device=device, needs_transformer_engine=required)
     return [*found, *_examine_machine(needs)]
 
 
 def _examine_machine(needs: "JobNeeds | None") -> list[Finding]:
-    from megatron_ft.doctor.clocks import check_clocks, observe_clocks
+    from megatron_ft.doctor.clocks import ClockFacts
 
     if needs is None:
-        return check_clocks(observe_clocks())
+        return ClockFacts.observe().check()
     from megatron_ft.doctor.devices import check_devices, check_environment
-    from megatron_ft.doctor.memory import check_memory, observe_memory
-    from megatron_ft.doctor.network import check_network, observe_network
-    from megatron_ft.doctor.storage import check_storage, observe_storage
+    from megatron_ft.doctor.memory import MemoryFacts
+    from megatron_ft.doctor.network import NetworkFacts
+    from megatron_ft.doctor.storage import StorageFacts
     from pretrain_moe import observe_here
 
     return [
-        *check_network(observe_network(needs), needs),
-        *check_memory(observe_memory(), needs),
-        *check_storage(observe_storage(needs), needs),
-        *check_clocks(observe_clocks()),
+        *NetworkFacts.observe(needs).check(needs),
+        *MemoryFacts.observe().check(needs),
+        *StorageFacts.observe(needs).check(needs),
+        *ClockFacts.observe().check(),
         *check_devices(observe_here(asks_memory=needs.device == "cuda"), needs),
         *check_environment(os.environ, needs),
     ]

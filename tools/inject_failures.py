@@ -29,7 +29,7 @@ from megatron_ft.config.moved import with_present_keys
 from megatron_ft.control.admin import CONTROLLER_FILE, AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
-from megatron_ft.failures.traces import read_trace
+from megatron_ft.failures.traces import MembershipTrace
 
 _PAUSE_SECONDS = 0.1
 
@@ -155,7 +155,7 @@ def _launch(run_dir: Path) -> dict[str, int]:
 
 
 def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, int]) -> list[str]:
-    schedule = read_trace(options.trace).schedule(
+    schedule = MembershipTrace.read(options.trace).schedule(
         most_nodes=launch["max_nodes"] if options.most_nodes is None else options.most_nodes,
         minutes=options.minutes,
         scale=1.0 if options.scale is None else options.scale,

@@ -13,7 +13,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.errors import ConfigError, MegatronFtError, SoftwareError
-from megatron_ft.expert_loads import SUFFIXES, Tokens, read_expert_loads
+from megatron_ft.expert_loads import SUFFIXES, ExpertLoads, Tokens
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.algorithms import ALGORITHMS
 from megatron_ft.planning.placement.allocation import Allocation, allocate
@@ -164,7 +164,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 def read_loads(options: argparse.Namespace) -> Tokens:
     """Read the recorded loads as ``[layers, experts]``, of one iteration or summed over all."""
-    recorded = read_expert_loads(options.loads)
+    recorded = ExpertLoads.read(options.loads)
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 
 

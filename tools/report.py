@@ -18,8 +18,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.errors import EXIT_OK, ConfigError, MegatronFtError
-from megatron_ft.telemetry.report.files import follow, read_run
-from megatron_ft.telemetry.report.model import build
+from megatron_ft.telemetry.report.files import RunFiles, follow
+from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
 
 FILE = "report.html"
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.live:
             return _live(options.run_dir, out, every_seconds=options.every, patience_seconds=options.patience)
-        write(out, render(build(read_run(options.run_dir))))
+        write(out, render(RunReport.of(RunFiles.read(options.run_dir))))
     except MegatronFtError as error:
         print(f"report: {error}", file=sys.stderr)
         return error.exit_code
@@ -63,7 +63,7 @@ def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int
     """Update the page until the run has ended. The last page does not reload itself in the browser."""
 
     def write_page() -> bool:
-        report = build(read_run(run_dir))
+        report = RunReport.of(RunFiles.read(run_dir))
         has_ended = report.outcome.level != "open"
         write(out, render(report, refresh_seconds=None if has_ended else every_seconds))
         return has_ended
@@ -75,7 +75,7 @@ def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int
         print(f"report: {run_dir} has reported nothing for {patience_seconds} s", file=sys.stderr)
     except KeyboardInterrupt:
         print("report: stopped updating the page", file=sys.stderr)
-    write(out, render(build(read_run(run_dir))))
+    write(out, render(RunReport.of(RunFiles.read(run_dir))))
     return EXIT_OK
 
 

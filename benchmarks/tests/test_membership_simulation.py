@@ -140,7 +140,7 @@ def in_any_order(state: State) -> tuple[int, ...]:
 
 def not_ready(state: State) -> list[int]:
     """Return joining nodes, wrongly including nodes that are not alive yet."""
-    return [record.node for record in state.nodes.joining][: len(replacing.lost_places(state))]
+    return [record.node for record in state.nodes.joining][: len(replacing._lost_places(state))]
 
 
 FILLED = replacing.filled

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.kill_peers import records_of
 from benchmarks.page_checks import look
 from megatron_ft.events import Metrics, Record
-from megatron_ft.telemetry.goodput import measure
+from megatron_ft.telemetry.goodput import Goodput
 from megatron_ft.testing.browser import Tab, browse, why_impossible
 from megatron_ft.testing.made_up_runs import MadeUpRun, elastic
 from tools import report
@@ -30,7 +30,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hit = {"kind": "failpoint_hit", "action": "kill", "phase": "backward", "iteration": 5, "rank": 1}
     run.line("failpoints.jsonl", hit)
     said = [Record.from_record(line) for line in records_of(run.path / "events.jsonl")]
-    goodput = measure([*said, *map(Metrics.from_record, lines)]).summary()
+    goodput = Goodput.measure([*said, *map(Metrics.from_record, lines)]).summary()
     run.line("summary.json", {"final_loss": lines[-1]["loss"], "goodput": goodput})
     assert report.main([str(run.path)]) == 0
     return run.path / "report.html"

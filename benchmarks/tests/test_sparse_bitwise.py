@@ -11,7 +11,7 @@ from benchmarks.generations import Generation, generations_of, missing
 from benchmarks.sparse_bitwise import Reference as Undisturbed
 from benchmarks.sparse_bitwise import outcome_of, planned_trials
 from benchmarks.sparse_faults import FACTORS, NUM_ITERATIONS, REPLAY, allowed, failpoints, faults_of, num_ranks, rows
-from megatron_ft.failpoints import parse
+from megatron_ft.failpoints import Failpoint
 from megatron_ft.testing.jobs import JobResult
 
 FAULT: Row = {"fault": 0, "phase": "update", "iteration": 2, "source": "memory"}
@@ -37,7 +37,7 @@ def test_enough_faults_are_drawn_each_within_reach() -> None:
 
 def test_faults_are_what_ranks_can_read() -> None:
     text = failpoints(faults_of(rows()[0], 0, 5)).removeprefix("testing.failpoints=[").removesuffix("]")
-    parsed = [parse(spec.strip("'")) for spec in text.split("','")]
+    parsed = [Failpoint.parse(spec.strip("'")) for spec in text.split("','")]
     assert [failpoint.generation for failpoint in parsed] == [0, 1, 2, 3, 4]
     assert all(failpoint.rank is None for failpoint in parsed)
 

@@ -109,7 +109,7 @@ def test_folders_that_wandb_wrote(
     config.telemetry.wandb = "offline"
     for first, last in ((1, 6), (5, 10)):
         if first > 1 and believed is not None:
-            monkeypatch.setattr(wandb_sink, "last_offline_step", lambda run_dir: believed)
+            monkeypatch.setattr(wandb_sink, "_last_offline_step", lambda run_dir: believed)
         sinks = open_sinks(config, run_dir, world_size=2, stream=io.StringIO())
         sinks.write(RUN_STARTED | ({} if first == 1 else {"resumed_from": "x", "resumed_from_iteration": first - 1}))
         for record in run_records(first, last):

@@ -48,6 +48,30 @@ class Difference:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"
         return f"{text} ({self.advice})" if self.advice else text
 
+    @classmethod
+    def between(cls, stored: Settings, present: Settings) -> "list[Difference]":
+        """List the differences between ``stored`` settings of a checkpoint or window and ``present`` settings of the
+        job.
+
+        Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key
+        that only one side has counts as null on the other, so that keys with the default null can be added later.
+        """
+        found = _data_differences(stored.get("data", {}), present.get("data", {}))
+        for concern in sorted({*stored, *present} - {"data"}):
+            before, now = stored.get(concern, {}), present.get(concern, {})
+            found += [
+                cls(
+                    concern=concern,
+                    key=key,
+                    stored=before.get(key),
+                    present=now.get(key),
+                    advice=f"{key}={before.get(key)} keeps the earlier value" if key in _DERIVED else "",
+                )
+                for key in sorted({*before, *now})
+                if before.get(key) != now.get(key)
+            ]
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
@@ -111,29 +135,6 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         },
         "schedule": _schedule(config),
     }
-
-
-def differences(stored: Settings, present: Settings) -> list[Difference]:
-    """List the differences between ``stored`` settings of a checkpoint or window and ``present`` settings of the job.
-
-    Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key that
-    only one side has counts as null on the other, so that keys with the default null can be added later.
-    """
-    found = _data_differences(stored.get("data", {}), present.get("data", {}))
-    for concern in sorted({*stored, *present} - {"data"}):
-        before, now = stored.get(concern, {}), present.get(concern, {})
-        found += [
-            Difference(
-                concern=concern,
-                key=key,
-                stored=before.get(key),
-                present=now.get(key),
-                advice=f"{key}={before.get(key)} keeps the earlier value" if key in _DERIVED else "",
-            )
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
-    return found
 
 
 _DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")

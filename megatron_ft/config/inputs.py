@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, DataError
-from megatron_ft.expert_loads import MAX_BYTES, ExpertLoads, read_expert_loads
+from megatron_ft.expert_loads import MAX_BYTES, ExpertLoads
 from megatron_ft.reading import read_bytes
 from megatron_ft.strict_json import parse_json
 
@@ -33,15 +33,15 @@ class JobInputs:
     """Placement by the first iteration that uses it."""
     trace: ExpertLoads | None = None
 
+    @classmethod
+    def read(cls, config: JobConfig) -> "JobInputs":
+        """Read the files that ``placement.loads_file``, ``placement.schedule`` and ``model.router_trace_file`` name.
 
-def read_inputs(config: JobConfig) -> JobInputs:
-    """Read the files that ``placement.loads_file``, ``placement.schedule`` and ``model.router_trace_file`` name.
-
-    Raises:
-        ConfigError, DataError: a file or an entry is invalid; the message names the key.
-    """
-    trace = read_trace(config) if config.model.router == "trace" else None
-    return JobInputs(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
+        Raises:
+            ConfigError, DataError: a file or an entry is invalid; the message names the key.
+        """
+        trace = read_trace(config) if config.model.router == "trace" else None
+        return cls(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
 
 
 def read_first_loads(config: JobConfig) -> ExpertLoads | None:
@@ -77,7 +77,7 @@ def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
 
 def _read_loads(key: str, path: str) -> ExpertLoads:
     try:
-        return read_expert_loads(Path(path))
+        return ExpertLoads.read(Path(path))
     except DataError as error:
         raise DataError(f"{key}={path}: {error}") from None
 

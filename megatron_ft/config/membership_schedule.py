@@ -66,26 +66,26 @@ class MembershipChange:
         what = " and ".join(leaving + joining) or "the placement is planned again"
         return f"{what} before iteration {self.before_iteration}"
 
+    @classmethod
+    def parse(cls, text: str) -> "MembershipChange":
+        """Parse one entry of ``testing.membership_schedule``.
 
-def parse_membership_change(text: str) -> MembershipChange:
-    """Parse one entry of ``testing.membership_schedule``.
-
-    Raises:
-        ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the
-            nodes are not ascending, or the iteration is below 1.
-    """
-    name, values = parse_call(_KEY, text, _KEYWORDS, " or ".join(_EXAMPLES.values()))
-    if sorted(values) != sorted(_KEYWORDS[name]):
-        keywords = " and ".join(_KEYWORDS[name])
-        raise ConfigError.of(_KEY, text, f"must give {keywords}, each once, as in {_EXAMPLES[name]}")
-    iteration = values.pop("before_iteration")
-    nodes = {
-        name if keyword == "nodes" else keyword: _node_list(text, value, may_be_empty=name == "change")
-        for keyword, value in values.items()
-    }
-    if type(iteration) is not int or iteration < 1:
-        raise ConfigError.of(_KEY, text, "must give before_iteration as a number of at least 1")
-    return MembershipChange(before_iteration=iteration, **nodes)
+        Raises:
+            ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the
+                nodes are not ascending, or the iteration is below 1.
+        """
+        name, values = parse_call(_KEY, text, _KEYWORDS, " or ".join(_EXAMPLES.values()))
+        if sorted(values) != sorted(_KEYWORDS[name]):
+            keywords = " and ".join(_KEYWORDS[name])
+            raise ConfigError.of(_KEY, text, f"must give {keywords}, each once, as in {_EXAMPLES[name]}")
+        iteration = values.pop("before_iteration")
+        nodes = {
+            name if keyword == "nodes" else keyword: _node_list(text, value, may_be_empty=name == "change")
+            for keyword, value in values.items()
+        }
+        if type(iteration) is not int or iteration < 1:
+            raise ConfigError.of(_KEY, text, "must give before_iteration as a number of at least 1")
+        return cls(before_iteration=iteration, **nodes)
 
 
 def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:

@@ -50,15 +50,15 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
         raise ConfigError(f"~{key}: must not be deleted, because every key needs a value; set another value or null")
     if key in groups:
         _check_options(key, value, groups[key])
-    elif key not in known_keys() and open_key(key) is None:
-        raise ConfigError.of(key, value, "is not a known key" + _near(key, [*groups, *known_keys()]))
+    elif key not in _known_keys() and open_key(key) is None:
+        raise ConfigError.of(key, value, "is not a known key" + _near(key, [*groups, *_known_keys()]))
 
 
 def flag_error(argument: str) -> ConfigError:
     """Make the error for a flag such as ``--num-layers``. Only ``--help`` and ``--version`` are supported."""
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
-    keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    keys = [key for key in _known_keys() if key.rpartition(".")[2] == name]
     keys = keys or [new for old, new in MOVED.items() if old.rpartition(".")[2] == name]
     if keys:
         return ConfigError(f"{argument}: must be written as {keys[0]}={value or '<value>'} (docs/from-megatron-lm.md)")
@@ -75,14 +75,14 @@ def explain(error: BaseException, given: Mapping[str, Any]) -> ConfigError:
     return ConfigError(" ".join(str(causes[-1]).split()))
 
 
-def known_keys() -> dict[str, KeyDoc]:
+def _known_keys() -> dict[str, KeyDoc]:
     """Return the documentation of every key, by key."""
     return {doc.key: doc for doc in key_docs()}
 
 
 def open_key(key: str) -> str | None:
     """Return the key that contains ``key`` and accepts any subkeys, such as fields of a policy; otherwise None."""
-    opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
+    opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
 
@@ -101,14 +101,14 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     value = _given(plain, given)
     if plain in MOVED:
         return ConfigError.of(key, value, f"is now {MOVED[plain]}")
-    documented = known_keys().get(plain)
+    documented = _known_keys().get(plain)
     if documented is not None and "nterpolation" not in type(cause).__name__:
         return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
     if documented is not None:
         return ConfigError.of(key, value, f"must refer only to keys that exist ({reason})")
     if plain in group_docs():
         return ConfigError.of(key, value, f"must be a mapping of keys to values for the group {plain} ({reason})")
-    return ConfigError.of(key, value, "is not a known key" + _near(plain, list(known_keys())))
+    return ConfigError.of(key, value, "is not a known key" + _near(plain, list(_known_keys())))
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:

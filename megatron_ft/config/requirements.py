@@ -36,6 +36,11 @@ class Requirement:
         text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
+    @classmethod
+    def unmet(cls, config: JobConfig, requirements: "Iterable[Requirement]") -> "list[Requirement]":
+        """Return the requirements that ``config`` does not meet."""
+        return [requirement for requirement in requirements if not requirement.is_met(config)]
+
 
 _NO_CUDA = Requirement(
     key="training.device",
@@ -81,11 +86,6 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     _NO_CUDA,
 )
 """Requirements for continuing in the same layout, in which other nodes replace lost ones and their stages replay."""
-
-
-def unmet(config: JobConfig, requirements: Iterable[Requirement]) -> list[Requirement]:
-    """Return the requirements that ``config`` does not meet."""
-    return [requirement for requirement in requirements if not requirement.is_met(config)]
 
 
 def value_of(config: JobConfig, key: str) -> Any:

@@ -2,25 +2,13 @@
 
 import dataclasses
 
+from megatron_ft.config.checks import launch, model, parallel, recovery, training
 from megatron_ft.config.checks.data import check_data_knobs
-from megatron_ft.config.checks.launch import (
-    check_coming_nodes,
-    check_detector,
-    check_launch,
-    check_launchers,
-    check_names,
-    check_run,
-    check_telemetry,
-)
-from megatron_ft.config.checks.model import check_model, check_moe
-from megatron_ft.config.checks.parallel import check_parallel, check_transformer_engine
 from megatron_ft.config.checks.placement import check_placement
 from megatron_ft.config.checks.primitives import finite_numbers, show
-from megatron_ft.config.checks.recovery import check_snapshot, check_survival, check_upstream_log
-from megatron_ft.config.checks.training import check_checkpoint, check_optimizer, check_precision, check_training
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.failpoints import parse
+from megatron_ft.failpoints import Failpoint
 
 
 def validate(config: JobConfig) -> None:
@@ -34,26 +22,13 @@ def validate(config: JobConfig) -> None:
         group = getattr(config, field.name)
         if dataclasses.is_dataclass(group):
             finite_numbers(field.name, group)
-    check_names(config)
-    check_launch(config)
-    check_detector(config.detector)
-    check_launchers(config)
-    check_run(config.run)
-    check_coming_nodes(config)
-    check_telemetry(config.telemetry)
+    launch.check(config)
     check_data_knobs(config.data)
-    check_model(config.model)
-    check_moe(config.model)
-    check_training(config.training)
-    check_precision(config.precision)
-    check_optimizer(config.optimizer, config.training.train_iterations)
-    check_checkpoint(config)
-    check_parallel(config)
-    check_transformer_engine(config)
+    model.check(config)
+    training.check(config)
+    parallel.check(config)
     check_placement(config)
-    check_snapshot(config)
-    check_survival(config)
-    check_upstream_log(config)
+    recovery.check(config)
     _check_failpoints(config)
 
 
@@ -61,7 +36,7 @@ def _check_failpoints(config: JobConfig) -> None:
     """Check that failpoints can be parsed, and name only ranks, nodes, generations and iterations that can occur."""
     num_nodes, world_size = config.most_nodes, config.most_nodes * config.launch.ranks_per_node
     for text in config.testing.failpoints:
-        failpoint = parse(text)
+        failpoint = Failpoint.parse(text)
         for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
             if value is not None and not 0 <= value < bound:
                 raise ConfigError.of("testing.failpoints", text, f"must name a {name} in 0..{bound - 1}")

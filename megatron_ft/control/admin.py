@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated
 
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.rpc import ACCEPT_SECONDS, RpcClient, RpcError
 from megatron_ft.control.secret_file import read_secret
 from megatron_ft.errors import ControlError
@@ -38,21 +38,21 @@ class ControllerAddress:
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
 
+    @classmethod
+    def read(cls, run_dir: Path) -> "ControllerAddress":
+        """Read the controller's address from a run's folder.
 
-def read_address(run_dir: Path) -> ControllerAddress:
-    """Read the controller's address from a run's folder.
-
-    Raises:
-        JobNotRunning: the file is missing.
-        ControlError: the file belongs to another user, other users can read or write it, or it is damaged.
-    """
-    path = run_dir / CONTROLLER_FILE
-    try:
-        content = read_secret(path)
-    except FileNotFoundError:
-        missing = "there is no such folder" if not run_dir.is_dir() else f"the folder has no {CONTROLLER_FILE}"
-        raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
-    return _parse(path, content)
+        Raises:
+            JobNotRunning: the file is missing.
+            ControlError: the file belongs to another user, other users can read or write it, or it is damaged.
+        """
+        path = run_dir / CONTROLLER_FILE
+        try:
+            content = read_secret(path)
+        except FileNotFoundError:
+            missing = "there is no such folder" if not run_dir.is_dir() else f"the folder has no {CONTROLLER_FILE}"
+            raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
+        return _parse(path, content)
 
 
 def _parse(path: Path, content: bytes) -> ControllerAddress:
@@ -70,13 +70,13 @@ class AdminClient:
     """Calls the controller of a running job. A context manager, which closes the connection at its end.
 
     Raises:
-        ControlError: see ``read_address``.
+        ControlError: see ``ControllerAddress.read``.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        found = read_address(run_dir)
-        certificates = read_certificates(found.tls_dir)
+        found = ControllerAddress.read(run_dir)
+        certificates = Certificates.read(found.tls_dir)
         self._client = RpcClient(found.address, "Controller", token=found.token, certificates=certificates)
 
     def __enter__(self) -> "AdminClient":

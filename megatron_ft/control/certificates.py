@@ -34,16 +34,16 @@ class Certificates:
         """Return credentials of a caller that refuses servers without a certificate of the authority."""
         return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
 
+    @classmethod
+    def read(cls, folder: str | None) -> "Certificates | None":
+        """Read the certificates in the folder ``control.tls_dir``; return None if the key is null.
 
-def read_certificates(folder: str | None) -> Certificates | None:
-    """Read the certificates in the folder ``control.tls_dir``; return None if the key is null.
-
-    Raises:
-        ConfigError: a file is missing, too long or not PEM, or other users can read the private key.
-    """
-    if folder is None:
-        return None
-    return Certificates(*(_read(Path(folder) / name, folder) for name in ("ca.pem", "cert.pem", "key.pem")))
+        Raises:
+            ConfigError: a file is missing, too long or not PEM, or other users can read the private key.
+        """
+        if folder is None:
+            return None
+        return cls(*(_read(Path(folder) / name, folder) for name in ("ca.pem", "cert.pem", "key.pem")))
 
 
 def _read(path: Path, folder: str) -> bytes:

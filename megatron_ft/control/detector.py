@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankHung
-from megatron_ft.control.membership.state import TRAINING, MembershipPolicy, State, ranks_of_all
+from megatron_ft.control.membership.state import TRAINING, MembershipPolicy, State
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -122,7 +122,7 @@ class Detector:
         # Ranks that are killed now need time to end before the next finding.
         self._progress_at = now
         policy = self._membership
-        ranks = ranks_of_all(policy, state.members) - state.gone
+        ranks = policy.ranks_of_all(state.members) - state.gone
         limit = f"for detector.hang_seconds={hang_seconds:g}"
         if not ranks:
             return []

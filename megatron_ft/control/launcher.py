@@ -22,7 +22,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
@@ -37,7 +37,7 @@ from megatron_ft.control.node.ranks import tail_of
 from megatron_ft.control.node.sidecars import STOP_SECONDS
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.rpc import check_interface, join_address, new_token
-from megatron_ft.control.rundir import RunDir, claim, has_complete_state
+from megatron_ft.control.rundir import RunDir, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
@@ -51,7 +51,7 @@ PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
 _CLEANUP_SECONDS = 5.0
 
 
-class Sinks(Protocol):
+class _Sinks(Protocol):
     """Protocol of a destination of records, such as ``megatron_ft.telemetry.SinkSet``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -61,10 +61,10 @@ class Sinks(Protocol):
         """Close the destination after the run's last record."""
 
 
-class OpenSinks(Protocol):
+class _OpenSinks(Protocol):
     """Protocol of functions that open the sinks of a run, such as ``megatron_ft.telemetry.open_sinks``."""
 
-    def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> Sinks:
+    def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> _Sinks:
         """Open the sinks."""
 
 
@@ -72,7 +72,7 @@ def launch(
     config: JobConfig,
     config_yaml: str,
     *,
-    open_sinks: OpenSinks,
+    open_sinks: _OpenSinks,
     entry: str | None = None,
     preload: Sequence[str] | None = None,
     command: Sequence[str] | None = None,
@@ -99,7 +99,7 @@ def launch(
     launcher = open_launcher(config, os.environ)
     config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
     _check_places(config, is_local=launcher.is_local)
-    run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
+    run_dir = RunDir.claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
         sinks = open_sinks(config, run_dir.path, world_size=world_size)
@@ -124,7 +124,7 @@ def launch(
 
 def _check_places(config: JobConfig, *, is_local: bool) -> None:
     check_interface(config.control.interface)
-    read_certificates(config.control.tls_dir)
+    Certificates.read(config.control.tls_dir)
     free_port(config.control.interface)
     path, other = config.launch.forkserver_socket, config.launch.node_launcher
     if path is not None and not is_local:
@@ -139,7 +139,7 @@ class _Job:
         self,
         config: JobConfig,
         run_dir: RunDir,
-        sinks: Sinks,
+        sinks: _Sinks,
         preload: Sequence[str],
         entry: str,
         sidecars: dict[str, str],
@@ -312,7 +312,7 @@ class _Job:
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())
-        return exit_code_of(result, run_finished=self._run_finished)
+        return _exit_code_of(result, run_finished=self._run_finished)
 
     def print_result(self, result: JobResult, exit_code: int, command: Sequence[str]) -> None:
         """Print the result for the user on standard error."""
@@ -337,7 +337,7 @@ class _Job:
         return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
 
 
-def exit_code_of(result: JobResult, *, run_finished: bool) -> int:
+def _exit_code_of(result: JobResult, *, run_finished: bool) -> int:
     """Return the exit code of a job.
 
     If this project raised the first failure, the result is the exit code of that error. A stop request that arrived

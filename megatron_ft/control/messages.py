@@ -90,6 +90,23 @@ class Report:
     """Number of the ``Start`` order that created the rank's process. Reports with an older number are dropped."""
     generation: Count
 
+    @classmethod
+    def decode(cls, content: object) -> "Report":
+        """Read a report.
+
+        Raises:
+            ControlError: the report is malformed or too large, or its kind is unknown.
+        """
+        kind, rest = _kind_of(_REPORTS, content, "report")
+        report = _decode(kind, rest, f"malformed report {kind.op}")
+        most_bytes = MAX_RECORD_BYTES if kind is RecordWritten else MAX_REPORT_BYTES
+        num_bytes = len(json.dumps(content, separators=(",", ":")))
+        if num_bytes > most_bytes:
+            raise ControlError(
+                f"report {kind.op} of rank {report.rank} has {num_bytes} bytes: must have at most {most_bytes}"
+            )
+        return report
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordWritten(Report):
@@ -145,7 +162,7 @@ class EndReport(Report):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised(EndReport):
+class _Raised(EndReport):
     """A rank is about to end with an exception."""
 
     op: ClassVar[str] = "raised"
@@ -169,7 +186,7 @@ class Broken(EndReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exited(EndReport):
+class _Exited(EndReport):
     """A rank's process has ended."""
 
     op: ClassVar[str] = "exited"
@@ -181,7 +198,7 @@ class Exited(EndReport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hung(EndReport):
+class _Hung(EndReport):
     """A rank is unresponsive; its agent kills it."""
 
     op: ClassVar[str] = "hung"
@@ -192,7 +209,7 @@ class Hung(EndReport):
 
 
 _REPORTS: dict[object, type[Report]] = {
-    kind.op: kind for kind in (RecordWritten, Progress, Reported, Raised, Broken, Exited, Hung)
+    kind.op: kind for kind in (RecordWritten, Progress, Reported, _Raised, Broken, _Exited, _Hung)
 }
 
 
@@ -224,6 +241,16 @@ class Order:
 
     op: ClassVar[str] = ""
     reason: str = ""
+
+    @classmethod
+    def decode(cls, content: Message) -> "Order":
+        """Read an order.
+
+        Raises:
+            ControlError: the order is malformed or of an unknown kind, because the controller has another version.
+        """
+        kind, rest = _kind_of(_ORDERS, content, "order")
+        return _decode(kind, rest, f"malformed order {kind.op}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,33 +339,6 @@ def decode_call(kind: type[Kind], content: Message) -> Kind:
         ControlError: the call is malformed.
     """
     return _decode(kind, content, f"malformed {kind.__name__.lower()}")
-
-
-def decode_report(content: object) -> Report:
-    """Read a report.
-
-    Raises:
-        ControlError: the report is malformed or too large, or its kind is unknown.
-    """
-    kind, rest = _kind_of(_REPORTS, content, "report")
-    report = _decode(kind, rest, f"malformed report {kind.op}")
-    most_bytes = MAX_RECORD_BYTES if kind is RecordWritten else MAX_REPORT_BYTES
-    num_bytes = len(json.dumps(content, separators=(",", ":")))
-    if num_bytes > most_bytes:
-        raise ControlError(
-            f"report {kind.op} of rank {report.rank} has {num_bytes} bytes: must have at most {most_bytes}"
-        )
-    return report
-
-
-def decode_order(content: Message) -> Order:
-    """Read an order.
-
-    Raises:
-        ControlError: the order is malformed or of an unknown kind, because the controller has another version.
-    """
-    kind, rest = _kind_of(_ORDERS, content, "order")
-    return _decode(kind, rest, f"malformed order {kind.op}")
 
 
 def _kind_of(kinds: dict[object, type[Kind]], content: object, what: str) -> tuple[type[Kind], Message]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.membership.machine import describe_returncode, signal_name
-from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step, first_of
+from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step
 from megatron_ft.events import NodeLost, NodeStartFailed, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 
@@ -143,9 +143,9 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
         details: how the ranks of that generation ended, see ``JobResult.details``.
     """
     state = step.state
-    first = first_of(state.survived[-1])
+    first = Failure.first_of(state.survived[-1])
     assert first is not None, "no failure preceded the restart of the ranks"
-    failed = failed_records(JobResult(Outcome.FAILED, step.reason, first, details), policy)
+    failed = _failed_records(JobResult(Outcome.FAILED, step.reason, first, details), policy)
     restarted = RanksRestarted(
         generation=state.generation,
         reason=step.reason,
@@ -167,7 +167,7 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
     dead = {
         failure.rank: _death(failure, details.get(failure.rank)) for failure in failures if failure.rank is not None
     }
-    dying = failed_records(JobResult(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
+    dying = _failed_records(JobResult(Outcome.FAILED, step.reason, Failure.first_of(failures), dead), policy)
     return [*_lost_nodes(failures), *dying]
 
 
@@ -201,7 +201,7 @@ def failed_start_records(step: Step) -> list[Record]:
 def end_records(end: JobResult, policy: MembershipPolicy) -> list[Record]:
     """Return the records of the failures that ended a job."""
     first = [] if end.first_failure is None else [end.first_failure]
-    return [*_lost_nodes(first), *failed_records(end, policy)]
+    return [*_lost_nodes(first), *_failed_records(end, policy)]
 
 
 def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
@@ -228,7 +228,7 @@ def _death(failure: Failure, details: Message | None) -> Message:
     return {**own, **details, "caused_by_us": False} if details["caused_by_us"] else details
 
 
-def failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
+def _failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
     """Return a record for each rank that failed, beginning with the first failure, without ranks that the launcher
     ended."""
     first = end.first_failure.rank if end.first_failure else None

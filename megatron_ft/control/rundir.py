@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.run_id import make_run_id
+from megatron_ft.control.run_id import RunId
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
@@ -75,37 +75,39 @@ class RunDir:
         """Release the claim, so that another job can claim the folder."""
         os.close(self._lock)
 
+    @classmethod
+    def claim(cls, run: RunConfig, *, model_name: str, config_yaml: str) -> "RunDir":
+        """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
 
-def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
-    """Create or reopen the folder that ``run`` names, lock it, and write the run's random id and ``config.yaml``.
+        Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
+        configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on.
 
-    Without ``run.name``, the folder gets the next free name ``<model_name>-001``, ``-002`` and so on. If the
-    configuration of an earlier job differs, its file is renamed to ``config-001.yaml`` and so on.
-
-    Raises:
-        ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job uses
-            the folder.
-    """
-    _check(run)
-    parent = Path(run.dir).absolute()
-    try:
-        _make(parent)
-        path, existed = _number(parent, model_name) if run.name is None else _take(run, parent / run.name)
-        fsync_folder(parent)
-    except OSError as error:
-        raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can read and write: {error}") from error
-    # The lock comes before anything in the folder is read or written.
-    claimed = RunDir(path, None, _lock(path))
-    try:
-        claimed.resume_from = _resume(run, path) if existed else None
-        make_run_id(path, is_older=has_state(path))
-    except ConfigError:
-        claimed.release()
-        raise
-    for folder in ("logs", "checkpoints"):
-        (path / folder).mkdir(exist_ok=True)
-    _write_config(path, config_yaml)
-    return claimed
+        Raises:
+            ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job
+                uses the folder.
+        """
+        _check(run)
+        parent = Path(run.dir).absolute()
+        try:
+            _make(parent)
+            path, existed = _number(parent, model_name) if run.name is None else _take(run, parent / run.name)
+            fsync_folder(parent)
+        except OSError as error:
+            raise ConfigError.of(
+                "run.dir", run.dir, f"must be a folder this user can read and write: {error}"
+            ) from error
+        # The lock comes before anything in the folder is read or written.
+        claimed = cls(path, None, _lock(path))
+        try:
+            claimed.resume_from = _resume(run, path) if existed else None
+            RunId.make(path, is_older=_has_state(path))
+        except ConfigError:
+            claimed.release()
+            raise
+        for folder in ("logs", "checkpoints"):
+            (path / folder).mkdir(exist_ok=True)
+        _write_config(path, config_yaml)
+        return claimed
 
 
 def _check(run: RunConfig) -> None:
@@ -186,14 +188,14 @@ def _resume(run: RunConfig, path: Path) -> Path | None:
         )
         raise ConfigError.of("run.name", run.name, constraint)
     checkpoints = path / "checkpoints"
-    if has_state(path):
+    if _has_state(path):
         return checkpoints
     if run.resume == "must":
         raise ConfigError.of("run.resume", "must", f"needs a checkpoint to continue from, but {checkpoints} has none")
     return None
 
 
-def has_state(path: Path) -> bool:
+def _has_state(path: Path) -> bool:
     """Whether a run's folder contains checkpoints or persisted windows, valid or not."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())

@@ -124,7 +124,7 @@ class UnauthenticatedConnections:
     def look(self, now: float) -> int:
         """Shut down unauthenticated connections that are too many or too old; return the number that is left."""
         # A copy: calls add to it in other threads.
-        named = {peer_of(text): text for text in list(self._named)}
+        named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
         self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
         # They are authenticated now, or had gone before connections were listed. A later peer may have the same port.
@@ -188,7 +188,7 @@ def _shut_down(connection: _Connection) -> None:
             sock.shutdown(socket.SHUT_RDWR)
 
 
-def peer_of(text: str) -> Peer | None:
+def _peer_of(text: str) -> Peer | None:
     """Parse address and port of a peer as gRPC writes it: ``ipv4:127.0.0.1:50000`` or ``ipv6:%5B::1%5D:50000``."""
     kind, _, rest = urllib.parse.unquote(text).partition(":")
     host, _, port = rest.rpartition(":")

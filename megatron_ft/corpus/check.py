@@ -1,15 +1,182 @@
 """Checks all data files that a job will read, before any rank starts. Only small parts of large files are read."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from megatron_ft.config.data import DataConfig
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus import sources as src
 from megatron_ft.corpus import stdlib
-from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path
+from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path, read_dtype
+from megatron_ft.corpus.order import SampleOrder, check_weights
 from megatron_ft.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, losses
 from megatron_ft.errors import ConfigError, DataError
+
+# The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
+# starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other
+# split.
+
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens of one source that belong to one split."""
+
+    key: str
+    """Configuration key of the source, for messages."""
+    name: str
+    """Path of the source in the configuration, or the name of the built-in corpus."""
+    prefix: str
+    first_token: int
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """The spans of a split and the order of their samples."""
+
+    seq_length: int
+    spans: tuple[Span, ...]
+    order: SampleOrder
+
+    def fingerprint(self) -> str:
+        """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
+        tokens.
+
+        Two sources of the same size that differ only in other tokens have equal digests.
+        """
+        digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
+        for span in self.spans:
+            # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
+            edge = min(4096, span.num_tokens)
+            digest.update(f"{span.first_token} {span.num_tokens}".encode())
+            for start in (span.first_token, span.first_token + span.num_tokens - edge):
+                digest.update(_read_tokens(span.prefix, start, edge).tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def of(cls, config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> "SplitPlan":
+        """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
+
+        Raises:
+            ConfigError: sources and weights do not fit together.
+            DataError: a file is missing, damaged or too short.
+        """
+        _check_lists(config)
+        key, sources, _ = _configured(config, split)
+        prefixes = [_source_prefix(config, source, tokenizer) for source in sources]
+        infos = [_read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
+        found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
+        return cls(seq_length=seq_length, spans=found, order=_sample_order(config, split, found))
+
+
+def num_samples(num_tokens: int, seq_length: int) -> int:
+    """Return the number of samples in ``num_tokens`` tokens. Adjacent samples share one token: the last label of a
+    sample is the first input of the next one."""
+    return max(0, (num_tokens - 1) // seq_length)
+
+
+def _source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
+    """Return the path of ``source`` without suffix. The built-in corpus is indexed if it is not indexed yet."""
+    return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
+
+
+def _read_info(key: str, prefix: Path) -> IndexInfo:
+    """Return the result of ``IndexInfo.read``; errors also name the configuration key."""
+    try:
+        return IndexInfo.read(prefix)
+    except DataError as error:
+        raise DataError(f"{key}={prefix}: {error}") from error
+
+
+def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
+    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has none."""
+    assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
+    if split == "valid" and config.valid:
+        return "data.valid", config.valid, config.valid_weights
+    return "data.train", config.train, config.train_weights
+
+
+def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
+    """Compute the span of each source of ``split``. ``tokens`` has the prefix and number of tokens of each source.
+
+    Raises:
+        DataError: a source has not enough tokens for one sample.
+    """
+    key, sources, _ = _configured(config, split)
+    result = []
+    for position, (name, (prefix, total)) in enumerate(zip(sources, tokens, strict=True)):
+        first, count = _part(config, split, total)
+        samples = num_samples(count, seq_length)
+        source_key = f"{key}[{position}]"
+        if not samples:
+            raise DataError.of(source_key, name, _too_short(config, split, total, count, seq_length))
+        result.append(
+            Span(key=source_key, name=name, prefix=prefix, first_token=first, num_tokens=count, num_samples=samples)
+        )
+    return tuple(result)
+
+
+def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
+    """Return the first token and the number of tokens of ``split`` in a source of ``total`` tokens."""
+    if config.valid:
+        return 0, total
+    if not 0 <= config.valid_fraction < 1:
+        raise ConfigError.of("data.valid_fraction", config.valid_fraction, "must be at least 0 and below 1")
+    # Held out even if the job never evaluates: otherwise switching evaluation on would change its training samples.
+    held_out = int(total * config.valid_fraction)
+    return (0, total - held_out) if split == "train" else (total - held_out, held_out)
+
+
+def _too_short(config: DataConfig, split: str, total: int, count: int, seq_length: int) -> str:
+    what = f"{count} of its {total} tokens are for {split}: must be at least model.seq_length + 1 = {seq_length + 1}"
+    if config.valid:
+        return what
+    return f"{what} (data.valid_fraction={config.valid_fraction})"
+
+
+def _check_lists(config: DataConfig) -> None:
+    """Check that sources and weights fit together, and that no source occurs twice. Raises ConfigError."""
+    if not config.train:
+        raise ConfigError.of("data.train", config.train, "must name at least one source")
+    check_weights("data.train_weights", config.train_weights, len(config.train))
+    if config.valid_weights is not None and not config.valid:
+        raise ConfigError.of("data.valid_weights", config.valid_weights, "must be null without data.valid")
+    check_weights("data.valid_weights", config.valid_weights, len(config.valid))
+    for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
+        # Compare resolved paths, because two paths to one file would read its tokens twice as often as intended.
+        resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
+        for position, source in enumerate(resolved):
+            if source in resolved[:position]:
+                raise ConfigError.of(f"{key}[{position}]", sources[position], "must not be named twice")
+    shared = {str(Path(source).resolve()) for source in config.train} & {str(Path(s).resolve()) for s in config.valid}
+    if shared:
+        raise ConfigError.of(
+            "data.valid", config.valid, f"must not contain {sorted(shared)[0]}, which is in data.train"
+        )
+
+
+def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
+    dtype = read_dtype(prefix)
+    tokens = np.fromfile(bin_path(prefix), dtype=dtype, count=count, offset=start * dtype.itemsize)
+    return tokens.astype(np.int64)
+
+
+def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
+    """Return the order of the samples of ``found``, which depends on ``data.seed`` and the weights of the split."""
+    weights = _configured(config, split)[2]
+    return SampleOrder(
+        seed=config.seed,
+        split=split,
+        num_samples=tuple(span.num_samples for span in found),
+        weights=None if weights is None else tuple(weights),
+    )
+
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
@@ -61,7 +228,7 @@ def check_data(config: JobConfig) -> DataSummary:
         ConfigError: sources, weights, tokenizer and vocabulary do not fit together.
         DataError: a file is missing, damaged, empty or too short.
     """
-    src.check_lists(config.data)
+    _check_lists(config.data)
     tokenizer = build_tokenizer(config.data)
     # Check this before ranks start, because an error on a rank would end the job only after minutes of loading.
     found = _split(config, "train", tokenizer)
@@ -105,7 +272,7 @@ def _padded(config: JobConfig, entries: int) -> int:
 
 
 def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSummary]:
-    key, names, _ = src.configured(config.data, split)
+    key, names, _ = _configured(config.data, split)
     entries = vocabulary_entries(config, tokenizer)
     totals, notes = [], []
     for position, name in enumerate(names):
@@ -114,7 +281,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSu
         notes.append(note)
     # A corpus that is yet to be indexed must not fail the check for short sources.
     known = [(name, total if total is not None else 1 << 62) for name, total in zip(names, totals, strict=True)]
-    found = src.spans(config.data, config.model.seq_length, split, known)
+    found = spans(config.data, config.model.seq_length, split, known)
     return [
         SourceSummary(
             split=split,
@@ -133,8 +300,8 @@ def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entrie
         prefix = stdlib.corpus_prefix(config.data.cache_dir, tokenizer)
         if not idx_path(prefix).exists():
             return _expected_tokens(tokenizer), f"will be indexed in {config.data.cache_dir}"
-    prefix = src.source_prefix(config.data, name, tokenizer)
-    info = src.read_info(key, prefix)
+    prefix = _source_prefix(config.data, name, tokenizer)
+    info = _read_info(key, prefix)
     note = _check_ids(key, info, entries)
     return info.num_tokens, f"indexed in {config.data.cache_dir}; {note}" if name == stdlib.NAME else note
 

@@ -27,7 +27,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
     return struct.unpack(f"<{NUM_ROUNDS}Q", hashlib.blake2b(key.encode(), digest_size=8 * NUM_ROUNDS).digest())
 
 
-def permute(position: int, size: int, key: str) -> int:
+def _permute(position: int, size: int, key: str) -> int:
     """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
     # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
@@ -96,13 +96,13 @@ class SampleOrder:
         source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
         epoch, position = divmod(rank, self.num_samples[source])
         key = f"{self.split}/{self.seed}/source {source}/epoch {epoch}"
-        return Place(source, epoch, permute(position, self.num_samples[source], key))
+        return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
         """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
-        position = permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
+        position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
         before, total = block * self.block_samples, self._bounds[-1]
         after = before + self.block_samples
         start_before = start_after = 0

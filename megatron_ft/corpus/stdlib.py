@@ -31,7 +31,7 @@ LOCK_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFile:
+class _SourceFile:
     """A file of the corpus. ``name`` is its path relative to the standard library's folder."""
 
     name: str
@@ -44,7 +44,7 @@ def library_folder() -> Path:
 
 
 @lru_cache(maxsize=4)
-def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[SourceFile, ...]:
+def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[_SourceFile, ...]:
     """List the files of the corpus in their order. Raises DataError if the Python has no source files."""
     found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     chosen, total_bytes = [], 0
@@ -57,13 +57,13 @@ def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[SourceFile, ..
     return tuple(chosen)
 
 
-def _walk(folder: Path) -> Iterator[SourceFile]:
+def _walk(folder: Path) -> Iterator[_SourceFile]:
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in names:
             path = Path(root, name)
             if name.endswith(".py") and (size_bytes := path.stat().st_size):
-                yield SourceFile(path.relative_to(folder).as_posix(), size_bytes)
+                yield _SourceFile(path.relative_to(folder).as_posix(), size_bytes)
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:

@@ -5,16 +5,96 @@ The ``tokenizers`` library is imported only if the tokenizer is not ``bytes``.
 
 import hashlib
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_ft.config.data import DataConfig
-from megatron_ft.corpus import vocabulary as files
 from megatron_ft.errors import ConfigError, DataError
-from megatron_ft.reading import reading
+from megatron_ft.reading import read_bytes, reading
+from megatron_ft.strict_json import parse_json
+
+MAX_BYTES = 1 << 30
+"""Largest size of a vocabulary file in bytes."""
+
+
+def _read_text(path: Path) -> str:
+    """Read a UTF-8 file. Raises DataError if it is missing, unreadable, empty or not UTF-8."""
+    try:
+        text = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start}: must be UTF-8") from error
+    if not text.strip():
+        raise DataError(f"{path}: is empty")
+    return text
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that contains an object. Raises DataError for anything else."""
+    try:
+        content = parse_json(_read_text(path))
+    except ValueError as error:
+        raise DataError(f"{path}: damaged JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: must contain a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
+    """Check that ``vocabulary`` maps entries to distinct integers of at least 0, and return it. Raises DataError."""
+    if not isinstance(vocabulary, dict) or not vocabulary:
+        raise DataError(f"{path}: vocabulary: must be a JSON object with at least one entry and its id")
+    owner: dict[int, str] = {}
+    for entry, number in vocabulary.items():
+        if type(number) is not int or not 0 <= number < 1 << 31:
+            raise DataError(f"{path}: id of entry {entry!r}={number!r}: must be an integer from 0 to 2^31 - 1")
+        # Decoding an id of two entries would be ambiguous.
+        if number in owner:
+            raise DataError(f"{path}: id {number}: must belong to one entry, not to {owner[number]!r} and {entry!r}")
+        owner[number] = entry
+    return vocabulary
+
+
+def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
+    """Check that the vocabulary has all entries of ``merges`` (place, left, right). Raises DataError."""
+    for place, left, right in merges:
+        for entry in (left, right, left + right):
+            if entry not in vocabulary:
+                raise DataError(f"{vocab_path}: has no entry {entry!r}, which {place} ({left} {right}) needs")
+
+
+def _read_merges(path: Path) -> list[tuple[str, str, str]]:
+    """Read the merges of a merges.txt file as (place, left, right). A first line ``#version...`` is skipped."""
+    merges = []
+    # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.rstrip("\r").split(" ")
+        if len(parts) != 2 or not all(parts):
+            raise DataError(f"{path}: line {number}: {line[:60]!r}: must be two entries separated by one space")
+        merges.append((f"{path} line {number}", parts[0], parts[1]))
+    if not merges:
+        raise DataError(f"{path}: contains no merges")
+    return merges
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that byte-level BPE (GPT-2) uses for each of the 256 bytes: printable Latin-1 characters for
+    themselves, and characters from U+0100 on for the other bytes."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
+    """Check that every byte has an entry; otherwise the tokenizer would drop it. Raises DataError."""
+    for byte, letter in enumerate(byte_letters()):
+        if letter not in vocabulary:
+            raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")
+
 
 END_OF_DOCUMENT_ENTRIES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|end▁of▁sentence|>", "[EOS]")
 """Names that published vocabularies use for the end-of-document token, in the order in which they are tried."""
@@ -69,7 +149,7 @@ class ByteTokenizer:
         return np.asarray(ids)[np.asarray(ids) < self.eod].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class LibraryTokenizer:
+class _LibraryTokenizer:
     """A tokenizer of the ``tokenizers`` library. It adds no special tokens, reads none in text, and truncates nothing.
 
     If the vocabulary has no known end-of-document token, one is added with the next id.
@@ -142,21 +222,21 @@ def _needed(key: str, value: str | None, tokenizer: str) -> Path:
 
 
 def _gpt2(vocab_file: Path, merges_file: Path) -> Tokenizer:
-    vocabulary = files.check_vocabulary(vocab_file, files.read_json_object(vocab_file))
-    merges = files.read_merges(merges_file)
-    files.check_byte_letters(vocab_file, vocabulary)
-    files.check_merges(vocab_file, vocabulary, merges)
+    vocabulary = _check_vocabulary(vocab_file, _read_json_object(vocab_file))
+    merges = _read_merges(merges_file)
+    _check_byte_letters(vocab_file, vocabulary)
+    _check_merges(vocab_file, vocabulary, merges)
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
     backend = Backend(models.BPE(vocab=vocabulary, merges=[(left, right) for _, left, right in merges]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return LibraryTokenizer(backend, vocabulary, _digest(vocab_file, merges_file), vocab_file)
+    return _LibraryTokenizer(backend, vocabulary, _digest(vocab_file, merges_file), vocab_file)
 
 
 def _huggingface(path: Path) -> Tokenizer:
-    content = files.read_json_object(path)
+    content = _read_json_object(path)
     model = content.get("model")
     if not isinstance(model, dict):
         raise DataError(f"{path}: model={type(model).__name__}: must be an object, as the tokenizers library writes it")
@@ -167,7 +247,7 @@ def _huggingface(path: Path) -> Tokenizer:
 
     with reading(path, what=_REFUSED):
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    return LibraryTokenizer(backend, _checked(path, backend.get_vocab(with_added_tokens=True)), _digest(path), path)
+    return _LibraryTokenizer(backend, _checked(path, backend.get_vocab(with_added_tokens=True)), _digest(path), path)
 
 
 def _checked(path: Path, vocabulary: dict[str, int]) -> dict[str, int]:
@@ -177,7 +257,7 @@ def _checked(path: Path, vocabulary: dict[str, int]) -> dict[str, int]:
 
 
 def _check_json_merges(path: Path, model: dict[str, Any]) -> None:
-    vocabulary = files.check_vocabulary(path, model.get("vocab"))
+    vocabulary = _check_vocabulary(path, model.get("vocab"))
     cut = len(model.get("continuing_subword_prefix") or "")
     if not isinstance(model["merges"], list):
         raise DataError(f"{path}: model.merges={model['merges']!r:.60}: must be a list")

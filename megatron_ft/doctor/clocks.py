@@ -5,7 +5,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from megatron_ft.doctor.findings import Finding, error, info, warning
+from megatron_ft.doctor.findings import Finding
 
 OBSERVED_SECONDS = 0.1
 LARGEST_DRIFT_SECONDS = 0.005
@@ -30,22 +30,47 @@ class ClockFacts:
     source: str
     """Program that answered, or the reason why none answered."""
 
+    def check(self) -> list[Finding]:
+        """Report a wall clock that was set during the observation, has an impossible date, or is not synchronized."""
+        drift = self.elapsed_wall_seconds - self.elapsed_monotonic_seconds
+        found = []
+        if self.wall_unix_seconds < EARLIEST_UNIX_SECONDS:
+            year = time.gmtime(self.wall_unix_seconds).tm_year
+            what = f"the wall clock shows the year {year}: certificates are invalid, and records have wrong times"
+            found.append(Finding.error("clocks", what, "set the clock: chronyc makestep, or timedatectl set-ntp true"))
+        if abs(drift) > LARGEST_DRIFT_SECONDS:
+            what = f"the wall clock moved by {1e3 * drift:+.1f} ms relative to the monotonic clock during this check"
+            found.append(
+                Finding.warning(
+                    "clocks", what, "find the program that sets it: times in this machine's records are wrong"
+                )
+            )
+        if self.is_synchronized is False:
+            what = (
+                f"the wall clock is not synchronized ({self.source}): records of different nodes cannot be put in order"
+            )
+            found.append(Finding.warning("clocks", what, "start chronyd, or run timedatectl set-ntp true"))
+        state = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[self.is_synchronized]
+        agreement = f"wall and monotonic clock agree within {1e3 * abs(drift):.1f} ms"
+        return found or [Finding.info("clocks", f"{state} ({self.source}), {agreement}")]
 
-def observe_clocks() -> ClockFacts:
-    """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is synchronized."""
-    begin, wall = _both()
-    # The calls take a part of the time that is waited for anyway.
-    is_synchronized, source = _ask_time_service()
-    while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
-        time.sleep(rest)
-    end, wall_end = _both()
-    return ClockFacts(
-        wall_unix_seconds=wall,
-        elapsed_monotonic_seconds=end - begin,
-        elapsed_wall_seconds=wall_end - wall,
-        is_synchronized=is_synchronized,
-        source=source,
-    )
+    @classmethod
+    def observe(cls) -> "ClockFacts":
+        """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is
+        synchronized."""
+        begin, wall = _both()
+        # The calls take a part of the time that is waited for anyway.
+        is_synchronized, source = _ask_time_service()
+        while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
+            time.sleep(rest)
+        end, wall_end = _both()
+        return cls(
+            wall_unix_seconds=wall,
+            elapsed_monotonic_seconds=end - begin,
+            elapsed_wall_seconds=wall_end - wall,
+            is_synchronized=is_synchronized,
+            source=source,
+        )
 
 
 def _both() -> tuple[float, float]:
@@ -72,7 +97,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
         except (OSError, subprocess.TimeoutExpired) as reason:
             reasons.append(f"{command[0]}: {reason}")
             continue
-        answer = understand(command[0], done.stdout) if done.returncode == 0 else None
+        answer = _understand(command[0], done.stdout) if done.returncode == 0 else None
         if answer is not None:
             return answer, command[0]
         first, *_ = [*done.stderr.splitlines(), *done.stdout.splitlines(), "no answer"]
@@ -80,7 +105,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
     return None, "; ".join(reasons)
 
 
-def understand(tool: str, output: str) -> bool | None:
+def _understand(tool: str, output: str) -> bool | None:
     """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it reports nothing.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
@@ -90,24 +115,3 @@ def understand(tool: str, output: str) -> bool | None:
         return {"yes": True, "no": False}.get(words[0])
     # Fewer fields are an error message of chronyc, not an answer.
     return words[-1] != "Not synchronised" if len(words) > 10 else None
-
-
-def check_clocks(facts: ClockFacts) -> list[Finding]:
-    """Report a wall clock that was set during the observation, has an impossible date, or is not synchronized."""
-    drift = facts.elapsed_wall_seconds - facts.elapsed_monotonic_seconds
-    found = []
-    if facts.wall_unix_seconds < EARLIEST_UNIX_SECONDS:
-        year = time.gmtime(facts.wall_unix_seconds).tm_year
-        what = f"the wall clock shows the year {year}: certificates are invalid, and records have wrong times"
-        found.append(error("clocks", what, "set the clock: chronyc makestep, or timedatectl set-ntp true"))
-    if abs(drift) > LARGEST_DRIFT_SECONDS:
-        what = f"the wall clock moved by {1e3 * drift:+.1f} ms relative to the monotonic clock during this check"
-        found.append(
-            warning("clocks", what, "find the program that sets it: times in this machine's records are wrong")
-        )
-    if facts.is_synchronized is False:
-        what = f"the wall clock is not synchronized ({facts.source}): records of different nodes cannot be put in order"
-        found.append(warning("clocks", what, "start chronyd, or run timedatectl set-ntp true"))
-    state = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[facts.is_synchronized]
-    agreement = f"wall and monotonic clock agree within {1e3 * abs(drift):.1f} ms"
-    return found or [info("clocks", f"{state} ({facts.source}), {agreement}")]

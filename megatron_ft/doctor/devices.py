@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, count, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount, count
 from megatron_ft.doctor.needs import JobNeeds
-from megatron_ft.planning.devices import DeviceFacts, gpus_needed, usable_gpus
+from megatron_ft.planning.devices import DeviceFacts, gpus_needed
 from megatron_ft.planning.rank_environment import set_otherwise
 
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -43,10 +43,10 @@ def _torch_has_cuda() -> bool:
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"
     if path is None or not path.exists():
         return True
-    return built_with_cuda(path.read_text(encoding="utf-8"))
+    return _built_with_cuda(path.read_text(encoding="utf-8"))
 
 
-def built_with_cuda(version_file: str) -> bool:
+def _built_with_cuda(version_file: str) -> bool:
     """Return whether the text of PyTorch's ``version.py`` names a CUDA version; True if it has no such line."""
     found = re.search(r"^cuda(?:\s*:[^=]*)?\s*=\s*(\S+)", version_file, re.MULTILINE)
     return found is None or found.group(1) != "None"
@@ -57,10 +57,10 @@ def _ask_memory() -> int | None:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return smallest_memory(done.stdout) if done.returncode == 0 else None
+    return _smallest_memory(done.stdout) if done.returncode == 0 else None
 
 
-def smallest_memory(answer: str) -> int | None:
+def _smallest_memory(answer: str) -> int | None:
     """Return the memory in bytes of the smallest GPU. ``answer`` is output of ``nvidia-smi`` with one line of MiB for
     each GPU. None if no line is a number."""
     # A GPU without a figure answers ``[N/A]``.
@@ -74,14 +74,14 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
         f"{count(facts.num_gpus, 'GPU')}, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
     )
     if needs.device == "cpu":
-        return [info("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
+        return [Finding.info("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
     if not facts.has_driver or not facts.num_gpus:
         fix = "run this on a node with GPUs (srun), start the container with --gpus all, or set training.device=cpu"
-        return [error("devices", f"{seen}, but the job needs GPUs: {needs.device_reason}", fix)]
+        return [Finding.error("devices", f"{seen}, but the job needs GPUs: {needs.device_reason}", fix)]
     if not facts.torch_has_cuda:
         fix = "install a CUDA build of PyTorch and run make train TORCH=skip, or set training.device=cpu"
-        return [error("devices", f"{seen}, but the installed PyTorch is built without CUDA", fix)]
-    usable = usable_gpus(facts)
+        return [Finding.error("devices", f"{seen}, but the installed PyTorch is built without CUDA", fix)]
+    usable = facts.usable_gpus()
     if facts.visible is not None:
         seen += f", {usable} of them visible by CUDA_VISIBLE_DEVICES={facts.visible}"
     needed = gpus_needed(needs.ranks_here, needs.ranks_per_gpu)
@@ -89,8 +89,11 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
         each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, with {needs.ranks_per_gpu} ranks on each"
         what = f"{seen}; {count(needs.ranks_here, 'rank')} here must have {each}"
         fix = f"set launch.ranks_per_node={usable // needs.nodes_here or 1}, or use another machine"
-        return [error("devices", what, fix)]
-    return [info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} here"), *_check_gpu_memory(facts, needs)]
+        return [Finding.error("devices", what, fix)]
+    return [
+        Finding.info("devices", f"{seen}; {count(needs.ranks_here, 'rank')} here"),
+        *_check_gpu_memory(facts, needs),
+    ]
 
 
 def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
@@ -102,10 +105,12 @@ def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Fin
     found = []
     for name, value in set_otherwise(needs.environment, variables).items():
         what = f"{name}={value} is set; this job would set {name}={needs.environment[name]}"
-        found.append(warning("environment", what, f"unset {name}, unless this value is intended"))
+        found.append(Finding.warning("environment", what, f"unset {name}, unless this value is intended"))
     if needs.environment:
         names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
-        found.append(info("environment", f"the job sets these variables for its ranks, unless they are set: {names}"))
+        found.append(
+            Finding.info("environment", f"the job sets these variables for its ranks, unless they are set: {names}")
+        )
     return found
 
 
@@ -113,8 +118,8 @@ def _check_other(needs: JobNeeds) -> list[Finding]:
     if not needs.other_device:
         return []
     if needs.starts_elsewhere and needs.is_refused_there:
-        return [warning("devices", needs.other_device, "set training.device to the device of the job's nodes")]
-    return [info("devices", needs.other_device)]
+        return [Finding.warning("devices", needs.other_device, "set training.device to the device of the job's nodes")]
+    return [Finding.info("devices", needs.other_device)]
 
 
 def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
@@ -123,8 +128,8 @@ def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
         if needs.gpu_memory_bytes is not None:
             return []  # the plan has been compared with it
         what = f"{needed}, but the memory of the GPUs is unknown: nvidia-smi does not answer"
-        return [warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
+        return [Finding.warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:
         fix = "use more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
-        return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]
-    return [info("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}")]
+        return [Finding.error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]
+    return [Finding.info("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}")]

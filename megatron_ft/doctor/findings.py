@@ -28,20 +28,20 @@ class Finding:
     def to_json(self) -> dict[str, str]:
         return asdict(self)
 
+    @classmethod
+    def error(cls, check: str, what: str, fix: str) -> "Finding":
+        """Make a finding about something that stops the job."""
+        return cls(check=check, level="error", what=what, fix=fix)
 
-def error(check: str, what: str, fix: str) -> Finding:
-    """Make a finding about something that stops the job."""
-    return Finding(check=check, level="error", what=what, fix=fix)
+    @classmethod
+    def info(cls, check: str, what: str) -> "Finding":
+        """Make a finding with an observation only."""
+        return cls(check=check, level="info", what=what)
 
-
-def warning(check: str, what: str, fix: str) -> Finding:
-    """Make a finding about something that may stop the job or slow it down."""
-    return Finding(check=check, level="warning", what=what, fix=fix)
-
-
-def info(check: str, what: str) -> Finding:
-    """Make a finding with an observation only."""
-    return Finding(check=check, level="info", what=what)
+    @classmethod
+    def warning(cls, check: str, what: str, fix: str) -> "Finding":
+        """Make a finding about something that may stop the job or slow it down."""
+        return cls(check=check, level="warning", what=what, fix=fix)
 
 
 def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, count, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount, count
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
@@ -53,24 +53,33 @@ class MemoryFacts:
     shared_free_bytes: int | None
     has_infiniband: bool
 
+    def check(self, needs: JobNeeds) -> list[Finding]:
+        """Check memory, and limits on file sizes, address space, open files and locked memory."""
+        return [
+            *_check_fits(self, needs),
+            *_check_sizes(self, needs),
+            *_check_open_files(self, needs),
+            *_check_nccl(self, needs),
+        ]
 
-def observe_memory(root: Path = Path("/")) -> MemoryFacts:
-    """Observe memory and limits. ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
-    import psutil
+    @classmethod
+    def observe(cls, root: Path = Path("/")) -> "MemoryFacts":
+        """Observe memory and limits. ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
+        import psutil
 
-    memory, limit = psutil.virtual_memory(), cgroup_limit(root)
-    shared = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
-    fabric = root / "sys/class/infiniband"
-    return MemoryFacts(
-        total_bytes=memory.total,
-        available_bytes=memory.available,
-        cgroup_limit_bytes=None if limit is None else limit[0],
-        cgroup_used_bytes=0 if limit is None else limit[1],
-        limits={name: _limit(number) for name, number in _LIMITS.items()},
-        shared_total_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
-        shared_free_bytes=None if shared is None else shared.f_bavail * shared.f_frsize,
-        has_infiniband=fabric.is_dir() and any(fabric.iterdir()),
-    )
+        memory, limit = psutil.virtual_memory(), _cgroup_limit(root)
+        shared = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
+        fabric = root / "sys/class/infiniband"
+        return cls(
+            total_bytes=memory.total,
+            available_bytes=memory.available,
+            cgroup_limit_bytes=None if limit is None else limit[0],
+            cgroup_used_bytes=0 if limit is None else limit[1],
+            limits={name: _limit(number) for name, number in _LIMITS.items()},
+            shared_total_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
+            shared_free_bytes=None if shared is None else shared.f_bavail * shared.f_frsize,
+            has_infiniband=fabric.is_dir() and any(fabric.iterdir()),
+        )
 
 
 def _limit(number: int) -> tuple[int | None, int | None]:
@@ -78,7 +87,7 @@ def _limit(number: int) -> tuple[int | None, int | None]:
     return None if soft == _UNLIMITED else soft, None if hard == _UNLIMITED else hard
 
 
-def cgroup_limit(root: Path) -> tuple[int, int] | None:
+def _cgroup_limit(root: Path) -> tuple[int, int] | None:
     """Return the memory limit and the memory use of the cgroup with the least memory left, among the cgroups of this
     process. None if none of them has a limit.
 
@@ -112,16 +121,6 @@ def _statistic(path: Path, name: str) -> int:
     return next((int(value) for key, value in words if key == name), 0)
 
 
-def check_memory(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Check memory, and limits on file sizes, address space, open files and locked memory."""
-    return [
-        *_check_fits(facts, needs),
-        *_check_sizes(facts, needs),
-        *_check_open_files(facts, needs),
-        *_check_nccl(facts, needs),
-    ]
-
-
 def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     needed, for_servers = needs.host_bytes * needs.nodes_here, needs.snapshot_server_bytes * needs.nodes_here
     limit, free, whose = facts.total_bytes, facts.available_bytes, "this machine"
@@ -136,13 +135,13 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     if for_servers:
         less += "; snapshot.num_peer_copies has the largest effect on windows"
     if needed > limit:
-        return [error("memory", what, less)]
+        return [Finding.error("memory", what, less)]
     if for_servers > free * USABLE_SHARE:
         what += ", too little for snapshot servers"
-        return [error("memory", what, f"end processes that use memory, or {less}")]
+        return [Finding.error("memory", what, f"end processes that use memory, or {less}")]
     if needed > free:
-        return [warning("memory", what, f"end processes that use memory, or {less}")]
-    return [info("memory", what)]
+        return [Finding.warning("memory", what, f"end processes that use memory, or {less}")]
+    return [Finding.info("memory", what)]
 
 
 def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
@@ -158,7 +157,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
         if soft is None or soft >= needed:
             continue
         what = f"ulimit {_FLAGS[name]} allows {amount(soft)}; {of_what} {amount(needed)}"
-        found.append(error("limits", what, _raise(f"ulimit {_FLAGS[name]} unlimited", hard, None)))
+        found.append(Finding.error("limits", what, _raise(f"ulimit {_FLAGS[name]} unlimited", hard, None)))
     return found
 
 
@@ -178,11 +177,11 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
     if soft is None or soft >= most:
         shown = "unlimited" if soft is None else f"{soft}"
-        return [info("limits", f"limit of open files: {shown}; {rank} needs at most {most}")]
+        return [Finding.info("limits", f"limit of open files: {shown}; {rank} needs at most {most}")]
     fix = _raise(f"ulimit -n {most}", hard, most)
     if soft < least:
-        return [error("limits", f"limit of open files: {soft}; {rank} needs at least {least}", fix)]
-    return [warning("limits", f"limit of open files: {soft}; {rank} may need {most}", fix)]
+        return [Finding.error("limits", f"limit of open files: {soft}; {rank} needs at least {least}", fix)]
+    return [Finding.warning("limits", f"limit of open files: {soft}; {rank} may need {most}", fix)]
 
 
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
@@ -192,13 +191,13 @@ def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     free, total = facts.shared_free_bytes, facts.shared_total_bytes
     shared = "/dev/shm missing" if free is None or total is None else f"/dev/shm {amount(free)} of {amount(total)} free"
     if needs.device == "cpu":
-        return [info("limits", f"{locked}, {shared}; a job on CPU needs neither")]
+        return [Finding.info("limits", f"{locked}, {shared}; a job on CPU needs neither")]
     found = []
     if facts.has_infiniband and soft is not None:
         what = f"{locked}; memory that NCCL registers with InfiniBand counts as locked"
-        found.append(warning("limits", what, _raise("ulimit -l unlimited", hard, None)))
+        found.append(Finding.warning("limits", what, _raise("ulimit -l unlimited", hard, None)))
     if needs.ranks_per_node > 1 and (free or 0) < NCCL_SHARED_BYTES:
         what = f"{shared}; NCCL transfers data between GPUs of a machine through /dev/shm"
         fix = "start the container with --shm-size=1g or more, or run mount -o remount,size=1g /dev/shm"
-        found.append(warning("limits", what, fix))
-    return found or [info("limits", f"{locked}, {shared}")]
+        found.append(Finding.warning("limits", what, fix))
+    return found or [Finding.info("limits", f"{locked}, {shared}")]

@@ -67,51 +67,52 @@ class JobNeeds:
         """Number of ranks on this machine."""
         return self.nodes_here * self.ranks_per_node
 
+    @classmethod
+    def of(cls, config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None) -> "JobNeeds":
+        """Compute the needs of a job.
 
-def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None) -> JobNeeds:
-    """Compute the needs of a job.
+        Args:
+            nodes_here: number of the job's nodes on this machine. None means all nodes in mode ``local``, otherwise
+                one.
 
-    Args:
-        nodes_here: number of the job's nodes on this machine. None means all nodes in mode ``local``, otherwise one.
-
-    Raises:
-        ConfigError: ``nodes_here`` is not from 1 to the number of nodes of the job.
-    """
-    launch, snapshot = config.launch, plan.snapshot
-    if nodes_here is None:
-        # Spares hold their own memory while they wait, so they count.
-        nodes_here = config.most_nodes if launch.mode == "local" else 1
-    if not 1 <= nodes_here <= config.most_nodes:
-        raise ConfigError.of(
-            "--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the job's number of nodes"
+        Raises:
+            ConfigError: ``nodes_here`` is not from 1 to the number of nodes of the job.
+        """
+        launch, snapshot = config.launch, plan.snapshot
+        if nodes_here is None:
+            # Spares hold their own memory while they wait, so they count.
+            nodes_here = config.most_nodes if launch.mode == "local" else 1
+        if not 1 <= nodes_here <= config.most_nodes:
+            raise ConfigError.of(
+                "--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the job's number of nodes"
+            )
+        return cls(
+            mode=launch.mode,
+            interface=config.control.interface,
+            master_port=launch.master_port,
+            run_dir=config.run.dir,
+            nodes_here=nodes_here,
+            num_nodes=config.most_nodes,
+            ranks_per_node=launch.ranks_per_node,
+            ranks_per_gpu=launch.ranks_per_gpu,
+            world_size=config.most_members * launch.ranks_per_node,
+            device=plan.device,
+            device_reason=plan.device_reason,
+            uses_transformer_engine=_uses_transformer_engine(config),
+            host_bytes=plan.host_bytes_per_node,
+            snapshot_server_bytes=0 if snapshot is None else snapshot.host_bytes,
+            largest_file_bytes=0 if snapshot is None else NUM_OWN_BUFFERS * snapshot.window_bytes,
+            checkpoint_bytes=plan.num_parameters * _bytes_per_parameter(config),
+            num_checkpoints=_num_checkpoints(config),
+            persisted_bytes=_persisted_bytes(config, plan),
+            device_bytes=plan.device_bytes,
+            gpu_memory_bytes=config.limits.gpu_memory_bytes,
+            other_device=plan.other_device,
+            is_refused_there=plan.is_refused_there,
+            environment=rank_environment(on_device(config, plan.device)),
+            is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
+            starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
         )
-    return JobNeeds(
-        mode=launch.mode,
-        interface=config.control.interface,
-        master_port=launch.master_port,
-        run_dir=config.run.dir,
-        nodes_here=nodes_here,
-        num_nodes=config.most_nodes,
-        ranks_per_node=launch.ranks_per_node,
-        ranks_per_gpu=launch.ranks_per_gpu,
-        world_size=config.most_members * launch.ranks_per_node,
-        device=plan.device,
-        device_reason=plan.device_reason,
-        uses_transformer_engine=_uses_transformer_engine(config),
-        host_bytes=plan.host_bytes_per_node,
-        snapshot_server_bytes=0 if snapshot is None else snapshot.host_bytes,
-        largest_file_bytes=0 if snapshot is None else NUM_OWN_BUFFERS * snapshot.window_bytes,
-        checkpoint_bytes=plan.num_parameters * _bytes_per_parameter(config),
-        num_checkpoints=_num_checkpoints(config),
-        persisted_bytes=_persisted_bytes(config, plan),
-        device_bytes=plan.device_bytes,
-        gpu_memory_bytes=config.limits.gpu_memory_bytes,
-        other_device=plan.other_device,
-        is_refused_there=plan.is_refused_there,
-        environment=rank_environment(on_device(config, plan.device)),
-        is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
-        starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
-    )
 
 
 def _uses_transformer_engine(config: JobConfig) -> bool:

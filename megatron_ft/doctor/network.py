@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.ports import PORTS
-from megatron_ft.doctor.findings import Finding, count, error, info, warning
+from megatron_ft.doctor.findings import Finding, count
 from megatron_ft.doctor.needs import JobNeeds
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -50,25 +50,32 @@ class NetworkFacts:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Values of ``INTERFACE_VARIABLES`` that are set."""
 
+    def check(self, needs: JobNeeds) -> list[Finding]:
+        """Check the address of the control channel, ports, and interfaces that environment variables name."""
+        found = _check_variables(self)
+        if needs.mode == "local":
+            found += _check_interface(self, needs) or _check_binding(self, needs)
+        return [*found, *_check_ephemeral(self, needs)]
 
-def observe_network(needs: JobNeeds) -> NetworkFacts:
-    """Observe the network. ``launch.master_port`` is in use for a moment."""
-    interfaces = _interfaces()
-    if needs.is_batch_job and needs.interface in interfaces:
-        # IPv4 first, as the launcher chooses.
-        resolved = tuple(sorted(interfaces[needs.interface].addresses, key=lambda address: ":" in address))
-    else:
-        resolved = _resolve(needs.interface)
-    bind_error, port_is_taken = _try_to_bind(resolved, needs.master_port)
-    return NetworkFacts(
-        interfaces=interfaces,
-        resolved=resolved,
-        bind_error=bind_error,
-        port_is_taken=port_is_taken,
-        ephemeral=_ephemeral(),
-        reserved=parse_ranges(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else (),
-        variables={name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)},
-    )
+    @classmethod
+    def observe(cls, needs: JobNeeds) -> "NetworkFacts":
+        """Observe the network. ``launch.master_port`` is in use for a moment."""
+        interfaces = _interfaces()
+        if needs.is_batch_job and needs.interface in interfaces:
+            # IPv4 first, as the launcher chooses.
+            resolved = tuple(sorted(interfaces[needs.interface].addresses, key=lambda address: ":" in address))
+        else:
+            resolved = _resolve(needs.interface)
+        bind_error, port_is_taken = _try_to_bind(resolved, needs.master_port)
+        return cls(
+            interfaces=interfaces,
+            resolved=resolved,
+            bind_error=bind_error,
+            port_is_taken=port_is_taken,
+            ephemeral=_ephemeral(),
+            reserved=_parse_ranges(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else (),
+            variables={name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)},
+        )
 
 
 def _interfaces() -> dict[str, Interface]:
@@ -117,7 +124,7 @@ def _ephemeral() -> tuple[int, int] | None:
     return int(low), int(high)
 
 
-def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
     """Parse port ranges in the syntax of the kernel, e.g. ``8080,20000-31999``."""
     ranges = []
     for part in filter(None, text.strip().split(",")):
@@ -126,37 +133,31 @@ def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
-    """Check the address of the control channel, ports, and interfaces that environment variables name."""
-    found = _check_variables(facts)
-    if needs.mode == "local":
-        found += _check_interface(facts, needs) or _check_binding(facts, needs)
-    return [*found, *_check_ephemeral(facts, needs)]
-
-
 def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     named = f"control.interface={needs.interface}"
     is_name = needs.interface in facts.interfaces
     if is_name and not needs.is_batch_job:
         addresses = facts.interfaces[needs.interface].addresses
         instead = f"set control.interface={addresses[0]}" if addresses else f"give an address: {_own(facts)}"
-        return [error("interface", f"{named}: must be an address, not the name of an interface", instead)]
+        return [Finding.error("interface", f"{named}: must be an address, not the name of an interface", instead)]
     first = facts.resolved[0] if facts.resolved else ""
     holder = next((name for name, each in facts.interfaces.items() if first in each.addresses), None)
     is_loopback = first.startswith("127.") or first == "::1"
     if needs.is_batch_job and not is_name and holder is None and not is_loopback:
-        return [info("interface", f"{named}: is not an address of this machine; the batch job's host must have it")]
+        return [
+            Finding.info("interface", f"{named}: is not an address of this machine; the batch job's host must have it")
+        ]
     if not facts.resolved:
         what = f"{named}: does not resolve to an address"
-        return [error("interface", what, f"give an address of this machine: {_own(facts)}")]
+        return [Finding.error("interface", what, f"give an address of this machine: {_own(facts)}")]
     if holder is None and not is_loopback:
         what = f"{named}: {first} is not an address of this machine"
-        return [error("interface", what, f"give an address of this machine: {_own(facts)}")]
+        return [Finding.error("interface", what, f"give an address of this machine: {_own(facts)}")]
     if holder is not None and not facts.interfaces[holder].is_up:
-        return [error("interface", f"{named}: its interface {holder} is down", f"run ip link set {holder} up")]
+        return [Finding.error("interface", f"{named}: its interface {holder} is down", f"run ip link set {holder} up")]
     if is_loopback and (needs.is_batch_job or needs.nodes_here < needs.num_nodes):
         what = f"{named}: nodes on other machines cannot reach it"
-        return [error("interface", what, f"give an address that they can reach: {_own(facts)}")]
+        return [Finding.error("interface", what, f"give an address that they can reach: {_own(facts)}")]
     return []
 
 
@@ -174,27 +175,29 @@ def _check_binding(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     if facts.port_is_taken:
         find = f"ss -ltnp 'sport = :{needs.master_port}'"
         fix = f"choose another port, or 0 for a free one, or end the process that uses it ({find})"
-    return [error("ports", what, fix)]
+    return [Finding.error("ports", what, fix)]
 
 
 def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     if facts.ephemeral is None:
-        return [info("ports", "the range of ephemeral ports is unknown")]
+        return [Finding.info("ports", "the range of ephemeral ports is unknown")]
     low, high = facts.ephemeral
     found, width = [], high - low + 1 - sum(max(0, min(b, high) - max(a, low) + 1) for a, b in facts.reserved)
     wide = "run sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     needed = SPARE_PORTS + PORTS_PER_RANK * needs.ranks_here
     if width < needed:
         what = f"only {width} ephemeral ports ({low}-{high}); {count(needs.ranks_here, 'rank')} here may need {needed}"
-        found.append(warning("ports", what, wide))
+        found.append(Finding.warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)
         # The kernel never gives reserved ports to outgoing connections, also inside of the range.
         if not free and not any(a <= max(first, low) and min(last, high) <= b for a, b in facts.reserved):
             what = f"outgoing connections ({low}-{high}) may use {named} before the job does"
             ports = str(first) if first == last else f"{first}-{last}"
-            found.append(warning("ports", what, f"{wide}, or sysctl -w net.ipv4.ip_local_reserved_ports={ports}"))
-    return found or [info("ports", f"{width} ephemeral ports ({low}-{high})")]
+            found.append(
+                Finding.warning("ports", what, f"{wide}, or sysctl -w net.ipv4.ip_local_reserved_ports={ports}")
+            )
+    return found or [Finding.info("ports", f"{width} ephemeral ports ({low}-{high})")]
 
 
 def _own_ports(needs: JobNeeds) -> list[tuple[int, int, str]]:
@@ -220,5 +223,5 @@ def _check_variables(facts: NetworkFacts) -> list[Finding]:
             if not usable:
                 lack = "has no address or is down" if holders else "does not exist on this machine"
                 what = f"{variable}={value}: interface {name} {lack}"
-                found.append(error("interface", what, f"name an interface that is up: {_own(facts)}"))
+                found.append(Finding.error("interface", what, f"name an interface that is up: {_own(facts)}"))
     return found

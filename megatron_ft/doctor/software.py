@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, error, info, warning
+from megatron_ft.doctor.findings import Finding
 from megatron_ft.doctor.supported import (
     NCCL,
     PACKAGES,
@@ -35,23 +35,54 @@ class SoftwareFacts:
     apex: str | None = None
     """Kind of the package ``apex``: ``nvidia`` with CUDA extensions, ``other``, or None if it is not installed."""
 
+    def check(self, *, device: str, needs_transformer_engine: bool) -> list[Finding]:
+        """Check the versions of Python, packages, the parts of Transformer Engine and NCCL, and which package apex is.
 
-def observe_software() -> SoftwareFacts:
-    """Observe installed versions. Only Python's standard library is used."""
-    versions = {}
-    for name in (*(package.name for package in PACKAGES), *_OTHERS):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # an absent distribution has no version
-    requires = importlib.metadata.requires("torch") if "torch" in versions else None
-    return SoftwareFacts(
-        python=platform.python_version(),
-        versions=versions,
-        torch_requires=tuple(requires or ()),
-        has_transformer_engine_libraries=_has_transformer_engine_libraries(),
-        apex=_apex(),
-    )
+        Args:
+            device: ``cpu`` or ``cuda``, the device of the job.
+            needs_transformer_engine: whether the job requires it.
+        """
+        lacking = self.missing()
+        # Without it no version can be compared.
+        if "packaging" not in self.versions:
+            return lacking
+        found = [
+            *lacking,
+            *_check_python(self),
+            *_check_versions(self),
+            *_check_transformer_engine(self, wanted=needs_transformer_engine),
+            *_check_apex(self),
+            *_check_torch(self, device),
+        ]
+        if any(finding.level != "info" for finding in found):
+            return found
+        shown = ["torch", "megatron-core", "transformer-engine", *NCCL]
+        names = [f"{name} {self.versions[name]}" for name in shown if name in self.versions]
+        apex = "apex" if self.apex else "no apex"
+        return [*found, Finding.info("versions", f"Python {self.python}, {', '.join(names)}, {apex}: supported")]
+
+    def missing(self) -> list[Finding]:
+        """Report required packages that are not installed."""
+        absent = [package for package in PACKAGES if package.is_required and package.name not in self.versions]
+        return [Finding.error("versions", f"{each.name} is not installed", _mend(each)) for each in absent]
+
+    @classmethod
+    def observe(cls) -> "SoftwareFacts":
+        """Observe installed versions. Only Python's standard library is used."""
+        versions = {}
+        for name in (*(package.name for package in PACKAGES), *_OTHERS):
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # an absent distribution has no version
+        requires = importlib.metadata.requires("torch") if "torch" in versions else None
+        return cls(
+            python=platform.python_version(),
+            versions=versions,
+            torch_requires=tuple(requires or ()),
+            has_transformer_engine_libraries=_has_transformer_engine_libraries(),
+            apex=_apex(),
+        )
 
 
 def _has_transformer_engine_libraries() -> bool:
@@ -72,41 +103,8 @@ def _apex() -> str | None:
     return "nvidia" if has_norms and importlib.util.find_spec("amp_C") is not None else "other"
 
 
-def missing(facts: SoftwareFacts) -> list[Finding]:
-    """Report required packages that are not installed."""
-    absent = [package for package in PACKAGES if package.is_required and package.name not in facts.versions]
-    return [error("versions", f"{each.name} is not installed", _mend(each)) for each in absent]
-
-
 def _mend(package: Package) -> str:
     return package.install or f"pip install '{package.name}{package.versions}', or run make train, which installs all"
-
-
-def check_software(facts: SoftwareFacts, *, device: str, needs_transformer_engine: bool) -> list[Finding]:
-    """Check the versions of Python, packages, the parts of Transformer Engine and NCCL, and which package apex is.
-
-    Args:
-        device: ``cpu`` or ``cuda``, the device of the job.
-        needs_transformer_engine: whether the job requires it.
-    """
-    lacking = missing(facts)
-    # Without it no version can be compared.
-    if "packaging" not in facts.versions:
-        return lacking
-    found = [
-        *lacking,
-        *_check_python(facts),
-        *_check_versions(facts),
-        *_check_transformer_engine(facts, wanted=needs_transformer_engine),
-        *_check_apex(facts),
-        *_check_torch(facts, device),
-    ]
-    if any(finding.level != "info" for finding in found):
-        return found
-    shown = ["torch", "megatron-core", "transformer-engine", *NCCL]
-    names = [f"{name} {facts.versions[name]}" for name in shown if name in facts.versions]
-    apex = "apex" if facts.apex else "no apex"
-    return [*found, info("versions", f"Python {facts.python}, {', '.join(names)}, {apex}: supported")]
 
 
 def _fits(version: str, versions: str) -> bool:
@@ -124,7 +122,7 @@ def _check_python(facts: SoftwareFacts) -> list[Finding]:
     if _fits(facts.python, PYTHON):
         return []
     fix = "install such a Python and name it, e.g. make train PYTHON=python3.11 VENV=.venv"
-    return [error("versions", f"Python {facts.python}: must be {PYTHON}", fix)]
+    return [Finding.error("versions", f"Python {facts.python}: must be {PYTHON}", fix)]
 
 
 def _check_versions(facts: SoftwareFacts) -> list[Finding]:
@@ -133,7 +131,7 @@ def _check_versions(facts: SoftwareFacts) -> list[Finding]:
         version = facts.versions.get(package.name)
         if version is None or _fits(version, package.versions):
             continue
-        judge = error if package.breaks else warning
+        judge = Finding.error if package.breaks else Finding.warning
         reason = f"must be {package.versions}" if package.breaks else f"only {package.versions} is tested"
         found.append(judge("versions", f"{package.name} {version}: {reason}", _mend(package)))
     return found
@@ -146,16 +144,16 @@ def _check_transformer_engine(facts: SoftwareFacts, *, wanted: bool) -> list[Fin
     if name not in versions:
         if parts:
             what = f"{', '.join(parts)} without {name}: Megatron-Core cannot be imported"
-            return [error("versions", what, remove)]
+            return [Finding.error("versions", what, remove)]
         what = f"{name} is not installed, and this job needs it (training.transformer_impl, fp8, context parallelism)"
-        return [error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
+        return [Finding.error("versions", what, TRANSFORMER_ENGINE.install)] if wanted else []
     if not facts.has_transformer_engine_libraries:
         what = f"{name} {versions[name]}: libtransformer_engine*.so or transformer_engine_torch*.so is missing"
         what += f" (installed packages: {', '.join(parts) or 'neither'})"
-        return [error("versions", f"{what}: Megatron-Core cannot be imported", remove)]
+        return [Finding.error("versions", f"{what}: Megatron-Core cannot be imported", remove)]
     if any(_public(version) != _public(versions[name]) for version in parts.values()):
         shown = ", ".join(f"{part} {version}" for part, version in parts.items())
-        return [error("versions", f"{name} {versions[name]} with {shown}: must have the same version", remove)]
+        return [Finding.error("versions", f"{name} {versions[name]} with {shown}: must have the same version", remove)]
     return []
 
 
@@ -163,7 +161,7 @@ def _check_apex(facts: SoftwareFacts) -> list[Finding]:
     if facts.apex != "other":
         return []
     what = "the installed package apex is not NVIDIA's with CUDA extensions, but Megatron would import it"
-    return [error("versions", what, "pip uninstall apex, or install NVIDIA's apex from source")]
+    return [Finding.error("versions", what, "pip uninstall apex, or install NVIDIA's apex from source")]
 
 
 def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
@@ -175,7 +173,9 @@ def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
     if "+cpu" in version:
         what = f"torch {version} is built without CUDA, but this job runs on CUDA"
         return [
-            error("versions", what, "install a CUDA build and run make train TORCH=skip, or set training.device=cpu")
+            Finding.error(
+                "versions", what, "install a CUDA build and run make train TORCH=skip, or set training.device=cpu"
+            )
         ]
     found = []
     for requirement in map(Requirement, facts.torch_requires):
@@ -185,5 +185,7 @@ def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             what = f"{requirement.name} {installed or 'missing'}: torch {version} requires {requirement.specifier}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
-            found.append(error("versions", what, fix) if installed is None else warning("versions", what, fix))
+            found.append(
+                Finding.error("versions", what, fix) if installed is None else Finding.warning("versions", what, fix)
+            )
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, info, warning
+from megatron_ft.doctor.findings import Finding, amount
 from megatron_ft.doctor.needs import JobNeeds
 
 NUM_FLUSHES = 9
@@ -41,29 +41,38 @@ class StorageFacts:
     preloaded: str = ""
     """Value of the environment variable ``LD_PRELOAD``."""
 
+    def check(self, needs: JobNeeds) -> list[Finding]:
+        """Check whether the file system is writable, durable and fast, and has enough free space."""
+        if self.failure is not None:
+            what = f"run.dir={needs.run_dir}: {self.folder} ({self.file_system}): {self.failure}"
+            return [
+                Finding.error("fsync", what, "set run.dir to a folder in which files can be written, locked and synced")
+            ]
+        return [*_check_flushes(self, needs), *_check_room(self, needs)]
 
-def observe_storage(needs: JobNeeds) -> StorageFacts:
-    """Observe the file system of ``run.dir``: write, sync and delete one small file."""
-    folder = Path(needs.run_dir).absolute()
-    # The check must not make ``run.dir``: it may be run where the job is only prepared.
-    while not folder.is_dir():
-        folder = folder.parent
-    file_system, options = mount_of(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
-    room, seconds, failure = os.statvfs(folder), list[float](), None
-    try:
-        for elapsed in _try(folder):
-            seconds.append(elapsed)
-    except OSError as reason:
-        failure = str(reason)
-    return StorageFacts(
-        folder=str(folder),
-        file_system=file_system,
-        options=options,
-        free_bytes=room.f_bavail * room.f_frsize,
-        flush_seconds=tuple(seconds),
-        failure=failure,
-        preloaded=os.environ.get("LD_PRELOAD", ""),
-    )
+    @classmethod
+    def observe(cls, needs: JobNeeds) -> "StorageFacts":
+        """Observe the file system of ``run.dir``: write, sync and delete one small file."""
+        folder = Path(needs.run_dir).absolute()
+        # The check must not make ``run.dir``: it may be run where the job is only prepared.
+        while not folder.is_dir():
+            folder = folder.parent
+        file_system, options = _mount_of(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
+        room, seconds, failure = os.statvfs(folder), list[float](), None
+        try:
+            for elapsed in _try(folder):
+                seconds.append(elapsed)
+        except OSError as reason:
+            failure = str(reason)
+        return cls(
+            folder=str(folder),
+            file_system=file_system,
+            options=options,
+            free_bytes=room.f_bavail * room.f_frsize,
+            flush_seconds=tuple(seconds),
+            failure=failure,
+            preloaded=os.environ.get("LD_PRELOAD", ""),
+        )
 
 
 def _try(folder: Path) -> Iterable[float]:
@@ -85,7 +94,7 @@ def _try(folder: Path) -> Iterable[float]:
             os.close(descriptor)
 
 
-def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
+def _mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
     """Return the type and the mount options of the file system of ``path``. Source: proc_pid_mountinfo(5)."""
     best = -1
     found: tuple[str, tuple[str, ...]] = ("unknown", ())
@@ -99,33 +108,27 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
     return found
 
 
-def check_storage(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
-    """Check whether the file system is writable, durable and fast, and has enough free space."""
-    if facts.failure is not None:
-        what = f"run.dir={needs.run_dir}: {facts.folder} ({facts.file_system}): {facts.failure}"
-        return [error("fsync", what, "set run.dir to a folder in which files can be written, locked and synced")]
-    return [*_check_flushes(facts, needs), *_check_room(facts, needs)]
-
-
 def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     median = statistics.median(facts.flush_seconds)
     took = f"{1e3 * median:.3f} ms, the median of {len(facts.flush_seconds)} syncs on {facts.file_system}"
     where = f"run.dir={needs.run_dir}"
-    found = [info("fsync", f"{where}: {took}")]
+    found = [Finding.info("fsync", f"{where}: {took}")]
     elsewhere = "put run.dir on storage that outlives the machine"
     unsafe = [option for option in facts.options if option in UNSAFE_OPTIONS]
     if facts.file_system in VOLATILE:
         what = f"{where}: is in memory ({facts.file_system}): checkpoints and the journal are lost with the machine"
-        found.append(warning("fsync", what, elsewhere))
+        found.append(Finding.warning("fsync", what, elsewhere))
     elif unsafe or "eatmydata" in facts.preloaded:
         cause = f"mounted with {', '.join(unsafe)}" if unsafe else f"LD_PRELOAD={facts.preloaded}"
         what = f"{where}: fsync returns before bytes are safe ({cause})"
-        found.append(warning("fsync", what, f"mount it without this option or unset LD_PRELOAD; otherwise {elsewhere}"))
+        found.append(
+            Finding.warning("fsync", what, f"mount it without this option or unset LD_PRELOAD; otherwise {elsewhere}")
+        )
     # The median: one flush in nine may be slow for other reasons.
     elif median < SMALLEST_FLUSH_SECONDS:
         what = f"{where}: fsync seems to have no effect ({took}), because no storage is so fast"
         found.append(
-            warning("fsync", what, f"ask the administrator whether fsync has an effect; otherwise {elsewhere}")
+            Finding.warning("fsync", what, f"ask the administrator whether fsync has an effect; otherwise {elsewhere}")
         )
     return found
 
@@ -135,7 +138,7 @@ def _check_room(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     what = f"run.dir={needs.run_dir}: {amount(facts.free_bytes)} free; "
     more = "free space, choose another run.dir, or lower checkpoint.keep_last and snapshot.keep_persisted"
     if needs.num_checkpoints and facts.free_bytes < needs.checkpoint_bytes:
-        return [error("disk", f"{what}one checkpoint needs {amount(needs.checkpoint_bytes)}", more)]
+        return [Finding.error("disk", f"{what}one checkpoint needs {amount(needs.checkpoint_bytes)}", more)]
     if facts.free_bytes < kept:
-        return [warning("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}", more)]
-    return [info("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}")]
+        return [Finding.warning("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}", more)]
+    return [Finding.info("disk", f"{what}checkpoints and windows of this run need up to {amount(kept)}")]

@@ -9,17 +9,90 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ft.durable import fsync_folder
 from megatron_ft.errors import ControlError
-from megatron_ft.failures.links import links_to, switch
 from megatron_ft.failures.processes import HeldProcess, processes_of
 from megatron_ft.failures.schedule import FailureSchedule
+
+# A node is reached through pairs of virtual links, see veth(4): one end is in the node's namespace, the other end is in
+# the namespace of this process. Taking the ends in this namespace down is like pulling a cable: the node's links have
+# no carrier, and packets of open and of new connections vanish without an answer. Processes that share this process's
+# namespace cannot be disconnected this way.
+
+_COMMAND_SECONDS = 10.0
+
+
+class CannotCut(ControlError):
+    """A node's network cannot be disconnected from here; the message gives the reason."""
+
+
+def _links_to(process_ids: Iterable[int]) -> list[str]:
+    """Return the names of the links in this process's network namespace that lead to the namespaces of the processes.
+
+    Raises:
+        CannotCut: a process shares this namespace or has ended, no link leads to its namespace, or the programs ``ip``
+            and ``nsenter`` are missing or not allowed.
+    """
+    here = os.readlink("/proc/self/ns/net")
+    far: set[int] = set()
+    for process_id in process_ids:
+        try:
+            there = os.readlink(f"/proc/{process_id}/ns/net")
+        except OSError as error:
+            raise CannotCut(f"process {process_id}: its network namespace cannot be read: {error.strerror}") from None
+        # To cut this process's own network would cut all nodes that share it, and the injector.
+        if there == here:
+            raise CannotCut(
+                f"process {process_id} is in the same network namespace as this process: its network cannot be "
+                "cut alone"
+            )
+        inside = ["nsenter", f"--net=/proc/{process_id}/ns/net"]
+        found = {link["link_index"] for link in _links(inside) if "link_index" in link}
+        if not found:
+            raise CannotCut(f"process {process_id}: no veth link leads to its network namespace")
+        far |= found
+    names = [link["ifname"] for link in _links() if link["ifindex"] in far]
+    # A link whose other end is elsewhere stays up: the node would be cut off in part.
+    if len(names) < len(far):
+        raise CannotCut(
+            f"links of the nodes that do not lead to this network namespace: {len(far) - len(names)} of {len(far)}"
+        )
+    return sorted(names)
+
+
+def _switch(links: Sequence[str], *, on: bool) -> None:
+    """Take all ``links`` up or down, also after one of them has failed. Raises CannotCut if any has failed."""
+    failed = []
+    for name in links:
+        try:
+            _run(["ip", "link", "set", name, "up" if on else "down"])
+        except CannotCut as error:
+            failed.append(str(error))
+    if failed:
+        raise CannotCut("; ".join(failed))
+
+
+def _links(inside: Sequence[str] = ()) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(_run([*inside, "ip", "-json", "link", "show", "type", "veth"]) or "[]")
+    return [link for link in found if link]
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotCut(f"{' '.join(command)}: {error}") from None
+    if done.returncode:
+        raise CannotCut(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
 
 INJECTED_FILE = "injected.jsonl"
 PATIENCE_SECONDS = 30.0
@@ -32,7 +105,7 @@ class NotInjected(ControlError):
     """A fault could not be injected; the message gives the reason."""
 
 
-class Operator(Protocol):
+class _Operator(Protocol):
     """Client of a job's controller, e.g. ``megatron_ft.control.admin.AdminClient``."""
 
     def drain(self, node: int) -> None:
@@ -48,7 +121,7 @@ class Injector:
 
     run_dir: Path
     ranks_per_node: int
-    connect: Callable[[], contextlib.AbstractContextManager[Operator]]
+    connect: Callable[[], contextlib.AbstractContextManager[_Operator]]
     """Opens a connection to the present controller, which may have been replaced since the last call."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
@@ -94,17 +167,17 @@ class Injector:
         """
         with self._held("partition", nodes, {**about, "seconds": seconds}) as processes:
             try:
-                links = links_to(process.process_id for process in processes)
+                links = _links_to(process.process_id for process in processes)
             except ControlError as error:
                 raise self._refused("partition", nodes, str(error)) from None
             try:
-                switch(links, on=False)
+                _switch(links, on=False)
                 self.pause(seconds)
             except ControlError as error:
                 raise self._refused("partition", nodes, str(error)) from None
             finally:
                 # Also where the cut failed: some of the links may be down.
-                switch(links, on=True)
+                _switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
         """Let every write of the nodes' processes to a file fail with EFBIG, for ``seconds``.

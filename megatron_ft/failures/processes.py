@@ -63,9 +63,9 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
     """Find the living processes of each of ``nodes``: the agent first, then its sidecars, then its ranks. A node
     without processes has an empty list."""
     found: dict[int, list[HeldProcess]] = {node: [] for node in nodes}
-    with _held(run_dir, lambda log: node_of(log, ranks_per_node) in found) as held:
+    with _held(run_dir, lambda log: _node_of(log, ranks_per_node) in found) as held:
         for process in held:
-            node = node_of(process.log, ranks_per_node)
+            node = _node_of(process.log, ranks_per_node)
             assert node is not None, "a log belongs to no node"
             found[node].append(process)
         for processes in found.values():
@@ -104,7 +104,7 @@ def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldPro
         yield found
 
 
-def node_of(log: str, ranks_per_node: int) -> int | None:
+def _node_of(log: str, ranks_per_node: int) -> int | None:
     """Return the node whose processes write to the log with this name; None for logs of other processes."""
     if match := _NODE_LOG.fullmatch(log):
         return int(match.group(1))

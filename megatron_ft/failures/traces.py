@@ -20,7 +20,7 @@ _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
+class _Instant:
     """Changes of a trace at one moment: removed and added nodes."""
 
     milliseconds: int
@@ -36,7 +36,7 @@ class MembershipTrace:
 
     source: str
     """File name."""
-    instants: tuple[Instant, ...]
+    instants: tuple[_Instant, ...]
     """Changes in order of time. The nodes that the first instant adds are present at the beginning."""
     num_repeated_rows: int = 0
     """Number of repeated rows; they count once."""
@@ -83,6 +83,49 @@ class MembershipTrace:
         schedule.validate()
         return schedule
 
+    @classmethod
+    def parse(cls, source: str, content: bytes) -> "MembershipTrace":
+        """Parse a file's content; see ``MembershipTrace.read``."""
+        lines = content.split(b"\n")
+        if lines.pop():
+            raise DataError(
+                f"{source}:{len(lines) + 1}: the last line does not end with a newline: the file is truncated"
+            )
+        if not lines:
+            raise DataError(f"{source}: is empty: must begin with the nodes that are present at the start")
+        rows: list[tuple[int, str, str]] = []
+        seen: set[tuple[int, str, str]] = set()
+        present: set[str] = set()
+        before = 0
+        for number, line in enumerate(lines, 1):
+            milliseconds, action, node = row = _row(source, number, line)
+            if milliseconds < before:
+                raise DataError(
+                    f"{source}:{number}: time {milliseconds}: must be at least {before}, the time of the line before"
+                )
+            before = milliseconds
+            if row in seen:
+                continue
+            seen.add(row)
+            if (action == "remove") is not (node in present):
+                known = "is present already" if action == "add" else "is not present"
+                raise DataError(f"{source}:{number}: {action} {node}: {node} {known}")
+            present.symmetric_difference_update({node})
+            rows.append(row)
+        return cls(source=source, instants=_instants(rows), num_repeated_rows=len(lines) - len(rows))
+
+    @classmethod
+    def read(cls, path: Path) -> "MembershipTrace":
+        """Read a trace from a file.
+
+        A repeated row counts once. Impossible rows are refused: a node that is added while it is present or removed
+        while it is not, times that are not ascending, a last line without a line end.
+
+        Raises:
+            DataError: the trace is malformed; the message gives the number of the line.
+        """
+        return MembershipTrace.parse(path.name, read_bytes(path, max_bytes=_MOST_BYTES))
+
 
 class _Numbers:
     """Maps trace nodes to numbers."""
@@ -119,47 +162,6 @@ def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
             raise ConfigError.of(name, value, "must be finite and above 0")
 
 
-def read_trace(path: Path) -> MembershipTrace:
-    """Read a trace from a file.
-
-    A repeated row counts once. Impossible rows are refused: a node that is added while it is present or removed while
-    it is not, times that are not ascending, a last line without a line end.
-
-    Raises:
-        DataError: the trace is malformed; the message gives the number of the line.
-    """
-    return parse_trace(path.name, read_bytes(path, max_bytes=_MOST_BYTES))
-
-
-def parse_trace(source: str, content: bytes) -> MembershipTrace:
-    """Parse a file's content; see ``read_trace``."""
-    lines = content.split(b"\n")
-    if lines.pop():
-        raise DataError(f"{source}:{len(lines) + 1}: the last line does not end with a newline: the file is truncated")
-    if not lines:
-        raise DataError(f"{source}: is empty: must begin with the nodes that are present at the start")
-    rows: list[tuple[int, str, str]] = []
-    seen: set[tuple[int, str, str]] = set()
-    present: set[str] = set()
-    before = 0
-    for number, line in enumerate(lines, 1):
-        milliseconds, action, node = row = _row(source, number, line)
-        if milliseconds < before:
-            raise DataError(
-                f"{source}:{number}: time {milliseconds}: must be at least {before}, the time of the line before"
-            )
-        before = milliseconds
-        if row in seen:
-            continue
-        seen.add(row)
-        if (action == "remove") is not (node in present):
-            known = "is present already" if action == "add" else "is not present"
-            raise DataError(f"{source}:{number}: {action} {node}: {node} {known}")
-        present.symmetric_difference_update({node})
-        rows.append(row)
-    return MembershipTrace(source=source, instants=_instants(rows), num_repeated_rows=len(lines) - len(rows))
-
-
 def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
     """Parse time, action and node of a line. Raises DataError."""
     match = _ROW.fullmatch(line.removesuffix(b"\r").decode("ascii", "replace"))
@@ -168,7 +170,7 @@ def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
     return int(match.group(1)), match.group(2), match.group(3)
 
 
-def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
+def _instants(rows: list[tuple[int, str, str]]) -> tuple[_Instant, ...]:
     # A dictionary keeps the order of the rows, by which nodes get their numbers.
     first, present, instants = rows[0][0], dict[str, None](), []
     for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):
@@ -180,5 +182,5 @@ def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
                 del present[node]
         removed = tuple(node for node in earlier if node not in present)
         added = tuple(node for node in present if node not in earlier)
-        instants.append(Instant(milliseconds=milliseconds - first, removed=removed, added=added))
+        instants.append(_Instant(milliseconds=milliseconds - first, removed=removed, added=added))
     return tuple(instants)

@@ -53,39 +53,92 @@ class Groups:
         self.transports.include(open_sockets() - before)
         return group if dist.get_rank() in ranks else None
 
+    @classmethod
+    def form(
+        cls,
+        parallel: ParallelConfig,
+        *,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        generation: int,
+        device: str,
+        timeout_seconds: float,
+    ) -> "Groups":
+        """Form the process groups of ``generation`` with all ranks that use ``store``."""
+        timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
+        before = open_sockets()
+        dist.init_process_group(
+            backend=backend,
+            # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this
+            # one.
+            store=dist.PrefixStore(f"generation-{generation}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
+            # Megatron needs these groups only for checkpoints that one rank per data-parallel group writes. Every rank
+            # writes its own part instead.
+            create_gloo_process_groups=False,
+        )
+        if backend == "nccl":
+            # NCCL's sockets are left out: NCCL would report their shutdown as an error of a peer. It is aborted
+            # instead.
+            before = open_sockets()
+        vote = dist.new_group(backend="gloo", timeout=timeout)
+        store_port = store.port if isinstance(store, dist.TCPStore) else None
+        transports = Transports.among(open_sockets() - before, store_port=store_port)
+        # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
+        transports.limit.use()
+        return cls(
+            generation=generation,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            vote=vote,
+            transports=transports,
+        )
 
-def join(
-    config: JobConfig,
-    context: RankContext,
-    *,
-    device: str,
-    timeout_seconds: float,
-    store: dist.Store | None = None,
-    opening: Opening | None = None,
-) -> Groups:
-    """Form the process groups of the membership of ``context``. All ranks of the membership must call this.
+    @classmethod
+    def join(
+        cls,
+        config: JobConfig,
+        context: RankContext,
+        *,
+        device: str,
+        timeout_seconds: float,
+        store: dist.Store | None = None,
+        opening: Opening | None = None,
+    ) -> "Groups":
+        """Form the process groups of the membership of ``context``. All ranks of the membership must call this.
 
-    Args:
-        timeout_seconds: longest wait for the store of the membership.
-        store: store of the membership, if this process has opened it already.
-        opening: lets another thread break the new connections after a failure.
+        Args:
+            timeout_seconds: longest wait for the store of the membership.
+            store: store of the membership, if this process has opened it already.
+            opening: lets another thread break the new connections after a failure.
 
-    Raises:
-        RuntimeError: other ranks did not connect in time, or ``opening`` broke the connections.
-    """
-    if opening is not None:
-        waits.use(opening.limit)
-    if store is None:
-        store = open_store(context, timeout_seconds=timeout_seconds, opening=opening)
-    return form_groups(
-        config.parallel,
-        store=store,
-        rank=context.rank,
-        world_size=context.world_size,
-        generation=context.generation,
-        device=device,
-        timeout_seconds=config.training.distributed_timeout_seconds,
-    )
+        Raises:
+            RuntimeError: other ranks did not connect in time, or ``opening`` broke the connections.
+        """
+        if opening is not None:
+            opening.limit.use()
+        if store is None:
+            store = open_store(context, timeout_seconds=timeout_seconds, opening=opening)
+        return Groups.form(
+            config.parallel,
+            store=store,
+            rank=context.rank,
+            world_size=context.world_size,
+            generation=context.generation,
+            device=device,
+            timeout_seconds=config.training.distributed_timeout_seconds,
+        )
 
 
 def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening | None = None) -> dist.TCPStore:
@@ -136,61 +189,12 @@ def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
     )
 
 
-def form_groups(
-    parallel: ParallelConfig,
-    *,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    generation: int,
-    device: str,
-    timeout_seconds: float,
-) -> Groups:
-    """Form the process groups of ``generation`` with all ranks that use ``store``."""
-    timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
-    before = open_sockets()
-    dist.init_process_group(
-        backend=backend,
-        # Each generation has its own keys, so a late rank of another generation cannot connect to ranks of this one.
-        store=dist.PrefixStore(f"generation-{generation}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
-        # Megatron needs these groups only for checkpoints that one rank per data-parallel group writes. Every rank
-        # writes its own part instead.
-        create_gloo_process_groups=False,
-    )
-    if backend == "nccl":
-        # NCCL's sockets are left out: NCCL would report their shutdown as an error of a peer. It is aborted instead.
-        before = open_sockets()
-    vote = dist.new_group(backend="gloo", timeout=timeout)
-    store_port = store.port if isinstance(store, dist.TCPStore) else None
-    transports = Transports.among(open_sockets() - before, store_port=store_port)
-    # Waits that begin after this line use the limit of these connections, no longer the limit of ``Opening``.
-    waits.use(transports.limit)
-    return Groups(
-        generation=generation,
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        vote=vote,
-        transports=transports,
-    )
-
-
 def dissolve_groups() -> None:
     """Destroy all process groups of Megatron and torch. The caller must have released all objects that use them.
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
     not wait for these operations; their groups are destroyed later."""
     groups = []
-    if waits.in_use().is_ended:
+    if waits.WaitLimit.in_use().is_ended:
         # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.
         groups = list(dist.distributed_c10d._world.pg_map)
         drop_broken_graph()

@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,11 +14,6 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import SoftwareError
 from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install, take_device
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from megatron_ft.mcore.training.trainer import Trainer
 
 _FAILPOINTS_FILE = "failpoints.jsonl"
 _NEEDED_LATER = (
@@ -89,17 +84,17 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         MegatronFtError: the rank failed. The caller ends the process with the ``exit_code`` of the error.
     """
     device, transformer_impl = prepare(config, context)
-    from megatron_ft.mcore.recovery.coordinator import run_memberships
-    from megatron_ft.mcore.training.trainer import Trainer
+    from megatron_ft.mcore.data.data_checks import check_run_data
+    from megatron_ft.mcore.recovery.coordinator import Coordinator
+    from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 
-    trainer = Trainer(config, context, device=device, transformer_impl=transformer_impl)
+    make_trainer = partial(ElasticTrainer, config, device=device, transformer_impl=transformer_impl)
+    coordinator = Coordinator(make_trainer, context)
     if not context.is_joining:
-        join_job(trainer)
+        coordinator.trainer.join_job()
     elif config.may_lose_nodes:
-        from megatron_ft.mcore.data.data_checks import check_run_data
-
-        check_run_data(config, trainer.samples["train"], context.run_dir)
-    run_memberships(trainer)
+        check_run_data(config, coordinator.trainer.samples["train"], context.run_dir)
+    coordinator.run()
     report_unfired(context)
 
 
@@ -107,7 +102,7 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
     """Prepare this process for training: arm failpoints, select the device, import Megatron and the trainer.
 
     Returns:
-        The rank's device, and the ``transformer_impl`` of ``Trainer``.
+        The rank's device, and the ``transformer_impl`` of ``ElasticTrainer``.
     """
     _arm_failpoints(config, context)
     # Megatron and torch warn about calls in their own code, which a user cannot change.
@@ -122,26 +117,6 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
         import_module("megatron_ft.mcore.recovery.coordinator")
         _import_needed_later()
     return device, transformer_impl
-
-
-def join_job(trainer: "Trainer") -> "dist.Store":
-    """Form the process groups of generation 0, and build ``trainer`` on them. All ranks must call this.
-
-    Returns:
-        The store of generation 0, which closes when the last reference to it is dropped.
-    """
-    from megatron_ft.mcore.data.data_checks import note_run_data
-    from megatron_ft.mcore.groups import join, open_store
-
-    job, context = trainer.job, trainer.context
-    timeout_seconds = job.launch.start_timeout_seconds
-    store = open_store(context, timeout_seconds=timeout_seconds)
-    device = trainer.device.type
-    trainer.build(join(trainer.config, context, device=device, timeout_seconds=timeout_seconds, store=store))
-    # After ``build``, in which the ranks have checked that they have the same data. Joining ranks use this record.
-    if context.rank == 0 and job.may_lose_nodes:
-        note_run_data(trainer.samples["train"], context.run_dir)
-    return store
 
 
 def _arm_failpoints(config: JobConfig, context: RankContext) -> None:

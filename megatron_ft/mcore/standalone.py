@@ -28,7 +28,7 @@ from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.launchers.torchrun import RankEnvironment
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.rundir import RunDir, claim
+from megatron_ft.control.rundir import RunDir
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, MegatronFtError
 from megatron_ft.planning.rank_environment import rank_environment
 from megatron_ft.telemetry import SinkSet, open_sinks
@@ -175,7 +175,7 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
         if environment.attempt > 0 and store.check(["megatron_ft/name"]):
             run = replace(run, name=store.get("megatron_ft/name").decode(), resume="auto")
         config_yaml = yaml.safe_dump(to_dict(config), sort_keys=False)
-        claimed = claim(run, model_name=config.model.name, config_yaml=config_yaml)
+        claimed = RunDir.claim(run, model_name=config.model.name, config_yaml=config_yaml)
         store.set("megatron_ft/name", claimed.name)
         agreed = {
             "run_dir": str(claimed.path),

@@ -20,6 +20,15 @@ class AlertLimits:
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
 
+    def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
+        """Compare every figure that is known and has a limit with this limit."""
+        for name in NAMES:
+            limit: float | None = getattr(self, name)
+            value: float | None = getattr(figures, name)
+            if limit is not None and value is not None:
+                is_beyond = value < limit if name in _LOWEST else value > limit
+                yield Alert(name=name, value=value, limit=limit, is_beyond=is_beyond)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertFigures:
@@ -50,16 +59,6 @@ NAMES = ("single_loss_survival", "stall_share", "windows_behind", "free_disk_sha
 """All figures that can have an alert."""
 
 
-def judge(limits: AlertLimits, figures: AlertFigures) -> Iterator[Alert]:
-    """Compare every figure that is known and has a limit with this limit."""
-    for name in NAMES:
-        limit: float | None = getattr(limits, name)
-        value: float | None = getattr(figures, name)
-        if limit is not None and value is not None:
-            is_beyond = value < limit if name in _LOWEST else value > limit
-            yield Alert(name=name, value=value, limit=limit, is_beyond=is_beyond)
-
-
 def windows_behind(iteration: int, *, since_iteration: int, interval_iterations: int) -> float:
     """Return the iterations since the last commit of a window, divided by the interval of windows.
 
@@ -80,17 +79,18 @@ class Slowest:
     over_median: float
     """Time of the slowest rank divided by the time of the median rank; 1 if all ranks take the same time."""
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Slowest | None":
+        """Return the slowest rank; None if the times of fewer than two ranks are known.
 
-def slowest(seconds: Sequence[float]) -> Slowest | None:
-    """Return the slowest rank; None if the times of fewer than two ranks are known.
+        With an even number of ranks the lower median is used, so that of two ranks the slower is compared with the
+        faster.
 
-    With an even number of ranks the lower median is used, so that of two ranks the slower is compared with the faster.
-
-    Args:
-        seconds: time of each rank for the same work; 0 if it is not known.
-    """
-    known = [value for value in seconds if value > 0.0]
-    if len(known) < 2:
-        return None
-    longest = max(known)
-    return Slowest(rank=seconds.index(longest), over_median=longest / statistics.median_low(known))
+        Args:
+            seconds: time of each rank for the same work; 0 if it is not known.
+        """
+        known = [value for value in seconds if value > 0.0]
+        if len(known) < 2:
+            return None
+        longest = max(known)
+        return cls(rank=seconds.index(longest), over_median=longest / statistics.median_low(known))

@@ -110,6 +110,44 @@ class Vote(WindowReport):
     def from_record(cls, record: dict[str, object]) -> "Vote":
         return cls(**{name: value for name, value in record.items() if name not in _FORMER_FIELDS})  # type: ignore[arg-type]
 
+    @classmethod
+    def of(cls, ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -> "Vote":
+        """Compute the vote from the ballots of all ranks.
+
+        Args:
+            ballots: ballots of all ranks, in rank order.
+            num_moe_losses: number of auxiliary losses in the sums: microbatches without padding times MoE layers.
+
+        Raises:
+            TrainingStopped: a value that must be bitwise equal on all ranks differs between them.
+        """
+        for name in _SAME_ON_ALL_RANKS:
+            _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
+        # Sums are taken in rank order: the addition of floats is not associative, and votes must not differ between
+        # ranks.
+        first = ballots[0]
+        num_tokens = sum(ballot.num_tokens for ballot in ballots)
+        per_moe_loss = 1.0 / num_moe_losses if num_moe_losses else 0.0
+        return cls(
+            generation=first.generation,
+            iteration=first.iteration,
+            found_inf=any(ballot.found_inf for ballot in ballots),
+            grad_norm=first.grad_norm,
+            clip_coefficient=clip_coefficient(clip_grad, first.grad_norm),
+            loss_scale=first.loss_scale,
+            loss=sum(ballot.loss_sum for ballot in ballots) / num_tokens if num_tokens else math.nan,
+            num_tokens=num_tokens,
+            aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
+            z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
+            stop_requested=any(ballot.stop_requested for ballot in ballots),
+            change_requested=any(ballot.change_requested for ballot in ballots),
+            # A restart needs the parts of a window from all ranks. So a window is given up if one rank can never
+            # complete it, and one rank without a free buffer delays the next window on all ranks.
+            replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
+            given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
+            has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
+        )
+
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
     """Return the factor by which gradients are multiplied: 1 if clipping is off or not needed (Megatron's formula)."""
@@ -117,43 +155,6 @@ def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
         return 1.0
     # Any other small constant would give other bits than Megatron's.
     return min(1.0, clip_grad / (grad_norm + 1.0e-6))
-
-
-def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -> Vote:
-    """Compute the vote from the ballots of all ranks.
-
-    Args:
-        ballots: ballots of all ranks, in rank order.
-        num_moe_losses: number of auxiliary losses in the sums: microbatches without padding times MoE layers.
-
-    Raises:
-        TrainingStopped: a value that must be bitwise equal on all ranks differs between them.
-    """
-    for name in _SAME_ON_ALL_RANKS:
-        _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
-    # Sums are taken in rank order: the addition of floats is not associative, and votes must not differ between ranks.
-    first = ballots[0]
-    num_tokens = sum(ballot.num_tokens for ballot in ballots)
-    per_moe_loss = 1.0 / num_moe_losses if num_moe_losses else 0.0
-    return Vote(
-        generation=first.generation,
-        iteration=first.iteration,
-        found_inf=any(ballot.found_inf for ballot in ballots),
-        grad_norm=first.grad_norm,
-        clip_coefficient=clip_coefficient(clip_grad, first.grad_norm),
-        loss_scale=first.loss_scale,
-        loss=sum(ballot.loss_sum for ballot in ballots) / num_tokens if num_tokens else math.nan,
-        num_tokens=num_tokens,
-        aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
-        z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
-        stop_requested=any(ballot.stop_requested for ballot in ballots),
-        change_requested=any(ballot.change_requested for ballot in ballots),
-        # A restart needs the parts of a window from all ranks. So a window is given up if one rank can never complete
-        # it, and one rank without a free buffer delays the next window on all ranks.
-        replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
-        given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
-        has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
-    )
 
 
 def _check_agreement(name: str, values: Sequence[float]) -> None:

@@ -24,6 +24,23 @@ class DeviceFacts:
     gpu_memory_bytes: int | None = None
     """Memory of the smallest GPU; None if it was not queried or the driver did not answer."""
 
+    def usable_gpus(self) -> int:
+        """Return the number of GPUs that PyTorch can use. An invalid entry in ``CUDA_VISIBLE_DEVICES`` hides all
+        entries after it."""
+        if not self.has_driver or not self.torch_has_cuda:
+            return 0
+        if self.visible is None:
+            return self.num_gpus
+        num_named = 0
+        for name in self.visible.split(","):
+            # CUDA ignores everything from the first invalid entry on (CUDA C++ Programming Guide, environment
+            # variables).
+            if not name.strip() or name.strip().startswith("-"):
+                break
+            num_named += 1
+        # A container may have fewer device files than the variable names.
+        return min(self.num_gpus, num_named)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChoice:
@@ -36,22 +53,54 @@ class DeviceChoice:
     machine."""
     reason: str
 
+    @classmethod
+    def of(
+        cls,
+        requested: str,
+        facts: DeviceFacts,
+        *,
+        gpu_memory_bytes: int | None,
+        refused: Mapping[str, str],
+        may_be_elsewhere: bool,
+    ) -> "DeviceChoice":
+        """Resolve ``training.device``.
 
-def usable_gpus(facts: DeviceFacts) -> int:
-    """Return the number of GPUs that PyTorch can use. An invalid entry in ``CUDA_VISIBLE_DEVICES`` hides all entries
-    after it."""
-    if not facts.has_driver or not facts.torch_has_cuda:
-        return 0
-    if facts.visible is None:
-        return facts.num_gpus
-    num_named = 0
-    for name in facts.visible.split(","):
-        # CUDA ignores everything from the first invalid entry on (CUDA C++ Programming Guide, environment variables).
-        if not name.strip() or name.strip().startswith("-"):
-            break
-        num_named += 1
-    # A container may have fewer device files than the variable names.
-    return min(facts.num_gpus, num_named)
+        Args:
+            requested: value of the key.
+            facts: facts about this machine.
+            gpu_memory_bytes: ``limits.gpu_memory_bytes``; if it is set, the job is meant for GPUs.
+            refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
+            may_be_elsewhere: whether ranks may run on other machines with unknown devices, as in a dry run.
+
+        Raises:
+            ConfigError: the device cannot run the configuration, or the job is meant for GPUs and this machine has
+                none.
+        """
+        if requested != "auto":
+            _check_accepted(refused[requested])
+            return cls(device=requested, is_certain=True, reason=f"training.device={requested}")
+        num_gpus = facts.usable_gpus()
+        if num_gpus:
+            reason = f"training.device=auto found {num_gpus} GPU{'' if num_gpus == 1 else 's'} here"
+            _check_accepted(refused["cuda"], reason)
+            return cls(device="cuda", is_certain=True, reason=reason)
+        # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
+        if gpu_memory_bytes is not None:
+            if not may_be_elsewhere:
+                constraint = "must be cpu, with limits.gpu_memory_bytes=null, on a machine without a usable GPU: "
+                raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
+            reason = "training.device=auto, and limits.gpu_memory_bytes is set"
+            _check_accepted(refused["cuda"], reason)
+            return cls(device="cuda", is_certain=True, reason=reason)
+        reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
+        # A plan for an unknown machine prefers a device that can run the job. A start can only use the device found
+        # here.
+        if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
+            _check_accepted(refused["cpu"], reason)
+            return cls(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
+        return cls(
+            device="cuda", is_certain=False, reason=f"{reason}; on cpu this job would be refused: {refused['cpu']}"
+        )
 
 
 def node_on_host(launch: LaunchConfig, node: int) -> int:
@@ -96,52 +145,6 @@ def device_index(
 def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
     """Return the number of GPUs that ``num_ranks`` ranks on one machine use."""
     return -(-num_ranks // ranks_per_gpu)
-
-
-def choose_device(
-    requested: str,
-    facts: DeviceFacts,
-    *,
-    gpu_memory_bytes: int | None,
-    refused: Mapping[str, str],
-    may_be_elsewhere: bool,
-) -> DeviceChoice:
-    """Resolve ``training.device``.
-
-    Args:
-        requested: value of the key.
-        facts: facts about this machine.
-        gpu_memory_bytes: ``limits.gpu_memory_bytes``; if it is set, the job is meant for GPUs.
-        refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
-        may_be_elsewhere: whether ranks may run on other machines with unknown devices, as in a dry run.
-
-    Raises:
-        ConfigError: the device cannot run the configuration, or the job is meant for GPUs and this machine has none.
-    """
-    if requested != "auto":
-        _check_accepted(refused[requested])
-        return DeviceChoice(device=requested, is_certain=True, reason=f"training.device={requested}")
-    num_gpus = usable_gpus(facts)
-    if num_gpus:
-        reason = f"training.device=auto found {num_gpus} GPU{'' if num_gpus == 1 else 's'} here"
-        _check_accepted(refused["cuda"], reason)
-        return DeviceChoice(device="cuda", is_certain=True, reason=reason)
-    # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
-    if gpu_memory_bytes is not None:
-        if not may_be_elsewhere:
-            constraint = "must be cpu, with limits.gpu_memory_bytes=null, on a machine without a usable GPU: "
-            raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
-        reason = "training.device=auto, and limits.gpu_memory_bytes is set"
-        _check_accepted(refused["cuda"], reason)
-        return DeviceChoice(device="cuda", is_certain=True, reason=reason)
-    reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
-    # A plan for an unknown machine prefers a device that can run the job. A start can only use the device found here.
-    if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
-        _check_accepted(refused["cpu"], reason)
-        return DeviceChoice(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
-    return DeviceChoice(
-        device="cuda", is_certain=False, reason=f"{reason}; on cpu this job would be refused: {refused['cpu']}"
-    )
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:

@@ -63,11 +63,11 @@ def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
     Raises:
         ConfigError: in the same cases as ``quotas``.
     """
-    rows = [sends(tokens, replicas, rank) for rank in range(np.shape(tokens)[1])]
+    rows = [_sends(tokens, replicas, rank) for rank in range(np.shape(tokens)[1])]
     return np.stack(rows, axis=1)
 
 
-def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
+def _sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
     """Return ``D[:, rank, :]``, the number of tokens of each expert that ``rank`` sends to each rank, ``[E, N]``."""
     kept, left, room = _split(tokens, replicas)
     start = (np.cumsum(left, axis=1) - left)[:, rank, None]
@@ -77,7 +77,7 @@ def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> In
     return result
 
 
-def receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
+def _receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
     """Return ``D[:, :, rank]``, the number of tokens of each expert that ``rank`` gets from each rank, ``[E, N]``."""
     kept, left, room = _split(tokens, replicas)
     start = (np.cumsum(room, axis=1) - room)[:, rank, None]

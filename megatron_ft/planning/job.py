@@ -11,11 +11,11 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
 from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, memory_of_stage
-from megatron_ft.planning.cost.parameters import RankParameters, parameters_of_stage
-from megatron_ft.planning.cost.saving import SavingMemory, saving_of_stage
+from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory
+from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.planning.cost.saving import SavingMemory
 from megatron_ft.planning.devices import DeviceChoice, other_device
-from megatron_ft.planning.placement.report import PlacementReport, report_placement
+from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.means import (
     costs_of_nodes,
@@ -24,9 +24,9 @@ from megatron_ft.planning.recovery.means import (
     why_no_replicas,
     windows_serve,
 )
-from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
+from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.trace import RoutingTrace
-from megatron_ft.planning.upstream_log import UpstreamLogReport, report_upstream_log
+from megatron_ft.planning.upstream_log import UpstreamLogReport
 from megatron_ft.topology import Topology
 
 
@@ -132,97 +132,98 @@ class JobPlan:
         reports = {name: None if report is None else report.to_json() for name, report in named.items()}
         return {**dataclasses.asdict(self), **reports, "ranks": places}
 
+    @classmethod
+    def of(
+        cls,
+        config: JobConfig,
+        data: DataSummary,
+        inputs: JobInputs | None = None,
+        *,
+        device: str,
+        with_losses: bool = False,
+        choice: DeviceChoice | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> "JobPlan":
+        """Plan the job of a validated configuration.
 
-def plan_job(
-    config: JobConfig,
-    data: DataSummary,
-    inputs: JobInputs | None = None,
-    *,
-    device: str,
-    with_losses: bool = False,
-    choice: DeviceChoice | None = None,
-    refused: Mapping[str, str] | None = None,
-) -> JobPlan:
-    """Plan the job of a validated configuration.
+        Args:
+            inputs: contents of the placement and routing files that the configuration names.
+            device: ``cpu`` or ``cuda``, already resolved.
+            with_losses: whether to compute the cost of losing each node, and warnings about it.
+            choice: choice of ``device`` with its reason; None leaves the plan without a reason.
+            refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
 
-    Args:
-        inputs: contents of the placement and routing files that the configuration names.
-        device: ``cpu`` or ``cuda``, already resolved.
-        with_losses: whether to compute the cost of losing each node, and warnings about it.
-        choice: choice of ``device`` with its reason; None leaves the plan without a reason.
-        refused: for each possible device, the reason why it cannot run the configuration; empty if it can.
-
-    Raises:
-        ConfigError: memory limits are exceeded, or inputs do not fit the job.
-    """
-    assert device in ("cpu", "cuda"), f"device {device!r} is not resolved"
-    launch, limits, model, training = config.launch, config.limits, config.model, config.training
-    topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
-    operators = operators_of(model, data.tokenizer_vocab_size)
-    batch = BatchPlan.of(config, topology)
-    stages = _stages(config, operators, data, topology, device)
-    placement = _placement(config, inputs or JobInputs(), stages)
-    trace = _trace(config, inputs or JobInputs())
-    snapshot = report_snapshots(config, data.tokenizer_vocab_size)
-    upstream_log = report_upstream_log(config, snapshot)
-    # On either device, both are in host memory, in addition to the memory of the ranks' processes.
-    captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
-    wrap = None if trace is None else trace.wrap(training.train_iterations)
-    losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
-    other = "" if choice is None else other_device(choice, refused or {})
-    is_refused_there = choice is not None and not choice.is_certain and any((refused or {}).values())
-    needed = max(stage.device_bytes for stage in stages)
-    plan = JobPlan(
-        model=model.name,
-        device=device,
-        params_dtype=config.precision.params_dtype,
-        num_nodes=launch.num_nodes,
-        ranks_per_node=launch.ranks_per_node,
-        topology=topology,
-        num_parameters=num_parameters(operators),
-        num_active_parameters=num_active_parameters(model, operators),
-        published_parameters=model.published_parameters,
-        published_active_parameters=model.published_active_parameters,
-        published_parameters_source=model.published_parameters_source,
-        stages=stages,
-        host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
-        gpu_memory_bytes=limits.gpu_memory_bytes,
-        host_memory_bytes=limits.host_memory_bytes,
-        train_iterations=training.train_iterations,
-        num_microbatches=batch.num_real_microbatches,
-        num_microbatches_per_rank=batch.num_microbatches,
-        num_padding_microbatches=batch.num_padding_microbatches,
-        tokens_per_iteration=training.global_batch_size * model.seq_length,
-        data=data,
-        placement=placement,
-        snapshot=snapshot,
-        upstream_log=upstream_log,
-        routing=None if trace is None else trace.summary(),
-        losses=losses,
-        notes=(
-            *(() if placement is None else placement.notes),
-            *(() if wrap is None else (wrap,)),
-            *_copies_after_a_loss(config),
-            *_unknown_domains(config),
-            *((other,) if is_refused_there else ()),
-            *_unchecked_gpu_memory(config, device, needed),
-            *idle_copies(config),
-            *warnings,
-        ),
-        device_reason="" if choice is None else choice.reason,
-        other_device=other,
-        is_refused_there=is_refused_there,
-        why_no_replicas=why_no_replicas(config),
-        windows_serve="" if snapshot is None else windows_serve(config),
-    )
-    plan.validate()
-    return plan
+        Raises:
+            ConfigError: memory limits are exceeded, or inputs do not fit the job.
+        """
+        assert device in ("cpu", "cuda"), f"device {device!r} is not resolved"
+        launch, limits, model, training = config.launch, config.limits, config.model, config.training
+        topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+        operators = operators_of(model, data.tokenizer_vocab_size)
+        batch = BatchPlan.of(config, topology)
+        stages = _stages(config, operators, data, topology, device)
+        placement = _placement(config, inputs or JobInputs(), stages)
+        trace = _trace(config, inputs or JobInputs())
+        snapshot = SnapshotReport.of(config, data.tokenizer_vocab_size)
+        upstream_log = UpstreamLogReport.of(config, snapshot)
+        # On either device, both are in host memory, in addition to the memory of the ranks' processes.
+        captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
+        wrap = None if trace is None else trace.wrap(training.train_iterations)
+        losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
+        other = "" if choice is None else other_device(choice, refused or {})
+        is_refused_there = choice is not None and not choice.is_certain and any((refused or {}).values())
+        needed = max(stage.device_bytes for stage in stages)
+        plan = cls(
+            model=model.name,
+            device=device,
+            params_dtype=config.precision.params_dtype,
+            num_nodes=launch.num_nodes,
+            ranks_per_node=launch.ranks_per_node,
+            topology=topology,
+            num_parameters=num_parameters(operators),
+            num_active_parameters=num_active_parameters(model, operators),
+            published_parameters=model.published_parameters,
+            published_active_parameters=model.published_active_parameters,
+            published_parameters_source=model.published_parameters_source,
+            stages=stages,
+            host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
+            gpu_memory_bytes=limits.gpu_memory_bytes,
+            host_memory_bytes=limits.host_memory_bytes,
+            train_iterations=training.train_iterations,
+            num_microbatches=batch.num_real_microbatches,
+            num_microbatches_per_rank=batch.num_microbatches,
+            num_padding_microbatches=batch.num_padding_microbatches,
+            tokens_per_iteration=training.global_batch_size * model.seq_length,
+            data=data,
+            placement=placement,
+            snapshot=snapshot,
+            upstream_log=upstream_log,
+            routing=None if trace is None else trace.summary(),
+            losses=losses,
+            notes=(
+                *(() if placement is None else placement.notes),
+                *(() if wrap is None else (wrap,)),
+                *_copies_after_a_loss(config),
+                *_unknown_domains(config),
+                *((other,) if is_refused_there else ()),
+                *_unchecked_gpu_memory(config, device, needed),
+                *idle_copies(config),
+                *warnings,
+            ),
+            device_reason="" if choice is None else choice.reason,
+            other_device=other,
+            is_refused_there=is_refused_there,
+            why_no_replicas=why_no_replicas(config),
+            windows_serve="" if snapshot is None else windows_serve(config),
+        )
+        plan.validate()
+        return plan
 
 
 def _placement(config: JobConfig, inputs: JobInputs, stages: tuple[StagePlan, ...]) -> PlacementReport | None:
     if config.placement.algorithm is None:
         return None
-    return report_placement(config, inputs, [stage.parameters.num_dense for stage in stages])
+    return PlacementReport.of(config, inputs, [stage.parameters.num_dense for stage in stages])
 
 
 def _losses(
@@ -284,10 +285,10 @@ def _stages(
     plans = []
     for stage in range(topology.pipeline_model_parallel_size):
         num_slots = config.placement.num_slots_per_rank if config.placement.algorithm else None
-        parameters = parameters_of_stage(config.model, operators, topology, stage, num_slots)
-        memory = memory_of_stage(config, parameters, topology, stage, data.vocab_size)
+        parameters = RankParameters.of_stage(config.model, operators, topology, stage, num_slots)
+        memory = RankMemory.of_stage(config, parameters, topology, stage, data.vocab_size)
         layers = topology.stage_layers(config.model.num_layers, stage)
-        saving = saving_of_stage(config, parameters, topology, device)
+        saving = SavingMemory.of_stage(config, parameters, topology, device)
         plans.append(
             StagePlan(pipeline_stage=stage, layers=layers, parameters=parameters, memory=memory, saving=saving)
         )

@@ -82,24 +82,22 @@ class PipelineShape:
                 "microbatches (the number of stages)",
             )
 
+    def origin(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
+        """Return the stage and chunk that send the input of a pass; None if its input is the samples or the loss."""
+        return self.destination(stage, chunk, "backward" if direction == "forward" else "forward")
 
-def destination(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Return the stage and chunk that receive the output of a pass of ``chunk`` on ``stage``.
+    def destination(self, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
+        """Return the stage and chunk that receive the output of a pass of ``chunk`` on ``stage``.
 
-    Return None for the forward output of the model's last chunk and the backward output of its first chunk. The last
-    stage sends forward to the next chunk of the first stage.
-    """
-    step = 1 if direction == "forward" else -1
-    place = chunk * shape.num_stages + stage + step
-    if not 0 <= place < shape.num_stages * shape.num_chunks:
-        return None
-    chunk, stage = divmod(place, shape.num_stages)
-    return stage, chunk
-
-
-def origin(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Return the stage and chunk that send the input of a pass; None if its input is the samples or the loss."""
-    return destination(shape, stage, chunk, "backward" if direction == "forward" else "forward")
+        Return None for the forward output of the model's last chunk and the backward output of its first chunk. The
+        last stage sends forward to the next chunk of the first stage.
+        """
+        step = 1 if direction == "forward" else -1
+        place = chunk * self.num_stages + stage + step
+        if not 0 <= place < self.num_stages * self.num_chunks:
+            return None
+        chunk, stage = divmod(place, self.num_stages)
+        return stage, chunk
 
 
 @cache
@@ -130,7 +128,7 @@ def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple
     return tuple(
         (microbatch, chunk)
         for computed, microbatch, chunk in order(shape, stage)
-        if computed == direction and destination(shape, stage, chunk, direction) is not None
+        if computed == direction and shape.destination(stage, chunk, direction) is not None
     )
 
 
@@ -143,7 +141,7 @@ def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tu
     neighbour = (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
     received = []
     for microbatch, chunk in sends(shape, neighbour, direction):
-        target = destination(shape, neighbour, chunk, direction)
+        target = shape.destination(neighbour, chunk, direction)
         assert target is not None and target[0] == stage, (
             f"stage {neighbour} sends to {target} instead of stage {stage}"
         )

@@ -21,7 +21,7 @@ def render(plan: JobPlan) -> str:
     """Return the plan as text: layout, parameters, memory, batches, data and the cost of losses in aligned blocks."""
     blocks = [_overview(plan), _parameters(plan), _memory(plan), _ranks(plan), _data(plan)]
     if plan.placement is not None:
-        blocks.append(render_placement(plan.placement, plan.why_no_replicas))
+        blocks.append(_render_placement(plan.placement, plan.why_no_replicas))
     if plan.snapshot is not None:
         blocks.append(_snapshot(plan.snapshot, plan.windows_serve))
     if plan.upstream_log is not None:
@@ -35,7 +35,7 @@ def render(plan: JobPlan) -> str:
     return "\n\n".join(blocks)
 
 
-def readable_bytes(count: int) -> str:
+def _readable_bytes(count: int) -> str:
     """Format a number of bytes, for example as ``1.4 GiB``; sizes below 1 KiB are exact."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(max(count, 1).bit_length() - 1, 59) // 10
@@ -101,13 +101,13 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
         [
             ("window", window),
             ("used for", serve),
-            ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the largest rank"),
-            ("dense snapshot", f"{readable_bytes(report.dense_bytes)} on the largest rank"),
+            ("bytes of a window", f"{_readable_bytes(report.window_bytes)} on the largest rank"),
+            ("dense snapshot", f"{_readable_bytes(report.dense_bytes)} on the largest rank"),
             ("peer copies", f"{report.num_peer_copies} of each node: {peers}" if report.num_peer_copies else "none"),
             (
                 "host memory",
-                f"{readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
-                f"{readable_bytes(heaviest.own_bytes)}, copies {readable_bytes(heaviest.copies_bytes)}",
+                f"{_readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
+                f"{_readable_bytes(heaviest.own_bytes)}, copies {_readable_bytes(heaviest.copies_bytes)}",
             ),
             ("device memory", "none"),
             ("reason", report.reason),
@@ -119,8 +119,8 @@ def _upstream_log(report: UpstreamLogReport) -> str:
     head = ("stage", "tensors per iteration", "bytes per iteration", "log of a rank")
     rows: list[Sequence[str]] = [head]
     for stage in range(min(len(report.num_entries), SHOWN_RANKS)):
-        in_log = "-" if report.rank_bytes is None else readable_bytes(report.rank_bytes[stage])
-        sizes = (str(report.num_entries[stage]), readable_bytes(report.iteration_bytes[stage]), in_log)
+        in_log = "-" if report.rank_bytes is None else _readable_bytes(report.rank_bytes[stage])
+        sizes = (str(report.num_entries[stage]), _readable_bytes(report.iteration_bytes[stage]), in_log)
         rows.append((str(stage), *sizes))
     hidden = len(report.num_entries) - SHOWN_RANKS
     tail = [f"  and {hidden} more stages (dry_run_format=json lists all)"] if hidden > 0 else []
@@ -176,7 +176,7 @@ def _device_memory(plan: JobPlan) -> str:
     if plan.device != "cuda":
         return _with_limit(plan.device_bytes, None)
     if plan.gpu_memory_bytes is None:
-        return f"{readable_bytes(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
+        return f"{_readable_bytes(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
     return _with_limit(plan.device_bytes, plan.gpu_memory_bytes)
 
 
@@ -185,7 +185,12 @@ def _memory_row(stage: StagePlan) -> tuple[str, ...]:
     state = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
     sizes = (*state, memory.activations_bytes, memory.total_bytes, stage.saving.peak_bytes)
     layers = _spans(stage.layers)
-    return (str(stage.pipeline_stage), layers, f"{stage.parameters.total:,}", *(readable_bytes(size) for size in sizes))
+    return (
+        str(stage.pipeline_stage),
+        layers,
+        f"{stage.parameters.total:,}",
+        *(_readable_bytes(size) for size in sizes),
+    )
 
 
 def _spans(numbers: Sequence[int]) -> str:
@@ -199,7 +204,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _with_limit(size: int, limit: int | None) -> str:
-    return readable_bytes(size) + ("" if limit is None else f" of {readable_bytes(limit)}")
+    return _readable_bytes(size) + ("" if limit is None else f" of {_readable_bytes(limit)}")
 
 
 def _ranks(plan: JobPlan) -> str:
@@ -214,7 +219,7 @@ def _ranks(plan: JobPlan) -> str:
     return "\n".join(["ranks", *(f"  {line}" for line in table(rows).splitlines()), *tail])
 
 
-def render_placement(report: PlacementReport, why_unused: str = "") -> str:
+def _render_placement(report: PlacementReport, why_unused: str = "") -> str:
     """Return the report as text: slots, survival and bytes, then the slots in the first MoE layer of each stage.
 
     Args:
@@ -228,7 +233,7 @@ def render_placement(report: PlacementReport, why_unused: str = "") -> str:
         ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
         ("state left" if why_unused else "state survives", _survival(report.state_survival)),
         *((("used after a loss", f"no: {why_unused}"),) if why_unused else ()),
-        ("expert weights", f"{readable_bytes(report.expert_weights_bytes)} in all replicas"),
+        ("expert weights", f"{_readable_bytes(report.expert_weights_bytes)} in all replicas"),
         ("expert optimizer state", _copies(report, report.expert_state_bytes, report.expert_copies_bytes)),
         ("other optimizer state", _copies(report, report.non_expert_state_bytes, report.non_expert_copies_bytes)),
     ]
@@ -241,10 +246,10 @@ def _survival(values: Sequence[Survival]) -> str:
 
 
 def _copies(report: PlacementReport, all_bytes: int, copies_bytes: int | None) -> str:
-    text = f"{readable_bytes(all_bytes)} on the ranks that compute with the parameters"
+    text = f"{_readable_bytes(all_bytes)} on the ranks that compute with the parameters"
     if copies_bytes is None:
         return text
-    return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies in different failure domains"
+    return f"{text}; {_readable_bytes(copies_bytes)} in {report.num_state_copies} copies in different failure domains"
 
 
 def _slots(plan: PlacementPlan) -> str:
@@ -264,7 +269,7 @@ def _losses(losses: Sequence[LossCost], device: str) -> str:
     rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
         name = f"node {cost.lost_nodes[0]}" if cost.is_gone else "ranks only"
-        moved = "-" if cost.moved_bytes is None else readable_bytes(cost.moved_bytes)
+        moved = "-" if cost.moved_bytes is None else _readable_bytes(cost.moved_bytes)
         rows.append((name, cost.source, cost.iterations, moved, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []

@@ -184,12 +184,12 @@ def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDAr
     assert rest == 0 and max(counts) <= num_tokens, (
         f"{list(counts)} must add up to a multiple of {num_tokens} tokens and have no larger entry"
     )
-    order = shuffled(len(counts), f"{key}/experts")
+    order = _shuffled(len(counts), f"{key}/experts")
     row = np.repeat(order, np.asarray(counts, dtype=np.int64)[order])
-    return row.reshape(topk, num_tokens).T[shuffled(num_tokens, f"{key}/tokens")]
+    return row.reshape(topk, num_tokens).T[_shuffled(num_tokens, f"{key}/tokens")]
 
 
-def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
+def _shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
     """Return a permutation of ``range(size)`` that depends only on ``key`` and is the same on every machine.
 
     Numbers are sorted by a hash: the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of a 64-bit counter.

@@ -52,6 +52,34 @@ class UpstreamLogReport:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "host_bytes": self.host_bytes}
 
+    @classmethod
+    def of(cls, config: JobConfig, snapshot: SnapshotReport | None) -> "UpstreamLogReport | None":
+        """Estimate the upstream log of ``config``; return None if the job has no upstream log.
+
+        Args:
+            snapshot: estimate of the job's snapshots; None without snapshots.
+
+        Raises:
+            ConfigError: the logs of a node need more than ``upstream_log.memory_limit_bytes``.
+        """
+        if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
+            return None
+        stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
+        kept, lag = None, config.upstream_log.commit_lag_iterations
+        if snapshot is not None and snapshot.window_iterations is not None:
+            kept = iterations_kept(snapshot.window_iterations, lag, snapshot.interval_iterations)
+        report = cls(
+            commit_lag_iterations=lag,
+            iterations_kept=kept,
+            num_entries=tuple(num_entries(config, stage) for stage in stages),
+            iteration_bytes=tuple(_iteration_log_bytes(config, stage) for stage in stages),
+            rank_bytes=None if kept is None else tuple(log_bytes(config, stage, kept) for stage in stages),
+            node_bytes=None if kept is None else tuple(_node_log_bytes(config, node, kept) for node in nodes),
+            memory_limit_bytes=config.upstream_log.memory_limit_bytes,
+        )
+        report.validate()
+        return report
+
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
     """Check that a node's logs need at most ``upstream_log.memory_limit_bytes``. Raises ConfigError otherwise."""
@@ -103,7 +131,7 @@ def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
     return per_rank, config.training.micro_batch_size, model.hidden_size
 
 
-def tensor_bytes(config: JobConfig) -> int:
+def _tensor_bytes(config: JobConfig) -> int:
     """Return the bytes of a tensor of ``tensor_shape`` in the compute format (FP8 is only used inside layers)."""
     sequence, microbatch, hidden = tensor_shape(config)
     return sequence * microbatch * hidden * BYTES_PER_VALUE[config.precision.params_dtype]
@@ -115,17 +143,17 @@ def num_entries(config: JobConfig, stage: int) -> int:
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 
 
-def iteration_log_bytes(config: JobConfig, stage: int) -> int:
+def _iteration_log_bytes(config: JobConfig, stage: int) -> int:
     """Return the bytes that a rank of ``stage`` logs in one iteration."""
-    return num_entries(config, stage) * tensor_bytes(config)
+    return num_entries(config, stage) * _tensor_bytes(config)
 
 
 def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
     """Return the bytes that a rank of ``stage`` logs in ``num_iterations``."""
-    return iteration_log_bytes(config, stage) * num_iterations
+    return _iteration_log_bytes(config, stage) * num_iterations
 
 
-def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
+def _node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
     """Return the bytes that all ranks of ``node`` together log in ``num_iterations``."""
     topology, size = _topology(config), config.launch.ranks_per_node
     # Ranks of a node may belong to several stages, whose logs differ in size.
@@ -134,43 +162,15 @@ def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """Return the largest ``node_log_bytes`` of all nodes; every rank computes the same value."""
+    """Return the largest ``_node_log_bytes`` of all nodes; every rank computes the same value."""
     # Over all nodes: if only some ranks exceeded a limit, all other ranks would wait for them in a collective.
-    return max(node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
+    return max(_node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 
 def largest_rank_bytes(config: JobConfig, num_iterations: int) -> int:
     """Return the ``log_bytes`` of the stage with the largest log."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(log_bytes(config, stage, num_iterations) for stage in stages)
-
-
-def report_upstream_log(config: JobConfig, snapshot: SnapshotReport | None) -> UpstreamLogReport | None:
-    """Estimate the upstream log of ``config``; return None if the job has no upstream log.
-
-    Args:
-        snapshot: estimate of the job's snapshots; None without snapshots.
-
-    Raises:
-        ConfigError: the logs of a node need more than ``upstream_log.memory_limit_bytes``.
-    """
-    if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
-        return None
-    stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
-    kept, lag = None, config.upstream_log.commit_lag_iterations
-    if snapshot is not None and snapshot.window_iterations is not None:
-        kept = iterations_kept(snapshot.window_iterations, lag, snapshot.interval_iterations)
-    report = UpstreamLogReport(
-        commit_lag_iterations=lag,
-        iterations_kept=kept,
-        num_entries=tuple(num_entries(config, stage) for stage in stages),
-        iteration_bytes=tuple(iteration_log_bytes(config, stage) for stage in stages),
-        rank_bytes=None if kept is None else tuple(log_bytes(config, stage, kept) for stage in stages),
-        node_bytes=None if kept is None else tuple(node_log_bytes(config, node, kept) for node in nodes),
-        memory_limit_bytes=config.upstream_log.memory_limit_bytes,
-    )
-    report.validate()
-    return report
 
 
 def _topology(config: JobConfig) -> Topology:

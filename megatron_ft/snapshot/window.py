@@ -52,7 +52,7 @@ _SLICE_FIELDS = {"iteration": int, "offset": int, "num_bytes": int, "header": di
 AnyWindow = TypeVar("AnyWindow", bound="Window")
 
 
-def check_piece(piece: Piece) -> None:
+def _check_piece(piece: Piece) -> None:
     """Check that the name, range and size of a piece are valid. Raises CheckpointError."""
     problem = _piece_problem(piece)
     if problem is not None:
@@ -146,7 +146,7 @@ class Slice:
             _check_integer(f"{where}: {name}", getattr(self, name))
         position = 0
         for piece in self.pieces:
-            check_piece(piece)
+            _check_piece(piece)
             what = f"{where}: piece {piece.parameter!r} {piece.component!r} at offset {piece.offset}"
             if piece.offset < position:
                 raise CheckpointError(f"{what}: must begin after the previous piece, which ends at {position}")

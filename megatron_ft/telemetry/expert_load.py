@@ -32,13 +32,13 @@ def herfindahl(tokens: Sequence[int]) -> float:
     return sum((count / total) ** 2 for count in tokens) if total else 0.0
 
 
-def herfindahl_over_even(tokens: Sequence[int]) -> float:
+def _herfindahl_over_even(tokens: Sequence[int]) -> float:
     """Return the HHI times the number of experts E, ``E * sum(share ** 2)``: 1 for even load, E if one expert has all
     tokens, 0 if there are no tokens."""
     return len(tokens) * herfindahl(tokens)
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
+def _percentile(ordered: Sequence[float], percent: float) -> float:
     """Return a percentile of values that are sorted in rising order, with linear interpolation; 0 if there are no
     values."""
     if not ordered:
@@ -55,7 +55,7 @@ def load_figures(record: ExpertLoad) -> dict[str, float]:
     together: list[float] = []
     skews: list[float] = []
     for number, tokens in zip(numbers, record.layers, strict=True):
-        ordered, skew = sorted(relative_load(tokens)), herfindahl_over_even(tokens)
+        ordered, skew = sorted(relative_load(tokens)), _herfindahl_over_even(tokens)
         figures |= _spread(f"expert_load/layer_{number}_", ordered, skew)
         together += ordered
         skews.append(skew)
@@ -66,8 +66,8 @@ def load_figures(record: ExpertLoad) -> dict[str, float]:
 
 def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, float]:
     return {
-        f"{prefix}p50_over_even": percentile(ordered, 50),
-        f"{prefix}p95_over_even": percentile(ordered, 95),
+        f"{prefix}p50_over_even": _percentile(ordered, 50),
+        f"{prefix}p95_over_even": _percentile(ordered, 95),
         f"{prefix}max_over_even": ordered[-1] if ordered else 0.0,
         f"{prefix}hhi_over_even": skew,
     }

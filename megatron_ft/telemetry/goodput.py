@@ -117,6 +117,16 @@ class Goodput:
             "iteration_seconds": self.iteration_seconds,
         }
 
+    @classmethod
+    def measure(cls, records: Iterable[Record]) -> "Goodput":
+        """Measure the goodput of a run from all of its events and metrics, in any order."""
+        meter = GoodputMeter()
+        timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
+        # At equal times metrics come first, because an iteration ends before events that are recorded at its end.
+        for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):
+            meter.take(record)
+        return meter.result()
+
 
 @dataclass(slots=True, kw_only=True)
 class _Gap:
@@ -298,16 +308,6 @@ class GoodputMeter:
                 self._waits += duration(record.blocked_seconds) or 0.0
             case events.PlacementInForce():
                 self._waits += duration(record.seconds) or 0.0
-
-
-def measure(records: Iterable[Record]) -> Goodput:
-    """Measure the goodput of a run from all of its events and metrics, in any order."""
-    meter = GoodputMeter()
-    timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
-    # At equal times metrics come first, because an iteration ends before events that are recorded at its end.
-    for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):
-        meter.take(record)
-    return meter.result()
 
 
 def _figure(record: Metrics, name: str) -> float:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class _Metric:
     """One metric of an iteration."""
 
     name: str
@@ -22,41 +22,43 @@ class Metric:
 
 
 _ALL = (
-    Metric(
+    _Metric(
         "loss",
         "nats/token",
         "Mean language-model loss over the tokens of all ranks, without auxiliary losses.",
         required=True,
     ),
-    Metric("aux_loss", "1", "Load-balancing loss times its coefficient, mean over MoE layers."),
-    Metric("z_loss", "1", "Router z-loss times its coefficient, mean over MoE layers."),
-    Metric("grad_norm", "1", "Global L2 norm of the gradient before clipping."),
-    Metric("clip_coefficient", "1", "Factor by which clipping multiplied the gradient; 1 if nothing was clipped."),
-    Metric("learning_rate", "1", "Learning rate of this iteration's update."),
-    Metric("loss_scale", "1", "Loss scale of this iteration; 1 outside fp16."),
-    Metric("tokens", "tokens", "Number of tokens in this iteration's loss, over all ranks."),
-    Metric("consumed_samples", "samples", "Samples read since the run began, including this iteration."),
-    Metric("iteration_seconds", "s", "Wall time from the first microbatch to the end of the iteration.", is_timed=True),
-    Metric("tokens_per_second", "tokens/s", "tokens / iteration_seconds, over all ranks.", is_timed=True),
-    Metric("num_microbatches", "microbatches", "Microbatches of one pipeline in this iteration, including padding."),
-    Metric(
+    _Metric("aux_loss", "1", "Load-balancing loss times its coefficient, mean over MoE layers."),
+    _Metric("z_loss", "1", "Router z-loss times its coefficient, mean over MoE layers."),
+    _Metric("grad_norm", "1", "Global L2 norm of the gradient before clipping."),
+    _Metric("clip_coefficient", "1", "Factor by which clipping multiplied the gradient; 1 if nothing was clipped."),
+    _Metric("learning_rate", "1", "Learning rate of this iteration's update."),
+    _Metric("loss_scale", "1", "Loss scale of this iteration; 1 outside fp16."),
+    _Metric("tokens", "tokens", "Number of tokens in this iteration's loss, over all ranks."),
+    _Metric("consumed_samples", "samples", "Samples read since the run began, including this iteration."),
+    _Metric(
+        "iteration_seconds", "s", "Wall time from the first microbatch to the end of the iteration.", is_timed=True
+    ),
+    _Metric("tokens_per_second", "tokens/s", "tokens / iteration_seconds, over all ranks.", is_timed=True),
+    _Metric("num_microbatches", "microbatches", "Microbatches of one pipeline in this iteration, including padding."),
+    _Metric(
         "num_padding_microbatches",
         "microbatches",
         "Padding microbatches of all pipelines, added where the batch does not divide evenly; their loss weight is 0.",
     ),
-    Metric(
+    _Metric(
         "slowest_rank",
         "rank",
         "Rank with the longest recent time in the attention of its first layer, which is equal work on all ranks.",
         is_timed=True,
     ),
-    Metric(
+    _Metric(
         "slowest_node",
         "node",
         "Node of `slowest_rank`. A node's number never changes; ranks get new numbers when nodes join or leave.",
         is_timed=True,
     ),
-    Metric(
+    _Metric(
         "slowest_rank_over_median",
         "1",
         "Time of `slowest_rank` over the time of the (lower) median rank; about 1 if no rank is slow.",
@@ -64,19 +66,19 @@ _ALL = (
     ),
 )
 
-METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
+METRICS: Mapping[str, _Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
 """Metrics by name."""
 
 
-def _spread(prefix: str, whose: str) -> tuple[Metric, ...]:
+def _spread(prefix: str, whose: str) -> tuple[_Metric, ...]:
     return (
-        Metric(
+        _Metric(
             f"{prefix}p50_over_even",
             "1",
             f"Median load of {whose}. A load is an expert's tokens over the mean of its layer.",
         ),
-        Metric(f"{prefix}p95_over_even", "1", f"95th percentile of the load of {whose}."),
-        Metric(f"{prefix}max_over_even", "1", f"Largest load of {whose}."),
+        _Metric(f"{prefix}p95_over_even", "1", f"95th percentile of the load of {whose}."),
+        _Metric(f"{prefix}max_over_even", "1", f"Largest load of {whose}."),
     )
 
 
@@ -85,75 +87,75 @@ _HHI = (
 )
 
 _FROM_EVENTS = (
-    Metric("evaluation_loss", "nats/token", "Mean validation loss per token after this iteration."),
+    _Metric("evaluation_loss", "nats/token", "Mean validation loss per token after this iteration."),
     *_spread("expert_load/layer_<n>_", "the experts of layer n"),
-    Metric("expert_load/layer_<n>_hhi_over_even", "1", f"{_HHI}."),
+    _Metric("expert_load/layer_<n>_hhi_over_even", "1", f"{_HHI}."),
     *_spread("expert_load/", "the experts of all layers"),
-    Metric("expert_load/hhi_over_even", "1", "HHI times experts (see above), mean over layers."),
-    Metric("replicas/fewest", "copies", "Smallest number of copies of any expert in any layer."),
-    Metric("replicas/mean", "copies", "Mean number of copies of an expert in the current placement."),
-    Metric("replicas/most", "copies", "Largest number of copies of any expert in any layer."),
-    Metric(
+    _Metric("expert_load/hhi_over_even", "1", "HHI times experts (see above), mean over layers."),
+    _Metric("replicas/fewest", "copies", "Smallest number of copies of any expert in any layer."),
+    _Metric("replicas/mean", "copies", "Mean number of copies of an expert in the current placement."),
+    _Metric("replicas/most", "copies", "Largest number of copies of any expert in any layer."),
+    _Metric(
         "replicas/single_loss_survival",
         "1",
         "Probability that the job survives the loss of one failure domain, each being equally likely. To "
         "survive, every expert needs a remaining copy, and recovery.min_nodes nodes must remain. Reported "
         "only if recovery.min_nodes is set.",
     ),
-    Metric(
+    _Metric(
         "snapshot/window_iterations",
         "iterations",
         "Length W of a window: the iterations that together capture every operator once.",
     ),
-    Metric(
+    _Metric(
         "snapshot/stalled_seconds",
         "s",
         "Time that training on the job's first rank has waited for captures, over all attempts.",
     ),
-    Metric("snapshot/captured_bytes", "bytes", "Bytes that the first rank has captured so far."),
-    Metric(
+    _Metric("snapshot/captured_bytes", "bytes", "Bytes that the first rank has captured so far."),
+    _Metric(
         "snapshot/replicated_bytes",
         "bytes",
         "Bytes that the snapshot server of the first rank has sent to all peers so far.",
     ),
-    Metric(
+    _Metric(
         "snapshot/persisted_bytes",
         "bytes",
         "Bytes that the snapshot server of the first rank has written to storage so far.",
     ),
-    Metric("upstream_log/rank_bytes", "bytes", "Memory of the upstream log on the rank with the largest log."),
-    Metric("upstream_log/node_bytes", "bytes", "Memory of upstream logs on the node with the largest logs."),
-    Metric(
+    _Metric("upstream_log/rank_bytes", "bytes", "Memory of the upstream log on the rank with the largest log."),
+    _Metric("upstream_log/node_bytes", "bytes", "Memory of upstream logs on the node with the largest logs."),
+    _Metric(
         "goodput/ettr",
         "1",
         "Effective training time ratio so far: time of useful iterations divided by wall time.",
     ),
-    Metric(
+    _Metric(
         "goodput/ettr_predicted",
         "1",
         "ETTR that a formula predicts from this run's waiting times, interruptions and recovery times so far.",
     ),
-    Metric(
+    _Metric(
         "goodput/tokens_per_second",
         "tokens/s",
         "Goodput so far: tokens of useful iterations divided by wall time.",
     ),
-    Metric("goodput/interruptions", "1", "Recoveries, changes of membership, and jobs that continued the run so far."),
-    Metric(
+    _Metric("goodput/interruptions", "1", "Recoveries, changes of membership, and jobs that continued the run so far."),
+    _Metric(
         "recovery/<strategy>_seconds",
         "s",
         "Duration of the recovery before this iteration. The strategy is `replicas`, `localized`, `window`, "
         "`checkpoint`, `nothing`, or `unknown` if no record names it.",
     ),
-    Metric(
+    _Metric(
         "job/attempt",
         "1",
         "Number of times that the ranks of this run have been started, including the current start.",
     ),
-    Metric("job/world_size", "ranks", "Number of ranks that train."),
+    _Metric("job/world_size", "ranks", "Number of ranks that train."),
 )
 
-FROM_EVENTS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _FROM_EVENTS})
+FROM_EVENTS: Mapping[str, _Metric] = MappingProxyType({metric.name: metric for metric in _FROM_EVENTS})
 """Metrics that only experiment trackers such as wandb receive. They are computed from the run's records; ``<n>`` and
 ``<strategy>`` are placeholders."""
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
-from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -52,7 +51,7 @@ def read_events(run_dir: Path) -> list[Record]:
         FileNotFoundError: the run has no ``events.jsonl``.
         ValueError: a line is damaged; the message names file and line. An unfinished last line is no error.
     """
-    return list(read_lines(run_dir / EVENTS_FILE, read_record))
+    return list(read_lines(run_dir / EVENTS_FILE, Record.read))
 
 
 def read_lines(

@@ -14,7 +14,7 @@ from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
-from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
@@ -100,7 +100,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
 
 def run_in_domains(config: JobConfig, context: RankContext) -> None:
     """Call ``run_surviving`` after each rank has reported its configured failure domains and the peers of its node."""
-    peers = assign_peers(config.member_domains, config.snapshot.num_peer_copies).peers
+    peers = PeerAssignment.of(config.member_domains, config.snapshot.num_peer_copies).peers
     own = peers[context.node] if context.node < len(peers) else ()
     domains = config.topology.failure_domains
     context.worker.report({"kind": "domains", "node": context.node, "domains": domains, "peers": list(own)})

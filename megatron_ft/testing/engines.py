@@ -103,9 +103,9 @@ def groups_of(
     one process."""
     import torch.distributed as dist
 
-    from megatron_ft.mcore.groups import dissolve_groups, form_groups
+    from megatron_ft.mcore.groups import Groups, dissolve_groups
 
-    groups = form_groups(
+    groups = Groups.form(
         config.parallel,
         store=dist.HashStore() if store is None else store,
         rank=rank,

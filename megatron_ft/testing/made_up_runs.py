@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.telemetry.report.files import RunFiles, read_run
-from megatron_ft.telemetry.report.model import RunReport, build
+from megatron_ft.telemetry.report.files import RunFiles
+from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
 
 ZERO = 1_700_000_000.0
@@ -85,10 +85,10 @@ class MadeUpRun:
             lines.write(json.dumps(content) + "\n")
 
     def files(self) -> RunFiles:
-        return read_run(self.path)
+        return RunFiles.read(self.path)
 
     def report(self) -> RunReport:
-        return build(self.files())
+        return RunReport.of(self.files())
 
     def page(self) -> str:
         return render(self.report())

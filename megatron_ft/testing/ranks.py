@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.run_id import make_run_id
+from megatron_ft.control.run_id import RunId
 from megatron_ft.mcore.device.install import install
 from megatron_ft.mcore.rank_main import warm
 from megatron_ft.testing.jobs import REPOSITORY
@@ -47,7 +47,7 @@ def run_ranks(
     """
     warm()
     run_dir.mkdir(parents=True, exist_ok=True)
-    make_run_id(run_dir, is_older=False)
+    RunId.make(run_dir, is_older=False)
     port = free_port("127.0.0.1")
     fork = multiprocessing.get_context("fork")
     ranks = [Rank(rank=rank, world_size=world_size, master_port=port, run_dir=run_dir) for rank in range(world_size)]
@@ -147,9 +147,9 @@ def join_groups(config: JobConfig, rank: Rank) -> tuple[Any, str]:
     transformer layers."""
     torch.set_num_threads(1)
     _, transformer_impl = install(config)
-    from megatron_ft.mcore.groups import form_groups
+    from megatron_ft.mcore.groups import Groups
 
-    groups = form_groups(
+    groups = Groups.form(
         config.parallel,
         store=dist.TCPStore("127.0.0.1", rank.master_port, rank.world_size, is_master=rank.rank == 0),
         rank=rank.rank,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore import rank_main
@@ -40,7 +40,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     from megatron_ft.testing.scheduled_trainer import ScheduledTrainer, run_schedule
 
     trainer = ScheduledTrainer(config, context, device=device, transformer_impl=transformer_impl)
-    schedule = MembershipSchedule(config, context, rank_main.join_job(trainer))
+    schedule = MembershipSchedule(config, context, trainer.join_job())
     _check(trainer, schedule)
     run_schedule(trainer, schedule)
     rank_main.report_unfired(context)
@@ -99,7 +99,7 @@ class MembershipSchedule:
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store) -> None:
-        changes = [parse_membership_change(text) for text in job.testing.membership_schedule]
+        changes = [MembershipChange.parse(text) for text in job.testing.membership_schedule]
         self._ahead = deque(scheduled_memberships(changes, job.launch.num_nodes, job.launch.ranks_per_node))
         self._context = context
         self._newest: NextMembership | None = None

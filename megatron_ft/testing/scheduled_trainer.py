@@ -1,12 +1,10 @@
 """The training loop of ranks whose memberships change by schedule; importing it imports Megatron."""
 
-from megatron_ft.mcore.recovery.coordinator import leave
-from megatron_ft.mcore.recovery.replicas import reconfigure
-from megatron_ft.mcore.training.trainer import Trainer
+from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 from megatron_ft.testing.scheduled_ranks import MembershipSchedule
 
 
-class ScheduledTrainer(Trainer):
+class ScheduledTrainer(ElasticTrainer):
     """A trainer that also returns before the first iteration of the next scheduled membership."""
 
     before: int | None = None
@@ -25,18 +23,18 @@ def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> Non
         trainer.run()
         if trainer.ended:
             schedule.end()
-            return leave(trainer)
+            return trainer.leave()
         # Before ranks leave: each has its share of the files to write.
         trainer.checkpoints.finish()
         following = schedule.begin()
         if following.new_rank(trainer.context.rank) is None:
-            leave(trainer)
+            trainer.leave()
             if following.rank_on(trainer.context.node, trainer.context.local_rank) is None:
                 following = schedule.await_own()
             if following is None:
                 return None
             trainer = _without_state(trainer)
-        reconfigure(trainer, following, store=schedule.store)
+        trainer.reconfigure(following, store=schedule.store)
         schedule.formed()
 
 

@@ -14,7 +14,7 @@ from megatron_ft.planning.snapshot.pieces import Piece, align
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import fsync_directory, write_file
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.window_file import MAGIC, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import ITEM_BYTES, Slice, Window
@@ -180,7 +180,7 @@ def _save_dense(folder: Path, iteration: int) -> None:
         software={"torch": "2.13.0"},
         files=files,
     )
-    write_manifest(directory, manifest)
+    manifest.write(directory)
     checkpoints.move_latest(folder, directory, iteration)
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from megatron_ft.config.checks.launch import check_launch
+from megatron_ft.config.checks.launch import _check_launch
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.launcher import launch
@@ -41,7 +41,7 @@ class Job:
 
     def __init__(self, name: str, variables: Mapping[str, str], folder: Path) -> None:
         config = from_dict(grouped(node_launcher=name, num_nodes=2, interface="10.0.0.7"))
-        check_launch(config)
+        _check_launch(config)
         self.launcher: NodeLauncher = open_launcher(config, variables)
         (folder / "logs").mkdir()
         self.run_dir, self.socket = folder, folder / "forkserver.sock"
@@ -91,9 +91,9 @@ def test_its_agents_are_started_watched_and_stopped(job: Job) -> None:
     started = set(psutil.Process().children()) - before
     if not job.launcher.starts_nodes:
         assert started == set()
-        assert join_file.read(job.run_dir) is not None, "nodes that come by themselves find what they need"
+        assert join_file.JoinFile.read(job.run_dir) is not None, "nodes that come by themselves find what they need"
         job.launcher.stop(0.0)
-        assert join_file.read(job.run_dir) is None
+        assert join_file.JoinFile.read(job.run_dir) is None
         return
     assert len(started) == 2
     victim = next(iter(started))
@@ -122,7 +122,7 @@ def test_a_fork_server_of_this_machine_is_refused_where_nodes_are_elsewhere(tmp_
     config.run.dir = str(tmp_path / "runs")
     config.launch.node_launcher = "megatron_ft.control.launchers.base:ProcessLauncher"
     config.launch.forkserver_socket = str(tmp_path / "warm.sock")
-    check_launch(config)
+    _check_launch(config)
     with pytest.raises(ConfigError, match=r"launch\.forkserver_socket=.*must be null .* other machines"):
         launch(config, "", open_sinks=lambda *_, **__: pytest.fail("the job was started"))
     assert not (tmp_path / "runs").exists()

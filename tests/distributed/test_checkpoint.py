@@ -182,12 +182,12 @@ class Rank:
     def form(self) -> None:
         import torch.distributed as dist
 
-        from megatron_ft.mcore.groups import form_groups
+        from megatron_ft.mcore.groups import Groups
         from megatron_ft.topology import Topology
 
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ["STORE"], world)
-        groups = form_groups(
+        groups = Groups.form(
             self.config.parallel,
             store=store,
             rank=rank,
@@ -433,7 +433,7 @@ def fault_fails_on_one_rank(rank: Rank, folder: Path) -> dict[str, Any]:
 
 
 def fault_fails_at_the_end(rank: Rank, folder: Path) -> dict[str, Any]:
-    from megatron_ft.snapshot.storage.manifest import verify
+    from megatron_ft.snapshot.storage.manifest import Manifest
 
     calls = break_writes(0, -1)
     rank.train(2)
@@ -447,7 +447,7 @@ def fault_fails_at_the_end(rank: Rank, folder: Path) -> dict[str, Any]:
         break_writes(0, call)
         rank.manager.save(rank.state(), 3 + number)
         rank.manager.finish()
-        valid += verify(folder / "iter_0000002").iteration == 2 and rank.manager.newest() is not None
+        valid += Manifest.verified(folder / "iter_0000002").iteration == 2 and rank.manager.newest() is not None
     failed = [record for record in rank.records if record["kind"] == "checkpoint_failed"]
     return {
         "num_write_calls": num_calls,
@@ -462,7 +462,7 @@ def fault_damaged(rank: Rank, folder: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     from megatron_ft.errors import CheckpointError
-    from megatron_ft.mcore.checkpoint import loading
+    from megatron_ft.mcore.checkpoint import manager
 
     rank.train(2)
     rank.manager.save(rank.state(), 2)
@@ -474,7 +474,7 @@ def fault_damaged(rank: Rank, folder: Path) -> dict[str, Any]:
         victim.write_bytes(content)
     dist.barrier()
     opened: list[str] = []
-    loading.dist_checkpointing = type(
+    manager.dist_checkpointing = type(
         "Spy", (), {"load": staticmethod(lambda *a, **k: opened.append("load") or dist_checkpointing.load(*a, **k))}
     )
     refused = ""
@@ -543,7 +543,7 @@ def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_ft.snapshot.storage import checkpoints, files
-    from megatron_ft.snapshot.storage.manifest import verify
+    from megatron_ft.snapshot.storage.manifest import Manifest
 
     rank.train(2)
     goes_on, stands, times = threading.Event(), threading.Event(), {"released_at": 0.0, "opened_at": 0.0}
@@ -591,7 +591,7 @@ def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
         "complete_after": complete,
         "released_at": times["released_at"],
         "opened_at": times["opened_at"] if int(os.environ["RANK"]) == 0 else float("inf"),
-        "verified": verify(folder / "iter_0000002").iteration,
+        "verified": Manifest.verified(folder / "iter_0000002").iteration,
         "folder": sorted(os.listdir(folder)),
     }
 

@@ -69,11 +69,11 @@ def _measure(config: JobConfig, rank: Any) -> int:
 def main(folder: Path, overrides: list[str]) -> None:
     """Measure, and plan the same."""
     from megatron_ft.corpus.check import check_data
-    from megatron_ft.planning.job import plan_job
+    from megatron_ft.planning.job import JobPlan
     from megatron_ft.testing.ranks import compose, run_ranks
 
     config = compose(*overrides)
-    plan = plan_job(config, check_data(config), device="cpu")
+    plan = JobPlan.of(config, check_data(config), device="cpu")
     grown = run_ranks(_measure, config, world_size=2, run_dir=folder / "run")
     predicted = plan.stages[0].saving.peak_bytes
     result = {"num_parameters": plan.num_parameters, "predicted_bytes": predicted, "grown_bytes": grown}

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.mcore.snapshot.local_window import VOTE
-from megatron_ft.snapshot.storage.rejected_windows import read_rejected
-from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow
+from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.testing.jobs import JobResult, run_job
 
@@ -209,7 +209,7 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert "had other results than the logged vote: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
-    assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
+    assert [window.start_iteration for window in RejectedWindow.read_all(resumed.run_dir)] == [newest.start_iteration]
     assert digests(resumed) == digests(undisturbed) and losses(resumed) == losses(undisturbed)
 
 
@@ -239,7 +239,7 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
 
 def alter_vote(path: Path) -> None:
     """Let a sound file say another loss of the first iteration that a replay of it runs."""
-    with open_window(path) as opened:
+    with WindowFile.open(path) as opened:
         window, payload = opened.window, [opened.read_slice(index) for index in range(opened.window.num_slices)]
     slices = list(window.slices)
     vote = json.loads(slices[1].header[VOTE])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.snapshot.capture.copier import CopyBatch, StreamCopier, capture_bandwidth, pin, unpin
+from megatron_ft.snapshot.capture.copier import CopyBatch, _StreamCopier, capture_bandwidth, pin, unpin
 
 NUM_BYTES = 64 << 20
 SLEEP_CYCLES = 200_000_000
@@ -27,7 +27,7 @@ def copied_after_a_queued_write(target: torch.Tensor, cuda: Any) -> int:
     """What a batch holds that begins while the write of its source waits in the queue."""
     source = torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    copier = StreamCopier(source.device, cuda)
+    copier = _StreamCopier(source.device, cuda)
     torch.cuda._sleep(SLEEP_CYCLES)
     source.fill_(7)
     copier.start(CopyBatch.of([source], [target]))
@@ -56,7 +56,7 @@ def test_without_the_order_the_same_batch_comes_before(target: torch.Tensor) -> 
 
 def test_what_is_queued_after_the_wait_is_not_in_the_batch(target: torch.Tensor) -> None:
     source = torch.ones(NUM_BYTES, dtype=torch.uint8, device="cuda")
-    copier = StreamCopier(source.device)
+    copier = _StreamCopier(source.device)
     for value in (2, 3):
         copier.start(CopyBatch.of([source], [target]))
         copier.wait()
@@ -69,7 +69,7 @@ def test_what_is_queued_after_the_wait_is_not_in_the_batch(target: torch.Tensor)
 def test_sources_in_host_memory_are_those_of_the_start(target: torch.Tensor) -> None:
     step, weight = torch.tensor(5.0), torch.arange(1024, device="cuda", dtype=torch.float32)
     batch = CopyBatch.of([step, weight], [target[:4], target[4:4100]])
-    copier = StreamCopier(weight.device)
+    copier = _StreamCopier(weight.device)
     copier.start(batch)
     step.fill_(6.0)
     copier.wait()
@@ -85,7 +85,7 @@ def test_a_slice_of_many_pieces_of_every_dtype(target: torch.Tensor) -> None:
         size = source.numel() * source.element_size()
         targets.append(target[offset : offset + size])
         offset += size + 3  # at any alignment
-    copier = StreamCopier(torch.device("cuda"))
+    copier = _StreamCopier(torch.device("cuda"))
     copier.start(CopyBatch.of(sources, targets))
     copier.wait()
     for source, kept in zip(sources, targets, strict=True):
@@ -111,7 +111,7 @@ def test_refused_memory_leaves_the_device_usable() -> None:
 
 def test_the_probe_measures_what_copies_reach(target: torch.Tensor) -> None:
     source = torch.ones(NUM_BYTES, dtype=torch.uint8, device="cuda")
-    copier = StreamCopier(source.device)
+    copier = _StreamCopier(source.device)
     seconds = []
     for _ in range(5):
         copier.start(CopyBatch.of([source], [target]))

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, StragglerTimer, StreamClock
+from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, StragglerTimer, _StreamClock
 
 
 class Products(torch.nn.Module):
@@ -18,7 +18,7 @@ class Products(torch.nn.Module):
 
 def timer_of(matrix: torch.Tensor, count: int) -> float:
     work = Products()
-    pace = StragglerTimer(StreamClock())
+    pace = StragglerTimer(_StreamClock())
     pace.time(work)
     said = 0.0
     for _ in range(2 * MIN_ITERATIONS):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import SoftwareError
-from megatron_ft.mcore.device.software import inspect_software
+from megatron_ft.mcore.device.install import _Software
 from tools.gpu import ranks
 from tools.gpu.training import MODEL
 from tools.gpu.transports import TRANSPORTS
@@ -39,7 +39,7 @@ TOLERANCE = 2e-2
 @pytest.fixture(scope="module", autouse=True)
 def _has_transformer_engine() -> None:
     try:
-        version = inspect_software().transformer_engine
+        version = _Software.inspect().transformer_engine
     except SoftwareError as error:
         pytest.skip(str(error))
     if version is None:

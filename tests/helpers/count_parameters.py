@@ -16,9 +16,9 @@ def main() -> None:
     variants = [from_dict({"model": model, "training": {"device": "cpu"}}) for model in json.load(sys.stdin)]
     _, implementation = install(variants[0])
 
-    from megatron_ft.mcore.groups import form_groups
+    from megatron_ft.mcore.groups import Groups
 
-    groups = form_groups(
+    groups = Groups.form(
         variants[0].parallel,
         store=dist.HashStore(),
         rank=0,

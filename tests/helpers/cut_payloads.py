@@ -167,7 +167,7 @@ def _be(rank: int, port: int, name: str, parent: Connection) -> None:
         OPERATIONS[name]()
         return
     transports = Transports.among(sockets, store_port=store.port)
-    waits.use(transports.limit)
+    transports.limit.use()
     broken: list[float] = []
 
     def watch() -> None:

@@ -14,12 +14,12 @@ import xxhash
 
 from megatron_ft.events import Record
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.groups import dissolve_groups, form_groups
+from megatron_ft.mcore.groups import Groups, dissolve_groups
 from megatron_ft.mcore.model.names import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.commit import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.reporting import metrics_record
-from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.helpers.volatile import volatile_state
@@ -107,7 +107,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
     def on_new_groups(engine: Any, generation: int) -> dict[str, Any]:
         sockets_before = _open_sockets()
         engine.build(
-            form_groups(
+            Groups.form(
                 config.parallel,
                 store=store,
                 rank=rank,
@@ -225,7 +225,7 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
 
         def begin(generation: int) -> tuple[Any, Snapshotter]:
             client = served.client(rank, generation=generation, **about)
-            assignment = assign_peers(["node0"], 0)
+            assignment = PeerAssignment.of(["node0"], 0)
             header = {"client": client, "assignment": assignment, "node": rank, "header": lambda index: {}}
             return client, Snapshotter(config, engine, report=said.append, **header)
 

@@ -257,7 +257,7 @@ def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
         model = config.model
         init = dist.init_process_group
         with mock.patch.object(dist, "init_process_group", lambda backend, **about: init(backend="fake", **about)):
-            groups = groups_module.form_groups(
+            groups = groups_module.Groups.form(
                 config.parallel,
                 store=dist.HashStore(),
                 rank=0,

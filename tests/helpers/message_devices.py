@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ft.mcore.pipeline import communicator
-from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, serve
-from megatron_ft.mcore.pipeline.staged import StagedCommunicator
+from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, _StagedCommunicator, serve
 
 SHAPE = (4, 1, 8)
 GPU = torch.device("cuda", 0)
@@ -66,7 +65,7 @@ def exchanged(*, waits: bool) -> dict[str, list[str]]:
         mock.patch.object(dist, "get_backend", lambda group=None: "gloo"),
         mock.patch.object(p2p_communication, "_p2p_ops", begin),
     ):
-        stage = StagedCommunicator(Pair(), config())  # type: ignore[arg-type]
+        stage = _StagedCommunicator(Pair(), config())  # type: ignore[arg-type]
         previous, following, requests = stage._communicate(
             tensor_send_next=torch.ones(SHAPE, device=GPU, requires_grad=True),
             tensor_send_prev=torch.ones(SHAPE, device=GPU),
@@ -98,7 +97,7 @@ def logged(backend: str) -> dict[str, Any]:
         mock.patch.object(dist, "get_backend", lambda group=None: backend),
         mock.patch.object(dist, "isend", send),
         mock.patch.object(dist, "recv", receive),
-        mock.patch.object(communicator, "world_group", lambda: "all ranks"),
+        mock.patch.object(communicator, "_world_group", lambda: "all ranks"),
     ):
         pair: Any = Pair()
         stage = ReplayCommunicator(pair, config(), None, replays_previous=False, replays_next=False)

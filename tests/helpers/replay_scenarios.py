@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.optimizer.masters import masters
-from megatron_ft.mcore.recovery.replay import CapturedSlice, Replayer
+from megatron_ft.mcore.recovery.replay import Replayer, _CapturedSlice
 from megatron_ft.mcore.state.operator_view import OperatorView
-from megatron_ft.mcore.state.train_state import encode
+from megatron_ft.mcore.state.train_state import _encode
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import History, Vote
-from megatron_ft.planning.recovery.replay import plan_replay
+from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.pieces import slice_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
@@ -53,7 +53,7 @@ def random_window(view: OperatorView, num_slices: int, num_parts: Mapping[str, i
     return plan
 
 
-def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index: int) -> CapturedSlice:
+def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index: int) -> _CapturedSlice:
     """Copy slice ``index`` out of the present state."""
     pieces = view.pieces(plan, index)
     payload = bytearray(slice_bytes(pieces))
@@ -62,7 +62,7 @@ def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index:
         assert len(content) == piece.num_bytes, piece
         payload[piece.offset : piece.offset + piece.num_bytes] = content
     record = json.loads(json.dumps(engine.train_state().to_json())) if index == 0 else None
-    return CapturedSlice(payload=bytes(payload), train_state=record)
+    return _CapturedSlice(payload=bytes(payload), train_state=record)
 
 
 def scramble(engine: TrainingEngine) -> None:
@@ -83,7 +83,7 @@ class Recorded:
     """An undisturbed run: votes, losses and digests by iteration, and the window captured on the way."""
 
     plan: WindowPlan | None = None
-    slices: list[CapturedSlice] = dataclasses.field(default_factory=list)
+    slices: list[_CapturedSlice] = dataclasses.field(default_factory=list)
     votes: dict[int, Vote] = dataclasses.field(default_factory=dict)
     digests: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -138,7 +138,7 @@ def replay(
     with job_of(config, **place) as job:
         scramble(job.engine)
         view = view_of(job.engine)
-        recovery = plan_replay(found.plan, START, found.votes)
+        recovery = ReplayPlan.of(found.plan, START, found.votes)
         replayer = Replayer(job.engine, view, window=found.plan, slices=found.slices, skip_frozen=skip_frozen)
         began = time.process_time()
         try:
@@ -172,15 +172,15 @@ def spoil(found: Recorded, damage: str, rank: int) -> None:
     if damage == "weight" and rank == 0:
         content = bytearray(first.payload)
         content[1] ^= 0x01
-        found.slices[0] = CapturedSlice(payload=bytes(content), train_state=first.train_state)
+        found.slices[0] = _CapturedSlice(payload=bytes(content), train_state=first.train_state)
     elif damage == "short":
-        found.slices[0] = CapturedSlice(payload=first.payload[:-4096], train_state=first.train_state)
+        found.slices[0] = _CapturedSlice(payload=first.payload[:-4096], train_state=first.train_state)
     elif damage == "no_train_state":
-        found.slices[0] = CapturedSlice(payload=first.payload)
+        found.slices[0] = _CapturedSlice(payload=first.payload)
     elif damage == "random_numbers" and rank == 0:
         assert first.train_state is not None, "captured with slice 0"
-        rng = {**first.train_state["rng"], "torch": encode(torch.Generator().manual_seed(5).get_state())}
-        found.slices[0] = CapturedSlice(payload=first.payload, train_state={**first.train_state, "rng": rng})
+        rng = {**first.train_state["rng"], "torch": _encode(torch.Generator().manual_seed(5).get_state())}
+        found.slices[0] = _CapturedSlice(payload=first.payload, train_state={**first.train_state, "rng": rng})
     elif damage == "vote":
         vote = found.votes[START + 1]
         found.votes[START + 1] = dataclasses.replace(vote, loss=math.nextafter(vote.loss, 9.0))
@@ -199,9 +199,9 @@ def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:
 
 def poison(iteration: int) -> None:
     """Make the loss of ``iteration`` NaN."""
-    from megatron_ft.mcore.training import engine, forward
+    from megatron_ft.mcore.training import engine
 
-    original = forward.forward_step
+    original = engine.forward_step
 
     def forward_step(microbatches: Any, model: torch.nn.Module, *, iteration: int, _bad: int = iteration) -> Any:
         output, loss = original(microbatches, model, iteration=iteration)

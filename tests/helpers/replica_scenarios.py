@@ -16,11 +16,11 @@ from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.names import named_parameters
 from megatron_ft.mcore.moe.migration import migrate
-from megatron_ft.mcore.moe.observation import routers
 from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from megatron_ft.mcore.optimizer.commit import grad_scalers
 from megatron_ft.mcore.state.digest import tensor_digest, tensor_digests
 from megatron_ft.mcore.state.tensors import take_state
+from megatron_ft.mcore.training.engine import routers
 from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
 from tests.helpers.volatile import volatile_state

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
-from megatron_ft.mcore.pipeline import staged
+from megatron_ft.mcore.pipeline import communicator
 from megatron_ft.testing import engines
 from tests.helpers.volatile import volatile_state
 
@@ -40,7 +40,7 @@ def train(
     """Three iterations; digests of the state, losses, and how many messages were not staged."""
     config, witness = engines.micro_config(overrides, world_size=world_size), Witness()
     with (
-        mock.patch.object(staged, "sends_host_memory_only", lambda group: is_staged),
+        mock.patch.object(communicator, "_sends_host_memory_only", lambda group: is_staged),
         mock.patch.object(p2p_communication, "_batched_p2p_ops", witness.watch(p2p_communication._batched_p2p_ops)),
         mock.patch.object(p2p_communication, "_p2p_ops", witness.watch(p2p_communication._p2p_ops)),
         engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine,
@@ -64,7 +64,7 @@ def send_and_free(*, rank: int, world_size: int, store: dist.Store, overrides: d
     shape, value = (1 << 10, 1, 1 << 12), 3.0
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.groups_of(config, store=store, rank=rank, world_size=world_size) as groups:
-        stage = staged.StagedCommunicator(groups.pg_collection.pp, build_transformer_config(config, "local"))
+        stage = communicator._StagedCommunicator(groups.pg_collection.pp, build_transformer_config(config, "local"))
 
         def exchange(sent: torch.Tensor | None) -> Any:
             about = {"tensor_send_prev": None, "recv_next": False, "tensor_shape": shape, "wait_on_reqs": False}

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.launchers.torchrun import check_restarts, detect, read_environment
+from megatron_ft.control.launchers.torchrun import RankEnvironment, detect
 from megatron_ft.mcore import standalone
 from megatron_ft.testing import dummy_rank
 
@@ -21,8 +21,8 @@ def main() -> int:
     config.telemetry = replace(config.telemetry, wandb="disabled")
     config.training = replace(config.training, train_iterations=int(sys.argv[2]))
     config.testing = replace(config.testing, failpoints=sys.argv[3:])
-    environment = read_environment(detect(os.environ), os.environ)
-    check_restarts(environment, config.run)
+    environment = RankEnvironment.read(detect(os.environ), os.environ)
+    environment.check_restarts(config.run)
     return standalone.main(config, environment, dummy_rank.run)
 
 

@@ -10,7 +10,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
 from megatron_ft.planning.state.tensors import StateTensor
-from megatron_ft.planning.state.transfers import Kept, Transfer, TransferPlan, plan_transfers
+from megatron_ft.planning.state.transfers import Kept, Transfer, TransferPlan
 
 Element = tuple[StateTensor, int, int]
 """Tensor, element, iteration: the identity of a bit pattern."""
@@ -106,7 +106,7 @@ def check_plan(plan: TransferPlan, holdings: Holdings, needs: Needs) -> None:
 
 def planned(holdings: Holdings, needs: Needs, *, limit_bytes: int = 1 << 20, min_piece_bytes: int = 1) -> TransferPlan:
     """A plan that must exist, checked."""
-    plan = plan_transfers(holdings, needs, limit_bytes=limit_bytes, min_piece_bytes=min_piece_bytes)
+    plan = TransferPlan.of(holdings, needs, limit_bytes=limit_bytes, min_piece_bytes=min_piece_bytes)
     assert not isinstance(plan, Declined), plan.summary()
     check_plan(plan, holdings, needs)
     return plan

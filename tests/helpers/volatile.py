@@ -11,8 +11,8 @@ def volatile_state(engine: Any) -> dict[str, str]:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     from megatron_ft.mcore.model.names import unwrap
-    from megatron_ft.mcore.moe.observation import routers
-    from megatron_ft.mcore.optimizer.commit import parts
+    from megatron_ft.mcore.optimizer.commit import _parts
+    from megatron_ft.mcore.training.engine import routers
 
     state = {"cpu_rng": torch.get_rng_state(), "device_rng": torch.cuda.get_rng_state()}
     state |= {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
@@ -24,7 +24,7 @@ def volatile_state(engine: Any) -> dict[str, str]:
         state |= {f"buffer.{number}.{name}": value for name, value in unwrap(chunk).named_buffers()}
     content = {name: value.contiguous().reshape(-1).view(torch.uint8).numpy() for name, value in state.items()}
     text = {name: xxhash.xxh3_128(value.tobytes()).hexdigest() for name, value in content.items()}
-    scalers = [part.grad_scaler for part in parts(engine.optimizer) if getattr(part, "grad_scaler", None) is not None]
+    scalers = [part.grad_scaler for part in _parts(engine.optimizer) if getattr(part, "grad_scaler", None) is not None]
     text["scalers"] = str([{key: float(value) for key, value in s.state_dict().items()} for s in scalers])
     text["learning_rates"] = str([group["lr"] for group in engine.optimizer.param_groups])
     return text

@@ -17,15 +17,14 @@ import pretrain_moe
 from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.run_id import make_run_id
-from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.control.run_id import RunId
+from megatron_ft.corpus.check import SplitPlan, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.corpus.sources import fingerprint, plan_split
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import EXIT_CODES, CheckpointError, ConfigError
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.snapshot.storage.checkpoints import directory_name
-from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import Manifest
 from tests.helpers.programs import write_program
 
 ROOT = Path(__file__).parents[2]
@@ -279,21 +278,21 @@ def saved_run(tmp_path: Path) -> list[str]:
         writer.add_document(np.arange(200_000) % 250)
     overrides = [f"data.train=[{tmp_path / 'text'}]", f"run.dir={tmp_path}", "run.name=first", "run.resume=must"]
     config, _ = pretrain_moe.compose(overrides)
-    data = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
+    data = SplitPlan.of(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
     directory = tmp_path / "first" / "checkpoints" / directory_name(7)
     directory.mkdir(parents=True)
     manifest = Manifest(
-        run_id=make_run_id(tmp_path / "first", is_older=False).run_id,
+        run_id=RunId.make(tmp_path / "first", is_older=False).run_id,
         run_name="first",
         generation=0,
         topology={"world_size": 1},
         iteration=7,
         consumed_samples=0,
-        settings=settings_of(config, data_fingerprint=fingerprint(data), vocab_size=resolve_vocab_size(config)),
+        settings=settings_of(config, data_fingerprint=data.fingerprint(), vocab_size=resolve_vocab_size(config)),
         software={},
         files=(),
     )
-    write_manifest(directory, manifest)
+    manifest.write(directory)
     return overrides
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_ft import events
-from megatron_ft.records import OtherRecord, read_record
+from megatron_ft.records import OtherRecord, Record
 from tests.helpers.example_records import example_of
 from tools.document_telemetry import field_meanings
 
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(record: dict[str, object], message: str) -
     ],
 )
 def test_a_kind_of_another_package_is_kept(line: dict[str, object], shown: str) -> None:
-    found = read_record(line)
+    found = Record.read(line)
     assert found == OtherRecord(
         name="lunch_served",
         time_unix_seconds=line.get("time_unix_seconds"),  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_a_kind_of_another_package_is_kept(line: dict[str, object], shown: str) 
 )
 def test_a_line_that_is_no_record_is_refused(line: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
-        read_record(line)
+        Record.read(line)
     assert message in str(caught.value)
 
 

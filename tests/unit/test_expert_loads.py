@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_ft.errors import DataError
-from megatron_ft.expert_loads import read_expert_loads
+from megatron_ft.expert_loads import ExpertLoads
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "expert_load"
 HEADER = "batch_id,dataset_name,stage,router_layer_index,expert_id,assigned_tokens,total_tokens\n"
@@ -28,7 +28,7 @@ HEADER = "batch_id,dataset_name,stage,router_layer_index,expert_id,assigned_toke
     ],
 )
 def test_real_files(name: str, shape: tuple[int, ...], tokens_per_layer: int) -> None:
-    loads = read_expert_loads(REAL / name)
+    loads = ExpertLoads.read(REAL / name)
     assert loads.tokens.shape == shape
     assert loads.tokens.dtype == np.int64
     assert loads.per_layer()[-1].sum() == tokens_per_layer
@@ -41,16 +41,16 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def test_lists_of_loads(tmp_path: Path) -> None:
-    loads = read_expert_loads(write(tmp_path, "loads.json", "[[1, 2.0, 0], [4, 5, 6]]"))
+    loads = ExpertLoads.read(write(tmp_path, "loads.json", "[[1, 2.0, 0], [4, 5, 6]]"))
     assert loads.per_layer().tolist() == [[1, 2, 0], [4, 5, 6]]
     assert loads.per_layer().dtype == np.int64
-    assert read_expert_loads(write(tmp_path, "f.json", "[[0.5, 1]]")).per_layer().tolist() == [[0.5, 1.0]]
+    assert ExpertLoads.read(write(tmp_path, "f.json", "[[0.5, 1]]")).per_layer().tolist() == [[0.5, 1.0]]
 
 
 def test_records_by_iteration(tmp_path: Path) -> None:
     counts = np.arange(2 * 2 * 1 * 1 * 3).reshape(2, 2, 1, 1, 3)
     np.savez(tmp_path / "x.npz", counts=counts, iters=np.array([1, 11]))
-    loads = read_expert_loads(tmp_path / "x.npz")
+    loads = ExpertLoads.read(tmp_path / "x.npz")
     assert loads.per_layer(loads.record_of(11)).tolist() == [[6 + 9, 7 + 10, 8 + 11]]
     with pytest.raises(DataError, match="iteration=12"):
         loads.record_of(12)
@@ -75,7 +75,7 @@ def test_records_by_iteration(tmp_path: Path) -> None:
 )
 def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_expert_loads(write(tmp_path, "x.json", content))
+        ExpertLoads.read(write(tmp_path, "x.json", content))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
 )
 def test_csv_refused(tmp_path: Path, rows: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_expert_loads(write(tmp_path, "x.csv", HEADER + rows))
+        ExpertLoads.read(write(tmp_path, "x.csv", HEADER + rows))
 
 
 def test_arrays_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_arrays_refused(tmp_path: Path) -> None:
         ("missing.json", "cannot be read"),
     ]:
         with pytest.raises(DataError, match=message):
-            read_expert_loads(tmp_path / name)
+            ExpertLoads.read(tmp_path / name)
 
 
 def test_truncated_archive_is_refused(tmp_path: Path) -> None:
@@ -122,12 +122,12 @@ def test_truncated_archive_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "x.npz").read_bytes()
     for length in range(0, len(whole), 37):
         with pytest.raises(DataError):
-            read_expert_loads(write(tmp_path, "cut.npz", whole[:length]))
+            ExpertLoads.read(write(tmp_path, "cut.npz", whole[:length]))
 
 
 def test_json_file_of_one_thousand_layers(tmp_path: Path) -> None:
     layers = [[layer, 1] for layer in range(1000)]
-    assert read_expert_loads(write(tmp_path, "x.json", json.dumps(layers))).num_layers == 1000
+    assert ExpertLoads.read(write(tmp_path, "x.json", json.dumps(layers))).num_layers == 1000
 
 
 def _npy_bytes(array: np.ndarray) -> bytes:
@@ -198,7 +198,7 @@ def test_no_damage_is_anything_but_one_error_that_names_the_file(
 ) -> None:
     path = write(tmp_path, name, content)
     try:
-        loads = read_expert_loads(path)
+        loads = ExpertLoads.read(path)
     except DataError as error:
         assert name in str(error), error
     else:  # a field of no interest may hold anything
@@ -217,11 +217,11 @@ def test_an_archive_that_unpacks_to_more_than_memory_is_refused_by_its_sizes(tmp
     content[22:26] = size
     path = write(tmp_path, "a.npz", bytes(content))
     with pytest.raises(DataError, match=r"counts\.npy: 4294967294 bytes: must be at most"):
-        read_expert_loads(path)
+        ExpertLoads.read(path)
 
 
 def test_a_sparse_file_is_refused_by_its_size(tmp_path: Path) -> None:
     path = write(tmp_path, "a.npy", _IDS)
     os.truncate(path, 1 << 40)
     with pytest.raises(DataError, match=r"a\.npy: 1099511627776 bytes"):
-        read_expert_loads(path)
+        ExpertLoads.read(path)

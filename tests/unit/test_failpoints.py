@@ -13,7 +13,7 @@ import pytest
 from megatron_ft import failpoints
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import FailpointHit, Record
-from megatron_ft.failpoints import PHASES, InjectedFault, append_to, arm, hit, parse
+from megatron_ft.failpoints import PHASES, Failpoint, InjectedFault, append_to, arm, hit
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ def unarmed() -> Iterator[None]:
 
 
 def test_a_spec_is_read() -> None:
-    found = parse(' kill( rank=1, at_iteration=7, phase="backward") ')
+    found = Failpoint.parse(' kill( rank=1, at_iteration=7, phase="backward") ')
     assert (found.action, found.rank, found.node, found.at_iteration, found.phase) == ("kill", 1, None, 7, "backward")
-    assert parse("delay(phase='data', seconds=2)").seconds == 2.0
-    assert parse("raise(phase='vote_inside', message='x', node=2)").message == "x"
-    assert parse("exit(phase='build', code=3)").code == 3
+    assert Failpoint.parse("delay(phase='data', seconds=2)").seconds == 2.0
+    assert Failpoint.parse("raise(phase='vote_inside', message='x', node=2)").message == "x"
+    assert Failpoint.parse("exit(phase='build', code=3)").code == 3
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_spec_is_read() -> None:
 )
 def test_bad_specs_are_refused_by_name(text: str, word: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        Failpoint.parse(text)
     assert word in str(caught.value)
     assert "testing.failpoints=" in str(caught.value)
 
@@ -132,7 +132,7 @@ def test_a_generation_means_the_ranks_of_that_start_only(generation: int, fires:
 
 def test_every_phase_can_be_named_and_others_are_our_own_mistake() -> None:
     for phase in PHASES:
-        assert parse(f"kill(phase='{phase}')").phase == phase
+        assert Failpoint.parse(f"kill(phase='{phase}')").phase == phase
     arm(["delay(phase='data', seconds=0)"], rank=0, node=0, record=lambda _: None)
     with pytest.raises(AssertionError, match="unknown phase"):
         hit("lunch", 1)
@@ -232,4 +232,4 @@ def test_a_rank_is_that_of_the_generation_that_is_named_else_the_first(
 
 def test_no_pass_before_the_first() -> None:
     with pytest.raises(ConfigError, match="passes a value of at least 1"):
-        failpoints.parse('kill(phase="forward", passes=0)')
+        failpoints.Failpoint.parse('kill(phase="forward", passes=0)')

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.strict_json import decode, encode, to_float, to_number, type_name
+from megatron_ft.strict_json import _to_float, decode, encode, to_number, type_name
 
 
 def test_encode_leaves_nothing_json_lacks() -> None:
@@ -18,19 +18,19 @@ def test_encode_leaves_nothing_json_lacks() -> None:
 @pytest.mark.parametrize("value", [True, None, "1.0", "nan", [1.0], {}])
 def test_what_is_no_number_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="must be a number"):
-        to_float(value)
+        _to_float(value)
     with pytest.raises(ValueError, match="loss="):
         to_number(value, "loss")
 
 
 def test_numbers_keep_their_type_unless_a_float_is_wanted() -> None:
     assert type(to_number(3, "x")) is int and type(to_number(3, "x", always_float=True)) is float
-    assert math.isnan(to_float("NaN")) and to_float("-Infinity") == -math.inf
+    assert math.isnan(_to_float("NaN")) and _to_float("-Infinity") == -math.inf
 
 
 def test_an_integer_that_no_float_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="within the range of a float"):
-        to_float(10**400)
+        _to_float(10**400)
 
 
 @pytest.mark.parametrize(

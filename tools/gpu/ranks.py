@@ -198,10 +198,10 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
         warnings.simplefilter("ignore")
         device_type, transformer_impl = install(job)
     _prepare_process(job)
-    from megatron_ft.mcore.groups import form_groups
+    from megatron_ft.mcore.groups import Groups
     from megatron_ft.mcore.training.engine import TrainingEngine
 
-    groups = form_groups(
+    groups = Groups.form(
         job.parallel,
         store=dist.TCPStore("127.0.0.1", place.port, place.world_size, is_master=place.rank == 0),
         rank=place.rank,

@@ -18,7 +18,18 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LONGEST_SOCKET_PATH = 107
 
 
-def check_launch(config: JobConfig) -> None:
+def check(config: JobConfig) -> None:
+    """Check the groups of nodes, processes, detector, run and telemetry."""
+    _check_names(config)
+    _check_launch(config)
+    _check_detector(config.detector)
+    _check_launchers(config)
+    _check_run(config.run)
+    _check_coming_nodes(config)
+    _check_telemetry(config.telemetry)
+
+
+def _check_launch(config: JobConfig) -> None:
     """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
     launch, max_restarts = config.launch, config.recovery.max_restarts
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
@@ -107,7 +118,7 @@ def _check_nodes(config: JobConfig) -> None:
     )
 
 
-def check_detector(detector: DetectorConfig) -> None:
+def _check_detector(detector: DetectorConfig) -> None:
     """Check that all times are above 0, and that the timeouts are long enough compared with each other."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
@@ -158,7 +169,7 @@ def _check_socket(path: str | None) -> None:
     )
 
 
-def check_run(run: RunConfig) -> None:
+def _check_run(run: RunConfig) -> None:
     """Check the run's name, which must be a single folder name, and whether the run may be resumed or started over."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
     require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must name a folder")
@@ -182,7 +193,7 @@ def check_run(run: RunConfig) -> None:
     )
 
 
-def check_telemetry(telemetry: TelemetryConfig) -> None:
+def _check_telemetry(telemetry: TelemetryConfig) -> None:
     """Check intervals, sinks and their modes, and limits of alerts."""
     for name, spec in telemetry.sinks.items():
         is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
@@ -205,7 +216,7 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
     above(1, "telemetry.alert_slowest_rank_over_median", telemetry.alert_slowest_rank_over_median)
 
 
-def check_names(config: JobConfig) -> None:
+def _check_names(config: JobConfig) -> None:
     """Check ``model.name``, with which generated run names begin, and ``dry_run_format``."""
     require(
         RUN_NAME.fullmatch(config.model.name) is not None,
@@ -216,7 +227,7 @@ def check_names(config: JobConfig) -> None:
     one_of(("table", "json"), "dry_run_format", config.dry_run_format)
 
 
-def check_coming_nodes(config: JobConfig) -> None:
+def _check_coming_nodes(config: JobConfig) -> None:
     """Check that nodes can find the run's folder if Slurm starts them (``launch.node_launcher=none``)."""
     if config.launch.node_launcher == "none":
         why = (
@@ -236,10 +247,10 @@ _LOCAL_ONLY = {
 """Keys that only the control plane of mode ``local`` reads, each with the reason why other modes ignore it."""
 
 
-def check_launchers(config: JobConfig) -> None:
+def _check_launchers(config: JobConfig) -> None:
     """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
 
-    ``check_launch`` checks ``recovery.max_restarts``; ``recovery.py`` checks keys for lost nodes and snapshots.
+    ``_check_launch`` checks ``recovery.max_restarts``; ``recovery.py`` checks keys for lost nodes and snapshots.
 
     Raises:
         ConfigError: a key has another value; the message names it.

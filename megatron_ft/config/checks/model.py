@@ -1,6 +1,7 @@
 """Checks of a model: sizes and dense layers first, then MoE layers and routers."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
 
 SIZES = (
@@ -21,7 +22,13 @@ ROUTERS = ("learned", "trace")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 
-def check_model(model: ModelConfig) -> None:
+def check(config: JobConfig) -> None:
+    """Check ``model``."""
+    _check_model(config.model)
+    _check_moe(config.model)
+
+
+def _check_model(model: ModelConfig) -> None:
     """Check sizes, attention heads, position embeddings, norms and dropout."""
     for name in SIZES:
         at_least(1, f"model.{name}", getattr(model, name))
@@ -104,7 +111,7 @@ def _check_latent_attention(model: ModelConfig) -> None:
     )
 
 
-def check_moe(model: ModelConfig) -> None:
+def _check_moe(model: ModelConfig) -> None:
     """Check experts, shared experts, router, load balancing and capacity."""
     one_of(ROUTERS, "model.router", model.router)
     _check_trace(model)

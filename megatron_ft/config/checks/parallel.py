@@ -5,7 +5,13 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.topology import Topology
 
 
-def check_parallel(config: JobConfig) -> None:
+def check(config: JobConfig) -> None:
+    """Check ``parallel``."""
+    _check_parallel(config)
+    _check_transformer_engine(config)
+
+
+def _check_parallel(config: JobConfig) -> None:
     """Check that the parallel sizes fit the number of ranks, the layers, heads and experts, and the device."""
     parallel = config.parallel
     virtual = parallel.virtual_pipeline_model_parallel_size
@@ -109,7 +115,7 @@ def _check_context(config: JobConfig) -> None:
         divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
 
 
-def check_transformer_engine(config: JobConfig) -> None:
+def _check_transformer_engine(config: JobConfig) -> None:
     """Check that no key requires Transformer Engine if the device or ``training.transformer_impl`` excludes it."""
     training = config.training
     without = [

@@ -3,11 +3,18 @@
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, at_least, require, show
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, unmet, value_of
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 
 
-def check_survival(config: JobConfig) -> None:
+def check(config: JobConfig) -> None:
+    """Check ``snapshot``, ``recovery`` and ``upstream_log``."""
+    _check_snapshot(config)
+    _check_survival(config)
+    _check_upstream_log(config)
+
+
+def _check_survival(config: JobConfig) -> None:
     """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and related keys.
 
     Raises:
@@ -46,7 +53,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     earliest, last = 1, config.training.train_iterations
     # Check in order, because the members before a change depend on the earlier changes.
     for text in schedule:
-        change = parse_membership_change(text)
+        change = MembershipChange.parse(text)
         named = (*change.lose, *change.join)
         require(max(named, default=0) < num_nodes, key, text, f"must name nodes in 0..{num_nodes - 1}")
         members = f"must lose only members; before that change the members are nodes {list(nodes)}"
@@ -88,7 +95,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
 def _check_requirements(
     config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
 ) -> None:
-    found = unmet(config, requirements)
+    found = Requirement.unmet(config, requirements)
     # Name all of them in one message, because the user may find only the last one impossible to change.
     others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
     also = f"; {feature} also requires: {', '.join(others)}" if others else ""
@@ -129,7 +136,7 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
     )
 
 
-def check_upstream_log(config: JobConfig) -> None:
+def _check_upstream_log(config: JobConfig) -> None:
     """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a stage can replay alone with the same bits.
 
     Raises:
@@ -169,7 +176,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
     )
 
 
-def check_snapshot(config: JobConfig) -> None:
+def _check_snapshot(config: JobConfig) -> None:
     """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:

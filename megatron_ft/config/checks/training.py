@@ -11,7 +11,15 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LARGEST_SEED = 2**31 - 1
 
 
-def check_training(training: TrainingConfig) -> None:
+def check(config: JobConfig) -> None:
+    """Check ``training``, ``precision``, ``optimizer`` and ``checkpoint``."""
+    _check_training(config.training)
+    _check_precision(config.precision)
+    _check_optimizer(config.optimizer, config.training.train_iterations)
+    _check_checkpoint(config)
+
+
+def _check_training(training: TrainingConfig) -> None:
     """Check iterations, batch size, device and policies."""
     for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
         at_least(1, f"training.{name}", getattr(training, name))
@@ -46,7 +54,7 @@ def _check_words(training: TrainingConfig) -> None:
     one_of(("full", "selective"), "training.recompute_granularity", training.recompute_granularity)
 
 
-def check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
+def _check_optimizer(optimizer: OptimizerConfig, train_iterations: int) -> None:
     """Check learning rates, their schedule, moments and gradient clipping."""
     above(0, "optimizer.lr", optimizer.lr)
     for name in ("min_lr", "lr_warmup_init", "weight_decay", "clip_grad", "lr_warmup_iterations"):
@@ -84,7 +92,7 @@ def _check_schedule(optimizer: OptimizerConfig, train_iterations: int) -> None:
     )
 
 
-def check_precision(precision: PrecisionConfig) -> None:
+def _check_precision(precision: PrecisionConfig) -> None:
     """Check number formats and loss scaling. FP8 is refused, because this version cannot train with it."""
     one_of(("fp32", "bf16", "fp16"), "precision.params_dtype", precision.params_dtype)
     one_of(("e4m3", "hybrid"), "precision.fp8", precision.fp8)
@@ -113,7 +121,7 @@ def check_precision(precision: PrecisionConfig) -> None:
     )
 
 
-def check_checkpoint(config: JobConfig) -> None:
+def _check_checkpoint(config: JobConfig) -> None:
     """Check intervals of saves and the number of kept checkpoints."""
     for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
         at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))

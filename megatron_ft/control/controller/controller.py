@@ -14,7 +14,7 @@ from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.admin_service import AdminService
 from megatron_ft.control.controller.essential_writes import CannotDecide
 from megatron_ft.control.controller.inbox import Item, Origin, Posted
-from megatron_ft.control.controller.job_result import JobResult, add_failure_report, result_of
+from megatron_ft.control.controller.job_result import JobResult, add_failure_report
 from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.controller.server import ControllerServer
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
@@ -151,7 +151,7 @@ class Controller:
             self._server.open()
             while step is None or step.decision is not Decision.END:
                 step = self._serve(on_record, on_step)
-            result = result_of(step.state, step.reason, self._details)
+            result = JobResult.of(step.state, step.reason, self._details)
         except CannotDecide as error:
             # The journal cannot be written, so the order bypasses it. Nodes must fetch it: nothing else would end them.
             self._server.give(to_message(messages.End(reason=str(error))))
@@ -282,7 +282,7 @@ class Controller:
                 return messages.event_from_json(item["event"])
             case "joined":
                 return self._joined(messages.decode_call(messages.Join, item["join"]))
-        report = messages.decode_report(item) if report is None else report
+        report = messages.Report.decode(item) if report is None else report
         if report.start != self._starts.get(self._policy.node_of(report.rank)):
             # An entry always yields an event, also without effect: the next reading makes the same steps.
             return Tick()  # of a process that ended before the present ones were started

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_ft.control.membership.state import Failure, Outcome, State, first_of
+from megatron_ft.control.membership.state import Failure, Outcome, State
 from megatron_ft.framing import Message
 from megatron_ft.serde import decode, encode
 
@@ -48,6 +48,13 @@ class JobResult:
         found: JobResult = decode(cls, {**content, "details": {}})
         return replace(found, details=details)
 
+    @classmethod
+    def of(cls, state: State, reason: str, details: dict[int, Message]) -> "JobResult":
+        """Make the result of a job that has ended in ``state``."""
+        firsts = [Failure.first_of(failures) for failures in state.survived]
+        survived = tuple("nodes joined or left on request" if first is None else first.detail for first in firsts)
+        return cls(state.outcome, reason, state.first_failure, details, survived, state.num_reforms)
+
 
 def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -> None:
     """Add the report of a rank's end to ``about``, the rank's entry of ``JobResult.details``.
@@ -61,10 +68,3 @@ def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -
     about.update({name: value for name, value in report.items() if name not in _NOT_KEPT})
     about["at_seconds"] = failed_at_seconds
     about["caused_by_us"] = about.get("caused_by_us", caused_by_us)
-
-
-def result_of(state: State, reason: str, details: dict[int, Message]) -> JobResult:
-    """Make the result of a job that has ended in ``state``."""
-    firsts = [first_of(failures) for failures in state.survived]
-    survived = tuple("nodes joined or left on request" if first is None else first.detail for first in firsts)
-    return JobResult(state.outcome, reason, state.first_failure, details, survived, state.num_reforms)

@@ -7,6 +7,7 @@ numbers, by which the launcher drops duplicates.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -15,32 +16,136 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.controller.essential_writes import EssentialWrites, StandingClock
 from megatron_ft.control.controller.inbox import Origin
 from megatron_ft.control.controller.journal import Journal
-from megatron_ft.control.controller.launch_spec import launch_spec
-from megatron_ft.control.controller.lease import Lease, acquire_lease
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.launchers.base import launcher_class
 from megatron_ft.control.membership import events
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Step
-from megatron_ft.control.messages import event_from_json
+from megatron_ft.control.messages import LaunchSpec, event_from_json
+from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import free_port
 from megatron_ft.control.runtime_dir import Use
 from megatron_ft.control.unauthenticated import check_descriptors, raise_descriptor_limit
 from megatron_ft.durable import append_line
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
+
+
+def _launch_spec(
+    config: JobConfig,
+    run_dir: Path,
+    entry: str,
+    generation: int,
+    members: Sequence[int],
+    stores: Mapping[int, StoreEndpoint],
+    *,
+    resume_from: Path | None,
+    working_dir: str,
+) -> LaunchSpec:
+    """Return the specification that is common to all ranks that start in ``generation`` on the nodes ``members``.
+
+    Args:
+        stores: endpoints at which nodes can serve the rendezvous store; nodes on this machine need none.
+    """
+    store = stores.get(members[0])
+    address = config.control.interface if store is None else store.address
+    # Each generation gets another port where none is configured: the store of the last one may still be closing.
+    port = config.launch.master_port or (free_port(address) if store is None else store.port_of(generation))
+    # Later generations continue this run, whatever ``run.resume`` was at its start.
+    source = resume_from if generation == 0 else run_dir / "checkpoints"
+    return LaunchSpec(
+        entry=entry,
+        config=to_dict(config),
+        run_dir=str(run_dir),
+        resume_from=None if source is None else str(source),
+        working_dir=working_dir,
+        world_size=len(members) * config.launch.ranks_per_node,
+        num_nodes=len(members),
+        can_survive=config.may_lose_nodes,
+        master_addr=address,
+        master_port=port,
+    )
+
+
+# A controller holds the lock as long as it lives, so no other controller of the run can start. It writes an epoch into
+# the file that is higher than all earlier ones, and puts this epoch into every answer. Agents reject an answer with an
+# epoch below the highest that they have seen, and a controller reads the file again before it decides. Both fence an
+# old controller that was presumed dead.
+
+_FILE = "epoch"
+_MAX_BYTES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """The lease of one controller. It ends with the process, or with ``release``."""
+
+    epoch: int
+    """Number of this controller, counted from 1 over all controllers of the run."""
+    _path: Path
+    _descriptor: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a later controller has the lease."""
+        try:
+            # Read again each time: on a file system that has lost the lock a later controller has written its epoch.
+            return _read(self._path) != self.epoch
+        except FileNotFoundError:
+            return True
+
+    def release(self) -> None:
+        """Release the lease, so that another controller can acquire it."""
+        os.close(self._descriptor)
+
+    @classmethod
+    def acquire(cls, folder: Path) -> "_Lease":
+        """Acquire the lease of the run whose control folder is ``folder``.
+
+        Raises:
+            ControlError: another controller lives, or the file is damaged.
+        """
+        path = folder / _FILE
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ControlError(f"{path}: another controller of this run is alive; only one may run at a time") from None
+        try:
+            # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one
+            # stays.
+            epoch = _read(path) + 1
+            os.pwrite(descriptor, b"%d\n" % epoch, 0)
+            os.fsync(descriptor)
+        except BaseException:
+            # On a full disk ``EssentialWrites`` tries again, and this lock would refuse it.
+            os.close(descriptor)
+            raise
+        return cls(epoch, path, descriptor)
+
+
+def _read(path: Path) -> int:
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES)
+    text = content.strip()
+    if text and not text.isdigit():
+        raise ControlError(f"{path}: must contain a number, contains {content!r}")
+    return int(text or b"0")
+
 
 FOLDER = "control"
 """Subfolder of the run's folder that contains the journal and the file ``epoch``."""
@@ -110,7 +215,7 @@ class _Launcher:
                     post(event_from_json(message["event"]), message["number"])
 
 
-class ControllerProcess:
+class _ControllerProcess:
     """A controller process: takes the lease and runs the controller until the job ends or another one is in charge."""
 
     def __init__(self, spec: ControllerSpec) -> None:
@@ -122,13 +227,13 @@ class ControllerProcess:
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
         # Before the journal is opened, which cuts off half a line: only the holder of the lease may change it.
-        self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
+        self._lease: _Lease = self._writes.do(lambda: _Lease.acquire(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
         self._policy = MembershipPolicy.of(config, starts_nodes=starts_nodes)
         check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL, self._writes.do)
-        self._writes.clock = StandingClock(clock_after(journal.entries))
+        self._writes.clock = StandingClock(_clock_after(journal.entries))
         resume_from = None if spec.resume_from is None else Path(spec.resume_from)
         self._decisions_path = run_dir / "decisions.jsonl"
         self._controller = Controller(
@@ -136,14 +241,14 @@ class ControllerProcess:
             interface=config.control.interface,
             token=spec.token,
             launch_spec=functools.partial(
-                launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
+                _launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
             ),
             record_decision=self._record_decision,
             detection=DetectorPolicy(**asdict(config.detector)),
             journal=journal,
             epoch=self._lease.epoch,
             port=spec.port,
-            certificates=read_certificates(config.control.tls_dir),
+            certificates=Certificates.read(config.control.tls_dir),
             clock=self._writes.clock,
         )
         self._num_recorded = _num_lines(self._decisions_path)
@@ -219,7 +324,7 @@ class ControllerProcess:
                     self._launcher.event({"event": "record", "record": event.to_record()})
 
 
-def clock_after(entries: list[Message]) -> Callable[[], float]:
+def _clock_after(entries: list[Message]) -> Callable[[], float]:
     """Return a monotonic clock that continues from the time of the last entry."""
     now_seconds = time.monotonic()
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
@@ -244,7 +349,7 @@ def main() -> int:
         print("controller: the launcher closed standard input before it sent the spec", file=sys.stderr)
         return ControlError.exit_code
     try:
-        ControllerProcess(ControllerSpec(**json.loads(line))).run()
+        _ControllerProcess(ControllerSpec(**json.loads(line))).run()
     except (MegatronFtError, OSError) as error:
         with contextlib.suppress(OSError):  # its log is on a disk that is full
             print(f"controller: {error}", file=sys.stderr, flush=True)

@@ -4,18 +4,122 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from megatron_ft.control import messages
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.inbox import Inbox, Item, Origin, Posted
-from megatron_ft.control.controller.sessions import AgentSession, AgentSessions
 from megatron_ft.control.membership.events import MachineEvent, NodeLost
 from megatron_ft.control.membership.state import MembershipPolicy
-from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call, decode_report
+from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call
 from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
 from megatron_ft.serde import encode
+
+
+@dataclass
+class _AgentSession:
+    """Session of one agent process, from its registration until it is lost."""
+
+    number: int
+    process_id: int
+    first_order: int
+    """Number of orders given before the registration; this agent does not receive them."""
+    is_over: bool = False
+    """Whether the agent was lost; it may not register again."""
+    next_item: int = 0
+    """Number of the first item that has not been processed."""
+    next_arrival: int = 0
+    """Number of the first item that has not arrived. Items from ``next_item`` to this number wait for the
+    controller."""
+    num_fetched: int = 0
+    """Number of orders that the agent had when it last fetched orders."""
+    is_inherited: bool = False
+    """Whether an earlier controller may have forwarded records of this agent that this controller does not know."""
+    newest_item: Item | None = None
+    """The item that arrived last."""
+    delivery: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _AgentSessions:
+    """The newest session of each node. One thread changes them, any thread may read them."""
+
+    def __init__(self) -> None:
+        # Without a lock: one thread replaces whole entries, and readers use the entry that they found.
+        self._sessions: dict[int, _AgentSession] = {}
+
+    # --- the thread that changes them ------------------------------------------------------------------------------
+
+    def admit(self, node: int, process_id: int, *, num_orders: int) -> bool:
+        """Register an agent process; return whether it is new."""
+        earlier = self._sessions.get(node)
+        if earlier is not None and earlier.process_id == process_id:
+            return False
+        # The number fences: calls of the process before carry a lower one and are refused.
+        number = 0 if earlier is None else earlier.number + 1
+        self._sessions[node] = _AgentSession(number, process_id, num_orders)
+        return True
+
+    def end(self, node: int, process_id: int | None) -> bool:
+        """End the session of a node's agent process: its later calls are refused.
+
+        Returns:
+            False if nothing changes: this process was lost before, or another process of the node has a living session.
+        """
+        session = self._sessions.get(node)
+        if session is None:
+            return True
+        is_newest = process_id in (None, session.process_id)
+        was_over, session.is_over = session.is_over, session.is_over or is_newest
+        return not was_over if process_id == session.process_id else is_newest or was_over
+
+    def inherit(self) -> list[int]:
+        """Take over the sessions of the previous controller; return the nodes whose session has not ended."""
+        for session in self._sessions.values():
+            session.is_inherited = True
+        return [node for node, session in self._sessions.items() if not session.is_over]
+
+    # --- any thread ------------------------------------------------------------------------------------------------
+
+    def newest(self, node: int) -> _AgentSession | None:
+        """Return the newest session of a node."""
+        return self._sessions.get(node)
+
+    def living(self) -> list[_AgentSession]:
+        """Return the sessions of agents that are not lost."""
+        return [session for session in list(self._sessions.values()) if not session.is_over]
+
+    def replaced(self, node: int, process_id: int) -> int | None:
+        """Return the process id of the living agent that this process replaces when it registers; None if there is
+        none."""
+        session = self._sessions.get(node)
+        if session is None or session.process_id == process_id or session.is_over:
+            return None
+        return session.process_id
+
+    def of_process(self, node: int, process_id: int) -> _AgentSession:
+        """Return the session of a registered process.
+
+        Raises:
+            ControlError: the session has ended, or another process has replaced it.
+        """
+        session = self._sessions.get(node)
+        if session is None or session.process_id != process_id or session.is_over:
+            raise ControlError(f"node {node} was lost: this process may not register again")
+        return session
+
+    def find(self, node: int, number: int) -> _AgentSession:
+        """Return the session with this number, if it is the present session of the node.
+
+        Raises:
+            ControlError: the session has ended or was replaced; the calling agent then ends its ranks.
+        """
+        session = self._sessions.get(node)
+        if session is None or session.number != number or session.is_over:
+            raise ControlError(f"node {node}: stale session {number}: this agent was lost or replaced")
+        return session
+
 
 _MAX_POLL_SECONDS = 30.0
 _LAST_ORDER_SECONDS = 5.0
@@ -54,7 +158,7 @@ class ControllerServer:
             epoch: every answer contains it.
         """
         self._policy, self._members, self._epoch = policy, members, epoch
-        self._sessions = AgentSessions()
+        self._sessions = _AgentSessions()
         self._sign_of_life, self._sign_seconds = sign_of_life, sign_seconds
         self._inbox = Inbox(clock)
         self._orders: list[Message] = []
@@ -120,7 +224,7 @@ class ControllerServer:
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of a lost agent; return whether this changes anything, see ``AgentSessions.end``."""
+        """Refuse later calls of a lost agent; return whether this changes anything, see ``_AgentSessions.end``."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:
@@ -217,7 +321,7 @@ class ControllerServer:
                 if number >= expected:
                     # Checked before the journal has it: what ends this controller there would end each of its
                     # successors.
-                    report = check_report(self._policy, self._members, node, content)
+                    report = _check_report(self._policy, self._members, node, content)
                     items.append(Item(Origin(node, session.number, number), content, report))
             if items:
                 session.newest_item, session.next_arrival = items[-1], first + len(call.items)
@@ -229,7 +333,7 @@ class ControllerServer:
                 session.newest_item.wait(ACCEPT_SECONDS, self._sign_seconds, sign)
             return {"next": session.next_item}
 
-    def _session(self, call: Poll | Deliver) -> AgentSession:
+    def _session(self, call: Poll | Deliver) -> _AgentSession:
         # Return the present session of a node; a call of an earlier session is refused, so that its agent ends its
         # ranks.
         session = self._sessions.find(self._known(call.node), call.session)
@@ -242,13 +346,13 @@ class ControllerServer:
         return node
 
 
-def check_report(policy: MembershipPolicy, members: Members, node: int, content: object) -> Report:
+def _check_report(policy: MembershipPolicy, members: Members, node: int, content: object) -> Report:
     """Parse a report of a node's agent.
 
     Raises:
         ControlError: the report is malformed, or its rank, generation or position does not belong to the node.
     """
-    report = decode_report(content)
+    report = Report.decode(content)
     rank, generation = report.rank, report.generation
     if rank not in policy.ranks_of(node):
         raise ControlError(f"rank {rank} does not belong to node {node}")

@@ -9,7 +9,7 @@ from megatron_ft.control.launchers.base import LaunchContext, ProcessLauncher, l
 from megatron_ft.control.launchers.processes import tell
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.main import NodeSpec
-from megatron_ft.control.slurm.nodes import TERM_SECONDS, address_of, read_allocation
+from megatron_ft.control.slurm.nodes import TERM_SECONDS, Allocation, address_of
 
 
 class SlurmLauncher(ProcessLauncher):
@@ -19,7 +19,7 @@ class SlurmLauncher(ProcessLauncher):
 
     def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
         super().__init__(config, variables)
-        self._allocation = read_allocation(variables, most_nodes=config.most_nodes)
+        self._allocation = Allocation.read(variables, most_nodes=config.most_nodes)
         self._interface = address_of(config.control.interface)
         self._script = variables.get("MFT_SCRIPT")
 

@@ -27,7 +27,7 @@ class SlurmArrayLauncher:
     is_local: ClassVar[bool] = False
 
     def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
-        self._allocation = read_array(variables, most_nodes=config.most_nodes)
+        self._allocation = _read_array(variables, most_nodes=config.most_nodes)
         self._interface = address_of(config.control.interface)
         self._script = variables.get("MFT_SCRIPT")
         self._run_dir: Path | None = None
@@ -46,14 +46,14 @@ class SlurmArrayLauncher:
             num_nodes=context.most_nodes,
             num_returns=context.num_returns,
         )
-        join_file.publish(context.run_dir, content)
+        content.publish(context.run_dir)
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
         """Do nothing: nodes start by themselves."""
 
     def stop(self, patience_seconds: float) -> None:
         if self._run_dir is not None:
-            join_file.withdraw(self._run_dir)
+            join_file.JoinFile.withdraw(self._run_dir)
 
     def finish(self, exit_code: int, reason: str) -> None:
         """Write the marker of the job's end, which ends the array's tasks."""
@@ -63,7 +63,7 @@ class SlurmArrayLauncher:
         leave_marker(self._run_dir, self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final)
 
 
-def read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
+def _read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
     """Read the Slurm array that contains this process. The result has no hosts, because nodes start by themselves.
 
     Args:

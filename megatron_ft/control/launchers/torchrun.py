@@ -62,28 +62,43 @@ class RankEnvironment:
             'launchers")'
         )
 
+    def check_restarts(self, run: RunConfig) -> None:
+        """Check that a restart by the launcher can find the run again.
 
-def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
-    """Check that a restart by the launcher can find the run again.
+        Ranks read the run's name from the launcher's store. If no store outlives an attempt (ft_launcher, torchrun with
+        another rendezvous than ``c10d``, a requeued srun job), the configuration must name the run; otherwise training
+        would start over in another folder.
 
-    Ranks read the run's name from the launcher's store. If no store outlives an attempt (ft_launcher, torchrun with
-    another rendezvous than ``c10d``, a requeued srun job), the configuration must name the run; otherwise training
-    would start over in another folder.
+        Raises:
+            ConfigError: the configuration does not name the run, or has ``run.resume=never``.
+        """
+        # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
+        if self.store_is_served or not (self.max_restarts or self.attempt):
+            return
+        reason = (
+            f"{self.program} may restart the ranks (restarts: {self.attempt}, limit: "
+            f"{self.max_restarts}), and its store does not keep the run's name until then"
+        )
+        if run.name is None:
+            raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
+        if run.resume == "never":
+            raise ConfigError.of("run.resume", run.resume, f"must be auto or must: {reason}")
 
-    Raises:
-        ConfigError: the configuration does not name the run, or has ``run.resume=never``.
-    """
-    # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
-    if environment.store_is_served or not (environment.max_restarts or environment.attempt):
-        return
-    reason = (
-        f"{environment.program} may restart the ranks (restarts: {environment.attempt}, limit: "
-        f"{environment.max_restarts}), and its store does not keep the run's name until then"
-    )
-    if run.name is None:
-        raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
-    if run.resume == "never":
-        raise ConfigError.of("run.resume", run.resume, f"must be auto or must: {reason}")
+    @classmethod
+    def read(cls, mode: str, variables: Mapping[str, str], *, master_port: int = 0) -> "RankEnvironment":
+        """Read the environment of this rank.
+
+        Args:
+            mode: ``torchrun`` or ``srun``.
+            master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
+
+        Raises:
+            ConfigError: a variable is missing, not a number, or contradicts another.
+        """
+        assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
+        environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
+        _check(environment)
+        return environment
 
 
 def detect(variables: Mapping[str, str]) -> str:
@@ -97,22 +112,6 @@ def detect(variables: Mapping[str, str]) -> str:
     if "SLURM_PROCID" in variables and "SLURM_STEP_ID" in variables:
         return "srun"
     return "local"
-
-
-def read_environment(mode: str, variables: Mapping[str, str], *, master_port: int = 0) -> RankEnvironment:
-    """Read the environment of this rank.
-
-    Args:
-        mode: ``torchrun`` or ``srun``.
-        master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
-
-    Raises:
-        ConfigError: a variable is missing, not a number, or contradicts another.
-    """
-    assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
-    environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
-    _check(environment)
-    return environment
 
 
 def _torchrun(variables: Mapping[str, str]) -> RankEnvironment:
@@ -136,7 +135,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     # The step's own variables come first: a step can be smaller than its job.
     nodes = expand_nodelist(*_read(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    per_node = _expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
         raise ConfigError.of(
             _KEY, "srun", f"nodes: {len(nodes)}, tasks: {world_size}; this contradicts the tasks per node: {per_node}"
@@ -226,7 +225,7 @@ def _expand_range(piece: str) -> list[str]:
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
-def expand_counts(name: str, text: str) -> list[int]:
+def _expand_counts(name: str, text: str) -> list[int]:
     """Expand Slurm's tasks per node, e.g. ``2(x3),1`` to ``2 2 2 1``.
 
     Args:

@@ -20,7 +20,6 @@ from megatron_ft.control.membership.state import (
     Phase,
     State,
     Step,
-    ranks_of_all,
 )
 
 FIRST_PAUSE_SECONDS = 0.5
@@ -181,7 +180,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     """Return the next step for nodes that join or leave while the members train; None if there is nothing to do."""
     if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
         return None
-    if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
+    if not policy.may_lose_nodes or not policy.ranks_of_all(state.members).isdisjoint(state.gone):
         return None  # ranks have done their work: the job is about to end
     return _give_up_agents(policy, state, now) or kill_or_start(policy, state, now) or _change(policy, state, now)
 

@@ -36,8 +36,6 @@ from megatron_ft.control.membership.state import (
     Phase,
     State,
     Step,
-    is_late,
-    ranks_of_all,
 )
 
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "the job was asked to stop"}
@@ -225,13 +223,13 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
 
 
 def _any_lives(policy: MembershipPolicy, state: State) -> bool:
-    return not ranks_of_all(policy, state.nodes.with_ranks) <= state.gone
+    return not policy.ranks_of_all(state.nodes.with_ranks) <= state.gone
 
 
 def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
     # After a failure the exit of every rank is waited for: all of them may be started again.
-    remaining = ranks_of_all(policy, state.nodes.with_ranks if state.failures else state.members)
+    remaining = policy.ranks_of_all(state.nodes.with_ranks if state.failures else state.members)
     if not nothing_runs and not remaining <= state.gone:
         return None
     first = state.first_failure
@@ -243,11 +241,11 @@ def _ended(state: State, reason: str) -> Step:
 
 
 def _end_without_exits(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    if state.phase is not Phase.KILLING or not is_late(state, now):
+    if state.phase is not Phase.KILLING or not state.is_late(now):
         return None
     # SIGKILL does not end a process that the kernel holds in an uninterruptible wait, e.g. for a file server that is
     # gone.
-    missing = sorted(ranks_of_all(policy, state.nodes.with_ranks) - state.gone)
+    missing = sorted(policy.ranks_of_all(state.nodes.with_ranks) - state.gone)
     return _ended(state, f"timed out waiting {policy.kill_timeout_seconds} s for the exit of killed ranks {missing}")
 
 
@@ -255,7 +253,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     if state.phase is Phase.KILLING:
         return None
     waits_for_change = state.phase is Phase.CHANGING and state.interrupted
-    overdue = (state.phase is Phase.STOPPING or waits_for_change) and is_late(state, now)
+    overdue = (state.phase is Phase.STOPPING or waits_for_change) and state.is_late(now)
     # Ranks that are starting have no iteration to finish and no state that is not saved.
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
@@ -301,12 +299,12 @@ def _shorten_stop(policy: MembershipPolicy, state: State, event: MachineEvent, n
 
 
 def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    if state.phase not in (Phase.FORMING, Phase.STARTING) or not is_late(state, now):
+    if state.phase not in (Phase.FORMING, Phase.STARTING) or not state.is_late(now):
         return None
     if state.phase is Phase.FORMING:
         missing = f"nodes {sorted(set(state.members) - state.nodes.registered)}"
     else:
-        ranks = ranks_of_all(policy, state.members) - state.connected
+        ranks = policy.ranks_of_all(state.members) - state.connected
         missing = f"ranks {sorted(policy.number_among(state.members, rank) for rank in ranks)}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
     # Final: what does not come within the whole time would not come to a restart either.
@@ -324,7 +322,7 @@ def _start(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mom
 
 
 def _run(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    if state.phase is not Phase.STARTING or not state.connected >= ranks_of_all(policy, state.members):
+    if state.phase is not Phase.STARTING or not state.connected >= policy.ranks_of_all(state.members):
         return None
     state = replace(state, phase=Phase.RUNNING, deadline_seconds=None)
     return Step(state, Decision.WAIT, f"all ranks have connected: {len(state.members) * policy.ranks_per_node}")

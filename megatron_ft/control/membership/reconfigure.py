@@ -26,7 +26,6 @@ from megatron_ft.control.membership.state import (
     Reform,
     State,
     Step,
-    is_late,
     remaining_ranks,
 )
 from megatron_ft.errors import RecoveryError
@@ -81,7 +80,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     # time again.
     if obstacle is None and state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
-    if obstacle is None and is_late(state, now):
+    if obstacle is None and state.is_late(now):
         return _lose_unresponsive(policy, state, now)
     if obstacle is None:
         return Step(state, Decision.WAIT, "waiting for ranks to report their positions")
@@ -146,7 +145,7 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
     # Wait for all ranks although no process has ended: they reach the boundary of a change, or have failed.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
-    obstacle = _describe_unresponsive(policy, state) if is_late(state, now) else None
+    obstacle = _describe_unresponsive(policy, state) if state.is_late(now) else None
     if remaining_ranks(policy, state) <= state.has_reported:
         try:
             return _reform(policy, state, now)
@@ -161,7 +160,7 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
 
 
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    if not is_late(state, now):
+    if not state.is_late(now):
         # The error of a peer often arrives before the exit that caused it. If no process ends in this time, the error
         # is the rank's own.
         grace = now.seconds + policy.failure_grace_seconds

@@ -11,17 +11,17 @@ from dataclasses import replace
 
 from megatron_ft.control.membership.joining import count_loss, fail_start, give_up_agent, kill_or_start
 from megatron_ft.control.membership.nodes import AgentState, NodeRecord, NodeState
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Moment, Phase, State, Step, is_late
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Moment, Phase, State, Step
 
 
-def lost_places(state: State) -> tuple[int, ...]:
+def _lost_places(state: State) -> tuple[int, ...]:
     """Return the places whose node is lost, ascending."""
     return tuple(place for place, node in enumerate(state.members) if node in state.nodes.lost)
 
 
 def are_filled(policy: MembershipPolicy, state: State) -> bool:
     """Whether a node is ready for every place; always true in jobs that do not keep their layout."""
-    return not policy.keeps_layout or len(_ready(state)) == len(lost_places(state))
+    return not policy.keeps_layout or len(_ready(state)) == len(_lost_places(state))
 
 
 def filled(state: State) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def restartable(state: State) -> tuple[int, ...]:
 
 def obstacle(policy: MembershipPolicy, state: State) -> str | None:
     """Return the reason why a lost place stays empty; None if there is a node for each lost place."""
-    places = lost_places(state)
+    places = _lost_places(state)
     if len(places) == len(state.members):
         return "no node is left: every node of the job is lost"
     coming = _coming(policy, state) | _returning(policy, state)
@@ -83,7 +83,7 @@ def count_losses(state: State, iteration: int) -> State:
 def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
     """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old
     ranks have not ended."""
-    if state.phase is not Phase.FILLING or not is_late(state, now):
+    if state.phase is not Phase.FILLING or not state.is_late(now):
         return state
     reason = f"it did not register in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     expected = _expected(policy, state)
@@ -106,7 +106,7 @@ def fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     state = replace(state, phase=Phase.FILLING, nodes=nodes, reform_by_seconds=None, deadline_seconds=deadline)
     step = kill_or_start(policy, state, now)
     if step is None:
-        return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(lost_places(state))}")
+        return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(_lost_places(state))}")
     if step.decision is Decision.KILL_NODES:
         return step
     # Each ordered start has the whole time; steps that only wait keep the deadline.
@@ -126,7 +126,7 @@ def set_wake_up(policy: MembershipPolicy, step: Step, now: Moment) -> State:
 
 def _ready(state: State) -> list[int]:
     ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
-    return ready[: len(lost_places(state))]
+    return ready[: len(_lost_places(state))]
 
 
 def _coming(policy: MembershipPolicy, state: State) -> frozenset[int]:
@@ -145,7 +145,7 @@ def _returning(policy: MembershipPolicy, state: State) -> frozenset[int]:
     away = [state.nodes[node] for node in range(policy.most_nodes) if node not in coming]
     able = {r.node for r in away if not state.nodes.is_member(r.node) and _may_start(policy, state, r)}
     own = able & set(state.members)
-    is_short = len(coming) + len(own) < len(lost_places(state))
+    is_short = len(coming) + len(own) < len(_lost_places(state))
     return frozenset(able if is_short else own)
 
 

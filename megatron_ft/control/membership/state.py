@@ -164,6 +164,10 @@ class MembershipPolicy:
         in the order of these nodes."""
         return members.index(self.node_of(rank)) * self.ranks_per_node + rank % self.ranks_per_node
 
+    def ranks_of_all(self, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
+        """Return the global ranks of ``nodes``. Cached, because it is called for every event."""
+        return _ranks_of_all(self.ranks_per_node, nodes, frozenset())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -183,6 +187,17 @@ class Failure:
     final: bool = False
     """Whether another attempt would fail in the same way."""
     detail: str = ""
+
+    @classmethod
+    def first_of(cls, failures: "Sequence[Failure]") -> "Failure | None":
+        """Return the first failure; later failures may be its consequences.
+
+        On a busy machine the errors of peers can arrive before the exit of a killed rank is seen. Among failures
+        within ``SAME_TIME_SECONDS`` of the earliest one, a ``sudden`` failure therefore counts as the first.
+        """
+        earliest = min((failure.at_seconds for failure in failures), default=0.0)
+        close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
+        return min(close, key=lambda failure: (not failure.sudden, failure.at_seconds), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +265,8 @@ class State:
 
     @property
     def first_failure(self) -> Failure | None:
-        """First failure of this generation, see ``first_of``."""
-        return first_of(self.failures)
+        """First failure of this generation, see ``Failure.first_of``."""
+        return Failure.first_of(self.failures)
 
     @property
     def num_restarts_without_progress(self) -> int:
@@ -269,16 +284,9 @@ class State:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
 
-
-def first_of(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first failure; later failures may be its consequences.
-
-    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen. Among failures
-    within ``SAME_TIME_SECONDS`` of the earliest one, a ``sudden`` failure therefore counts as the first.
-    """
-    earliest = min((failure.at_seconds for failure in failures), default=0.0)
-    close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
-    return min(close, key=lambda failure: (not failure.sudden, failure.at_seconds), default=None)
+    def is_late(self, now: "Moment") -> bool:
+        """Whether the phase has exceeded its time limit."""
+        return self.deadline_seconds is not None and now.arrived_seconds >= self.deadline_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,11 +323,6 @@ class Step:
     started again."""
 
 
-def ranks_of_all(policy: MembershipPolicy, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
-    """Return the global ranks of ``nodes``. Cached, because it is called for every event."""
-    return _ranks_of_all(policy.ranks_per_node, nodes, frozenset())
-
-
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
     """Return the ranks of the members that are not lost."""
     return _ranks_of_all(policy.ranks_per_node, state.members, state.nodes.lost)
@@ -343,8 +346,3 @@ class Moment(NamedTuple):
     """Time at which the event is processed."""
     arrived_seconds: float
     """Time of arrival. For a ``Tick``, all events that arrived before this time have been processed."""
-
-
-def is_late(state: State, now: Moment) -> bool:
-    """Whether the phase has exceeded its time limit."""
-    return state.deadline_seconds is not None and now.arrived_seconds >= state.deadline_seconds

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import messages
-from megatron_ft.control.messages import Join, Order, decode_order, to_message
+from megatron_ft.control.messages import Join, Order, to_message
 from megatron_ft.control.node.fork_server import listen
 from megatron_ft.control.node.outbox import Outbox
 from megatron_ft.control.node.ranks import Ranks
@@ -85,7 +85,7 @@ class _Refused:
     reason: str
 
 
-class Agent:
+class _Agent:
     """The agent of a node, run in the main thread of its process."""
 
     def __init__(self, spec: AgentSpec) -> None:
@@ -95,10 +95,10 @@ class Agent:
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
         # Forked by this thread before there are others, and before gRPC is imported, which does not survive a fork.
         self._sidecars = _start_sidecars(spec)
-        from megatron_ft.control.certificates import read_certificates
+        from megatron_ft.control.certificates import Certificates
         from megatron_ft.control.node.controller_client import ControllerClient
 
-        certificates = read_certificates(spec.tls_dir)
+        certificates = Certificates.read(spec.tls_dir)
         self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
@@ -198,7 +198,7 @@ class Agent:
                 continue
             self._answered_at, self._silence, after = time.monotonic(), None, after + len(orders)
             try:
-                decoded = [decode_order(order) for order in orders]
+                decoded = [Order.decode(order) for order in orders]
             except ControlError as error:
                 self._order(_Refused(str(error)))
                 return
@@ -377,7 +377,7 @@ def serve(spec: AgentSpec) -> int:
     """
     agent = None
     try:
-        agent = Agent(spec)
+        agent = _Agent(spec)
         return agent.run()
     except ControllerSilent:
         raise

@@ -67,7 +67,7 @@ class _Child:
     client: _Client
 
 
-class ForkServer:
+class _ForkServer:
     """The fork server, which has a single thread."""
 
     def __init__(
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"ready": True, "import_seconds": round(seconds, 3)}), flush=True)
         run = importlib.import_module("megatron_ft.control.node.rank_process").run
         own = () if use.descriptor is None else (use.descriptor,)
-        ForkServer(listener, run, watch_stdin=True, own_descriptors=own).serve()
+        _ForkServer(listener, run, watch_stdin=True, own_descriptors=own).serve()
     finally:
         listener.close()
         options.socket.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.launchers.processes import Processes, kill, tell
 from megatron_ft.control.node import join_file
 from megatron_ft.control.node.join_file import JoinFile
@@ -74,7 +74,7 @@ class _Node:
         # Wait for a launcher that this node can join; None when the job is over.
         deadline = time.monotonic() + self.patience_seconds
         while not self._is_over():
-            found = join_file.read(self.run_dir)
+            found = join_file.JoinFile.read(self.run_dir)
             if found is not None and self._can_join(found):
                 return found
             if time.monotonic() > deadline:
@@ -131,7 +131,7 @@ class _Node:
         try:
             if self._is_over():
                 return "over"
-            newest = join_file.read(self.run_dir)
+            newest = join_file.JoinFile.read(self.run_dir)
         except (ControlError, OSError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
@@ -159,7 +159,7 @@ def _nodes_of(found: JoinFile) -> set[int] | None:
     Raises:
         ConfigError: the certificates cannot be read on this machine.
     """
-    certificates = read_certificates(found.agent.tls_dir)
+    certificates = Certificates.read(found.agent.tls_dir)
     client = RpcClient(found.agent.controller_address, "Controller", token=found.agent.token, certificates=certificates)
     try:
         status = client.call("status", {}, timeout_seconds=_ANSWER_SECONDS, wait_for_peer=True)

@@ -44,32 +44,31 @@ class JoinFile:
             raise ControlError(f"node {node}: the job has nodes 0 to {self.num_nodes - 1}")
         return replace(self.agent, node=node, runtime_dir="", forkserver_socket="", process_id=process_id, store=None)
 
+    @classmethod
+    def read(cls, run_dir: Path) -> "JoinFile | None":
+        """Read the file of the newest launcher of a run; None if there is none.
 
-def publish(run_dir: Path, content: JoinFile) -> None:
-    """Write the file of a run; replaces the file of an earlier job."""
-    _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
-    write_secret(_path(run_dir), json.dumps(encode(content)).encode() + b"\n")
+        Raises:
+            ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.
+        """
+        path = _path(run_dir)
+        try:
+            found: JoinFile = decode(JoinFile, parse_json(read_secret(path)))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ControlError(f"{path}: damaged: {error}") from None
+        return found
 
+    def publish(self, run_dir: Path) -> None:
+        """Write the file of a run; replaces the file of an earlier job."""
+        _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
+        write_secret(_path(run_dir), json.dumps(encode(self)).encode() + b"\n")
 
-def withdraw(run_dir: Path) -> None:
-    """Remove the file, because the job has ended."""
-    _path(run_dir).unlink(missing_ok=True)
-
-
-def read(run_dir: Path) -> JoinFile | None:
-    """Read the file of the newest launcher of a run; None if there is none.
-
-    Raises:
-        ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.
-    """
-    path = _path(run_dir)
-    try:
-        found: JoinFile = decode(JoinFile, parse_json(read_secret(path)))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ControlError(f"{path}: damaged: {error}") from None
-    return found
+    @classmethod
+    def withdraw(cls, run_dir: Path) -> None:
+        """Remove the file, because the job has ended."""
+        _path(run_dir).unlink(missing_ok=True)
 
 
 def _path(run_dir: Path) -> Path:

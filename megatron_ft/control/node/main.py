@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_ft.control.launchers.processes import Processes, kill
 from megatron_ft.control.node import agent
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.node.store_endpoint import find_store_endpoint
+from megatron_ft.control.node.store_endpoint import StoreEndpoint
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm import batch_host
 from megatron_ft.control.slurm.nodes import own_address
@@ -67,7 +67,7 @@ def run(spec: NodeSpec) -> int:
             _await_socket(forkserver, path, processes.log_dir / log)
             here = {"runtime_dir": str(runtime_dir), "forkserver_socket": str(path), "interface": address}
             # As late as possible: nothing keeps these ports until a store binds them.
-            store = find_store_endpoint(address)
+            store = StoreEndpoint.find(address)
             return agent.serve(dataclasses.replace(spec.agent, **here, store=store))
         finally:
             forkserver.stdin.close()

@@ -36,7 +36,7 @@ _READ_BYTES = 4096
 
 
 @dataclass
-class Sidecar:
+class _Sidecar:
     """A sidecar of a node."""
 
     name: str
@@ -106,7 +106,7 @@ class Sidecars:
         self._token = token
         self._start_seconds = start_seconds
         self._deadline = time.monotonic() + start_seconds
-        self._all: list[Sidecar] = []
+        self._all: list[_Sidecar] = []
         for name, module in modules.items():
             path = socket_path(runtime_dir, node, name)
             about = {"socket_path": str(path), "interface": interface, "token": token, "node": node}
@@ -145,7 +145,7 @@ class Sidecars:
         if not self._all:
             on_ready()
 
-    def _read(self, service: Sidecar, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
+    def _read(self, service: _Sidecar, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
         was_ready = self.ready
         if not service.read():
             selector.unregister(service.process.stdout)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ class Sidecars:
             _wait_or_kill(service, deadline)
 
 
-def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) -> Sidecar:
+def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) -> _Sidecar:
     with log.open("ab") as errors:
         log_begin_bytes = errors.tell()
         process = subprocess.Popen(
@@ -194,17 +194,17 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             # The kernel watches the thread that forks, not its process (prctl(2)): here the agent's main thread.
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-    service = Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
+    service = _Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)
     with contextlib.suppress(BrokenPipeError):  # it has ended, which the selector reports
         process.stdin.write(line)  # type: ignore[union-attr]
     return service
 
 
-def _ended(service: Sidecar) -> None:
+def _ended(service: _Sidecar) -> None:
     raise ControlError(service.how_it_ended())
 
 
-def _wait_or_kill(service: Sidecar, deadline: float) -> None:
+def _wait_or_kill(service: _Sidecar, deadline: float) -> None:
     try:
         service.process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:

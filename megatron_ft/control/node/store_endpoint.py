@@ -23,10 +23,10 @@ class StoreEndpoint:
         # A port comes again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
         return self.ports[generation % len(self.ports)]
 
-
-def find_store_endpoint(address: str) -> StoreEndpoint:
-    """Find ``NUM_PORTS`` unused ports at an address of this machine."""
-    ports: set[int] = set()
-    while len(ports) < NUM_PORTS:
-        ports.add(free_port(address))
-    return StoreEndpoint(address, tuple(sorted(ports)))
+    @classmethod
+    def find(cls, address: str) -> "StoreEndpoint":
+        """Find ``NUM_PORTS`` unused ports at an address of this machine."""
+        ports: set[int] = set()
+        while len(ports) < NUM_PORTS:
+            ports.add(free_port(address))
+        return cls(address, tuple(sorted(ports)))

@@ -36,7 +36,6 @@ from megatron_ft.planning.recovery.job_attempts import (
     AttemptPolicy,
     Next,
     Verdict,
-    decide,
     in_order_of_trust,
     to_exclude,
 )
@@ -55,7 +54,7 @@ _LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class _Site:
     """Settings of the site's file (``slurm/site.env``) and of Slurm."""
 
     job_id: str
@@ -76,7 +75,7 @@ class Site:
     """Longest wait for the launcher of an earlier job to end."""
 
     @staticmethod
-    def read(variables: Mapping[str, str]) -> "Site":
+    def read(variables: Mapping[str, str]) -> "_Site":
         """Read from environment variables.
 
         Raises:
@@ -95,7 +94,7 @@ class Site:
                 "SLURM_JOB_NAME", "", "must be set with MFT_CHAINED=1: the jobs of a chain are found by their name"
             )
         final = values.get("MFT_FINAL_EXIT_CODE")
-        return Site(
+        return _Site(
             job_id=values["SLURM_JOB_ID"],
             hosts=tuple(expand_nodelist("SLURM_JOB_NODELIST", values["SLURM_JOB_NODELIST"])),
             num_spares=_number(values, "MFT_SPARE_NODES"),
@@ -117,10 +116,10 @@ def _number(values: Mapping[str, str], name: str, *, least: int = 0, most: int =
     return int(text)
 
 
-class BatchJob:
+class _BatchJob:
     """Runs the launchers of a batch job."""
 
-    def __init__(self, site: Site, command: Sequence[str]) -> None:
+    def __init__(self, site: _Site, command: Sequence[str]) -> None:
         """Prepare to run ``command``: the program and its overrides, with ``run.dir`` and ``run.name``."""
         self._site = site
         self._command = list(command)
@@ -159,7 +158,7 @@ class BatchJob:
             if view.num_restarts > site.num_restarts:
                 return self._was_requeued(attempt)
             hosts = list(view.hosts)
-            verdict = decide(attempts, self._policy, hosts)
+            verdict = self._policy.decide(attempts, hosts)
             print(f"job {site.job_id}: {verdict.next.value}: {verdict.reason}", file=sys.stderr, flush=True)
             if verdict.next is Next.REQUEUE:
                 verdict = self._requeue(to_exclude(attempts))
@@ -324,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process of the batch script."""
     command = sys.argv[1:] if arguments is None else arguments
     try:
-        return BatchJob(Site.read(os.environ), command).run()
+        return _BatchJob(_Site.read(os.environ), command).run()
     except MegatronFtError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

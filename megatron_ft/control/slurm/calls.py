@@ -41,6 +41,24 @@ class JobView:
         """Whether the host of the batch script is among the job's hosts."""
         return self.batch_host in self.hosts
 
+    @classmethod
+    def parse(cls, text: str) -> "JobView":
+        """Read the output of ``scontrol --oneliner show job`` for one job.
+
+        Raises:
+            SlurmError: the output has no job state, or an invalid list of nodes.
+        """
+        found = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        if "JobState" not in found:
+            raise SlurmError(f"scontrol show job: the answer has no JobState: {text.strip()[:200]!r}")
+        return cls(
+            state=found["JobState"],
+            batch_host=found.get("BatchHost", ""),
+            hosts=_hosts("NodeList", found),
+            num_restarts=int(found.get("Restarts", "0")),
+            excluded=_hosts("ExcNodeList", found),
+        )
+
 
 def view_job(job_id: str) -> JobView:
     """Query Slurm for the state of a job.
@@ -48,25 +66,7 @@ def view_job(job_id: str) -> JobView:
     Raises:
         SlurmError: the job is unknown, or Slurm does not answer.
     """
-    return parse_job(_call(["scontrol", "--oneliner", "show", "job", job_id]))
-
-
-def parse_job(text: str) -> JobView:
-    """Read the output of ``scontrol --oneliner show job`` for one job.
-
-    Raises:
-        SlurmError: the output has no job state, or an invalid list of nodes.
-    """
-    found = dict(word.split("=", 1) for word in text.split() if "=" in word)
-    if "JobState" not in found:
-        raise SlurmError(f"scontrol show job: the answer has no JobState: {text.strip()[:200]!r}")
-    return JobView(
-        state=found["JobState"],
-        batch_host=found.get("BatchHost", ""),
-        hosts=_hosts("NodeList", found),
-        num_restarts=int(found.get("Restarts", "0")),
-        excluded=_hosts("ExcNodeList", found),
-    )
+    return JobView.parse(_call(["scontrol", "--oneliner", "show", "job", job_id]))
 
 
 def _hosts(field: str, found: Mapping[str, str]) -> tuple[str, ...]:
@@ -113,10 +113,10 @@ def drained_hosts(hosts: Sequence[str]) -> list[str]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    return parse_drained(_call(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]))
+    return _parse_drained(_call(["sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"]))
 
 
-def parse_drained(text: str) -> list[str]:
+def _parse_drained(text: str) -> list[str]:
     """Parse the output of ``sinfo --Node --format='%N %T'``, which repeats a node that is in several partitions."""
     pairs = [line.split() for line in text.splitlines()]
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
@@ -128,12 +128,12 @@ def array_hosts(job_id: str) -> dict[int, str]:
     Raises:
         SlurmError: the array is unknown, or Slurm does not answer.
     """
-    return parse_array_hosts(
+    return _parse_array_hosts(
         _call(["squeue", "--noheader", "--array", f"--job={job_id}", "--states=RUNNING", "--format=%K %N"])
     )
 
 
-def parse_array_hosts(text: str) -> dict[int, str]:
+def _parse_array_hosts(text: str) -> dict[int, str]:
     """Parse the output of ``squeue --array --format='%K %N'``: host of each running task, by array index.
 
     Raises:

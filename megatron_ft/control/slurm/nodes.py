@@ -63,24 +63,26 @@ class Allocation:
             folder.mkdir(exist_ok=True)
             shutil.copyfile(script, folder / f"{self.job_id}.sbatch")
 
+    @classmethod
+    def read(cls, variables: Mapping[str, str], *, most_nodes: int) -> "Allocation":
+        """Read the allocation of this process.
 
-def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
-    """Read the allocation of this process.
+        Args:
+            most_nodes: largest number of nodes of the job, spares included.
 
-    Args:
-        most_nodes: largest number of nodes of the job, spares included.
-
-    Raises:
-        ConfigError: this process is in no allocation, or the allocation is too small.
-    """
-    job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_JOB_NODELIST", "")
-    if not job or not nodes:
-        raise ConfigError.of(_KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
-    hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
-    if len(hosts) < most_nodes:
-        constraint = f"needs {most_nodes} nodes, spares included; the nodes of job {job} are {nodes} ({len(hosts)})"
-        raise ConfigError.of(_KEY, "srun", constraint)
-    return Allocation(job, hosts)
+        Raises:
+            ConfigError: this process is in no allocation, or the allocation is too small.
+        """
+        job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_JOB_NODELIST", "")
+        if not job or not nodes:
+            raise ConfigError.of(
+                _KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"
+            )
+        hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
+        if len(hosts) < most_nodes:
+            constraint = f"needs {most_nodes} nodes, spares included; the nodes of job {job} are {nodes} ({len(hosts)})"
+            raise ConfigError.of(_KEY, "srun", constraint)
+        return cls(job, hosts)
 
 
 def address_of(interface: str) -> str:

@@ -14,7 +14,7 @@ from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
 
-def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
+def _count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
     """Record that a launcher ended without a result; return 0 if another may start, otherwise the array's exit code.
 
     In the second case, the marker ``slurm/ARRAY.json`` ends the array's nodes.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-fruitless", type=int, required=True, help=about)
     chosen = parser.parse_args(arguments)
     try:
-        return count_return(chosen.run_dir, chosen.array, max_fruitless=chosen.max_fruitless)
+        return _count_return(chosen.run_dir, chosen.array, max_fruitless=chosen.max_fruitless)
     except (MegatronFtError, OSError) as error:
         print(f"array {chosen.array}: {error}", file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, MegatronFtError) else ControlError.exit_code

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm import calls
-from megatron_ft.control.slurm.nodes import read_allocation
+from megatron_ft.control.slurm.nodes import Allocation
 from megatron_ft.errors import ConfigError
 
 KEY = "topology.failure_domain_source"
@@ -31,13 +31,13 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
     """
     if config.topology.failure_domain_source != SOURCE:
         return config
-    allocation = read_allocation(variables, most_nodes=config.most_nodes)
-    domains = domains_of(allocation.hosts[: config.most_nodes], read_topology(variables))
+    allocation = Allocation.read(variables, most_nodes=config.most_nodes)
+    domains = _domains_of(allocation.hosts[: config.most_nodes], _read_topology(variables))
     listed = dataclasses.replace(config.topology, failure_domain_source="listed", failure_domains=domains)
     return dataclasses.replace(config, topology=listed)
 
 
-def read_topology(variables: Mapping[str, str]) -> str:
+def _read_topology(variables: Mapping[str, str]) -> str:
     """Return the output of ``scontrol show topology``.
 
     Raises:
@@ -59,7 +59,7 @@ def read_topology(variables: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
+def _domains_of(hosts: Sequence[str], topology: str) -> list[str]:
     """Return the leaf switch of each host.
 
     Args:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from megatron_ft.config.identity import JobIdentity, differences
+from megatron_ft.config.identity import Difference, JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
@@ -85,7 +85,7 @@ class CheckpointFinder:
                 "cannot be compared"
             )
         else:
-            notes += map(str, differences(manifest.settings, self._identity.settings))
+            notes += map(str, Difference.between(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
@@ -125,7 +125,7 @@ class CheckpointFinder:
         manifest: Manifest | None = None
         error: str | None = None
         try:
-            manifest = verify(directory, part=self._collectives.rank, num_parts=self._collectives.num_ranks)
+            manifest = Manifest.verified(directory, part=self._collectives.rank, num_parts=self._collectives.num_ranks)
         except CheckpointError as failure:
             error = str(failure)
         everywhere = self._collectives.errors(error)

@@ -1,5 +1,10 @@
 """Saves and loads the dense checkpoints of a job."""
 
+import importlib.metadata
+import io
+import json
+import pickle
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,37 +12,112 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
-from megatron_ft.mcore.checkpoint.committing import COMMON_NAME, commit_files, software, torch_bytes
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.checkpoint.loading import load_shards
-from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
-from megatron_ft.mcore.checkpoint.state import (
-    OURS_KEY,
-    RANK_STATE_KEY,
-    DenseState,
-    build_shards,
-    common_state,
-    install,
-    rank_state,
-)
-from megatron_ft.mcore.checkpoint.writer import Planner, WriteJob
+from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA, split_shards
+from megatron_ft.mcore.checkpoint.state import OURS_KEY, RANK_STATE_KEY, DenseState, install, rank_state
+from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, PlannedWrite, Planner, WriteJob
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
-from megatron_ft.snapshot.storage.files import FileEntry
+from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+
+_RANK_STATE_PREFIX = "rank_state"
+
+
+def _load_shards(
+    frame: dict[str, Any],
+    wanted: dict[str, Any],
+    directory: Path,
+    dp_cp_group: dist.ProcessGroup,
+    *,
+    fully_parallel: bool,
+) -> dict[str, Any]:
+    """Load the tensors that ``frame`` describes, the objects in ``wanted``, and the state that is common to all ranks.
+
+    Args:
+        frame: result of ``state.build_shards``: Megatron's description of the model and the optimizer.
+        wanted: other sharded objects to load, by key.
+
+    Returns:
+        The loaded values by key; those of the optimizer are under ``optimizer_shards``.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a tensor, or has a tensor that the model does not have.
+    """
+    request = {key: value for key, value in frame.items() if key != "optimizer"}
+    request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
+    try:
+        strategy = get_default_load_sharded_strategy(str(directory))
+        if fully_parallel:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, dp_cp_group)
+        # Megatron calls stored tensors that were not requested "missing", and requested ones not stored "unexpected".
+        loaded, unclaimed, absent = dist_checkpointing.load(
+            request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
+        )
+    except (CheckpointingException, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    # Random number generators are requested only with the layout of the save.
+    unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
+    if absent or unclaimed:
+        raise CheckpointError(
+            f"{directory} does not match this model: the checkpoint lacks the tensors {sorted(absent)[:3]}, and the "
+            f"model lacks the tensors {unclaimed[:3]} (the first 3 of each are shown)"
+        )
+    return loaded
+
+
+COMMON_NAME, METADATA_NAME, FORMAT_NAME = "common.pt", ".metadata", "metadata.json"
+
+
+def _commit_files(
+    directory: Path,
+    planned: PlannedWrite,
+    written: list[dict[str, Any]],
+    make_manifest: Callable[[tuple[FileEntry, ...]], Manifest],
+) -> int:
+    """Write Megatron's metadata and the manifest. Return the number of bytes of the whole checkpoint. ``written``
+    contains ``WriteJob.results`` and ``WriteJob.entries`` of every rank, in rank order. After an OSError the directory
+    is not a valid checkpoint."""
+    entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
+    content = planned.metadata_bytes([of_rank["results"] for of_rank in written])
+    entries.append(write_file(directory, METADATA_NAME, content))
+    form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
+    entries.append(write_file(directory, FORMAT_NAME, form))
+    # All files must be durable before the manifest is written, because the manifest makes the directory a checkpoint.
+    fsync_directory(directory)
+    make_manifest(tuple(sorted(entries, key=lambda entry: entry.name))).write(directory)
+    return sum(entry.num_bytes for entry in entries)
+
+
+def _torch_bytes(content: dict[str, Any]) -> bytes:
+    """Serialize ``content`` with ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _software() -> dict[str, str]:
+    """Return the versions of Python and of the packages that write the checkpoint."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
+    return {"python": platform.python_version(), **packages}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
+class _LoadResult:
     """Result of a load."""
 
     iteration: int
@@ -187,8 +267,8 @@ class CheckpointManager:
         # The process group is left out, because it cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
-            **build_shards(state, metadata, is_loading=False),
-            **common_state(state),
+            **state.build_shards(metadata, is_loading=False),
+            **state.common_state(),
             RANK_STATE_KEY: rank_state(state.host),
             "content_metadata": content_metadata,
         }
@@ -196,7 +276,7 @@ class CheckpointManager:
         shards, common = save_preprocess(tree, validate_access_integrity=False)
         whole_files = {}
         if self._collectives.rank == 0:
-            whole_files[COMMON_NAME] = torch_bytes(common)
+            whole_files[COMMON_NAME] = _torch_bytes(common)
         return WriteJob(self._planner.plan(shards, directory), directory, whole_files)
 
     def _metadata(self) -> dict[str, Any]:
@@ -240,7 +320,7 @@ class CheckpointManager:
         error, num_bytes = None, 0
         if self._collectives.rank == 0:
             try:
-                num_bytes = commit_files(
+                num_bytes = _commit_files(
                     pending.directory, pending.job.planned, written, partial(self._manifest, pending)
                 )
                 checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
@@ -258,7 +338,7 @@ class CheckpointManager:
             iteration=pending.iteration,
             consumed_samples=pending.consumed_samples,
             settings=self._identity.settings,
-            software=software(),
+            software=_software(),
             files=files,
         )
 
@@ -318,7 +398,7 @@ class CheckpointManager:
         """List the checkpoints in ``folder`` that were renamed because they were damaged, each with the reason."""
         return self._finder.unusable(folder)
 
-    def load(self, state: DenseState, directory: Path) -> LoadResult:
+    def load(self, state: DenseState, directory: Path) -> _LoadResult:
         """Verify the checkpoint in ``directory``, then fill ``state`` from it. Raises CheckpointError when the
         checkpoint is damaged, when it is from another project and ``checkpoint.trust`` is false, or when its tensors
         are not exactly those of this model and optimizer."""
@@ -326,10 +406,10 @@ class CheckpointManager:
         # Verified first, because ``.metadata`` and ``common.pt`` are pickles, which can run code when they are opened.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
-        frame = build_shards(state, self._metadata(), is_loading=True)
+        frame = state.build_shards(self._metadata(), is_loading=True)
         # Random number generators belong to a rank in a layout. In another layout, no rank has the same place.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
-        loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
+        loaded = _load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
         install(state, frame, loaded)
         iteration = state.host.iteration
         if manifest is not None and manifest.iteration != iteration:
@@ -348,7 +428,7 @@ class CheckpointManager:
                 differences=() if manifest is None else self._finder.differences(directory, manifest),
             ).to_record()
         )
-        return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
+        return _LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
         """Read ``DenseState.extra`` and the history from the checkpoint in ``directory``, without loading the rest. The

@@ -38,17 +38,37 @@ class DenseState:
     extra: dict[str, Any] = field(default_factory=dict)
     """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
 
+    def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
+        several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
+        this, because the distributed optimizer is gathered over the data-parallel groups."""
+        model = {
+            f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
+                metadata=metadata
+            )
+            for index, chunk in enumerate(self.model_chunks)
+        }
+        tree = optimizer_state.sharded_tree(self.optimizer, model, metadata, is_loading=is_loading)
+        return {**model, "optimizer": tree}
 
-def build_shards(state: DenseState, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
-    several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
-    this, because the distributed optimizer is gathered over the data-parallel groups."""
-    model = {
-        f"model{index}" if len(state.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(state.model_chunks)
-    }
-    tree = optimizer_state.sharded_tree(state.optimizer, model, metadata, is_loading=is_loading)
-    return {**model, "optimizer": tree}
+    def common_state(self) -> dict[str, Any]:
+        """Return the state that is the same on all ranks and is written only once."""
+        host = self.host
+        # Only one loss scale is saved, because another layout may have another number of optimizers.
+        scaler = dict(host.grad_scalers[0]) if host.grad_scalers else None
+        history = {"losses": list(host.history.losses), "num_consecutive_skips": host.history.num_consecutive_skips}
+        return {
+            "iteration": host.iteration,
+            "checkpoint_version": 3.0,
+            "opt_param_scheduler": self.scheduler.state_dict(),
+            OURS_KEY: {
+                "consumed_samples": self.consumed_samples,
+                "optimizer_step": optimizer_state.step_count(self.optimizer),
+                "grad_scaler": scaler,
+                # The format of checkpoints contains the history under ``extra``.
+                "extra": {**self.extra, **history},
+            },
+        }
 
 
 def rank_state(host: TrainState | None = None) -> ShardedObject:
@@ -56,26 +76,6 @@ def rank_state(host: TrainState | None = None) -> ShardedObject:
     object is empty, and a load fills it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     return ShardedObject(RANK_STATE_KEY, None if host is None else {"rng": host.rng}, (world,), (rank,), replica_id=0)
-
-
-def common_state(state: DenseState) -> dict[str, Any]:
-    """Return the state that is the same on all ranks and is written only once."""
-    host = state.host
-    # Only one loss scale is saved, because another layout may have another number of optimizers.
-    scaler = dict(host.grad_scalers[0]) if host.grad_scalers else None
-    history = {"losses": list(host.history.losses), "num_consecutive_skips": host.history.num_consecutive_skips}
-    return {
-        "iteration": host.iteration,
-        "checkpoint_version": 3.0,
-        "opt_param_scheduler": state.scheduler.state_dict(),
-        OURS_KEY: {
-            "consumed_samples": state.consumed_samples,
-            "optimizer_step": optimizer_state.step_count(state.optimizer),
-            "grad_scaler": scaler,
-            # The format of checkpoints contains the history under ``extra``.
-            "extra": {**state.extra, **history},
-        },
-    }
 
 
 def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:

@@ -41,6 +41,15 @@ class PlannedWrite:
     metadata: Metadata | None
     """Metadata of the whole checkpoint; only on rank 0."""
 
+    def metadata_bytes(self, results: list[list[list[Any]]]) -> bytes:
+        """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results``
+        is ``WriteJob.results`` of every rank."""
+        capture = _Capture()
+        writer = self.writer
+        writer.fs, writer.sync_files = capture, False
+        writer.finish(self.metadata, [[_from_json(record) for record in of_rank] for of_rank in results])
+        return capture.content
+
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """Megatron's save strategy, which only plans: it stores the plan in ``planned`` and writes nothing."""
@@ -103,7 +112,7 @@ def _without_manager_process() -> Iterator[None]:
         module._results_queue = before
 
 
-class GivenUp(Exception):
+class _GivenUp(Exception):
     """The save was cancelled while its files were written."""
 
 
@@ -148,7 +157,7 @@ class WriteJob:
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise GivenUp(f"the save to {self._directory} was cancelled while its files were written")
+            raise _GivenUp(f"the save to {self._directory} was cancelled while its files were written")
 
     def _run(self) -> None:
         try:
@@ -180,16 +189,6 @@ class WriteJob:
     def _write_one(self, file: HashedFile, name: str, item: Any, data: Any) -> WriteResult:
         transforms = self.planned.writer.transforms
         return _write_item(transforms, file, data, item, name, serialization_format=SerializationFormat.TORCH_SAVE)
-
-
-def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
-    """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results`` is
-    ``WriteJob.results`` of every rank."""
-    capture = _Capture()
-    writer = planned.writer
-    writer.fs, writer.sync_files = capture, False
-    writer.finish(planned.metadata, [[_from_json(record) for record in of_rank] for of_rank in results])
-    return capture.content
 
 
 class _Capture(FileSystem):

@@ -6,20 +6,94 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.run_id import read_run_id
-from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.control.node.worker_client import RankContext
+from megatron_ft.control.run_id import RunId
+from megatron_ft.corpus.check import Span, SplitPlan, resolve_vocab_size, vocabulary_entries
+from megatron_ft.corpus.order import Place
+from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.data.samples import Samples, open_samples
 from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.strict_json import parse_json
 
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
+
+class Samples:
+    """The samples of a split. Every index from 0 on has a sample, because the split is repeated epoch after epoch. The
+    sample depends only on ``data.seed``, the sources and the index, not on the parallel layout or the length of the
+    run."""
+
+    def __init__(self, plan: SplitPlan, vocab_size: int, *, mmap: bool = True) -> None:
+        self.plan = plan
+        self.vocab_size = vocab_size
+        self._datasets = [IndexedDataset(span.prefix, mmap=mmap) for span in plan.spans]
+        for span, dataset in zip(plan.spans, self._datasets, strict=True):
+            total = int(dataset.sequence_lengths.sum(dtype=np.int64))
+            assert total >= span.first_token + span.num_tokens, f"{span.prefix} became shorter since it was planned"
+
+    def sample(self, index: int) -> np.ndarray:
+        """Return the tokens of sample ``index`` (at least 0) as a new int64 [seq_length + 1].
+
+        Raises:
+            DataError: a token is outside the model's vocabulary.
+        """
+        place = self.locate(index)
+        span = self.plan.spans[place.source]
+        start = span.first_token + place.sample * self.plan.seq_length
+        tokens = self._read(place.source, start, self.plan.seq_length + 1)
+        # As unsigned numbers, negative tokens are larger than every vocabulary. So one comparison checks both limits.
+        if tokens.view(np.uint64).max() >= self.vocab_size:
+            raise self._foreign_token(span, start, tokens)
+        return tokens
+
+    def locate(self, index: int) -> Place:
+        """Return the source, the epoch and the number in this source of sample ``index``."""
+        return self.plan.order.locate(index)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of different samples of all sources."""
+        return sum(span.num_samples for span in self.plan.spans)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of this split in all sources."""
+        return sum(span.num_tokens for span in self.plan.spans)
+
+    def fingerprint(self) -> str:
+        """Return ``corpus.sources.fingerprint`` of the plan. Two splits with the same fingerprint have the same
+        samples."""
+        return self.plan.fingerprint()
+
+    def _read(self, source: int, start: int, count: int) -> np.ndarray:
+        # Documents are adjacent in the file, so one read may return the end of a document and the start of the next.
+        dataset = self._datasets[source]
+        dtype = dataset.index.dtype
+        tokens: np.ndarray = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)
+        return tokens.astype(np.int64)
+
+    def _foreign_token(self, span: Span, start: int, tokens: np.ndarray) -> DataError:
+        at = int(np.argmax(tokens.view(np.uint64) >= self.vocab_size))
+        constraint = f"tokens must be from 0 to {self.vocab_size - 1}, as in the model's vocabulary"
+        return DataError(f"{span.key}={span.name}: token {start + at} has the value {tokens[at]}; {constraint}")
+
+
+def open_samples(config: JobConfig, split: str) -> Samples:
+    """Open the samples of ``split``, ``train`` or ``valid``. Index the built-in corpus first if necessary.
+
+    Raises:
+        ConfigError, DataError: a source of this split is not valid; ``corpus.check.check_data`` raises the same errors.
+    """
+    tokenizer = build_tokenizer(config.data)
+    plan = SplitPlan.of(config.data, config.model.seq_length, split, tokenizer)
+    return Samples(plan, vocabulary_entries(config, tokenizer), mmap=config.data.mmap)
+
 
 RUN_DATA_NAME = "data_fingerprint.json"
 
@@ -36,7 +110,7 @@ def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdent
     Raises:
         ConfigError: the random id of the run cannot be read from ``run_dir``.
     """
-    known = read_run_id(run_dir)
+    known = RunId.read(run_dir)
     vocab_size = resolve_vocab_size(config)
     return JobIdentity(
         run_id=known.run_id,
@@ -90,7 +164,7 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
         )
 
 
-def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
+def check_newcomers_data(config: JobConfig, context: RankContext, fingerprints: Sequence[str], first: int) -> None:
     """Exclude joining ranks that read other samples than rank ``first``, which has state. All ranks must call this.
 
     If the job can continue without such a rank, the rank's process exits like a killed process, because an error that
@@ -106,11 +180,11 @@ def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first:
     strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[first]]
     if not strangers:
         return
-    error = _other_data(trainer.job, strangers[0], first)
-    if not trainer.context.worker.can_survive:
+    error = _other_data(config, strangers[0], first)
+    if not context.worker.can_survive:
         raise error
-    if trainer.context.rank in strangers:
-        _end_alone(_other_data(trainer.job, trainer.context.rank, first))
+    if context.rank in strangers:
+        _end_alone(_other_data(config, context.rank, first))
     # The same type as the error of a failed collective, after which the ranks form the next membership.
     raise RuntimeError(f"the ranks {strangers} cannot join: {error}")
 

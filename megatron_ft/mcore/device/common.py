@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron_ft.doctor.devices import observe_devices
-from megatron_ft.planning.devices import usable_gpus
 
 
 def install() -> None:
@@ -26,7 +25,7 @@ def install() -> None:
 
 def num_visible_gpus() -> int:
     """Return the number of GPUs that PyTorch would find. Read the driver's files, without initialising CUDA."""
-    return usable_gpus(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")).usable_gpus()
 
 
 @contextlib.contextmanager

@@ -1,18 +1,121 @@
 """Prepares a process for Megatron-Core, on any device."""
 
+import importlib
+import importlib.metadata
+import importlib.util
 import logging
 import warnings
+from dataclasses import dataclass
 
 import torch
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, SoftwareError
 from megatron_ft.mcore.device import common, cpu
-from megatron_ft.mcore.device.software import check_provider, choose_transformer_impl, inspect_software
 from megatron_ft.planning.devices import device_index, node_on_host
 
+# Megatron protects its optional imports only with ``except ImportError``. An incomplete Transformer Engine raises other
+# errors, so that ``import megatron.core`` fails. With any package called ``apex``, Megatron chooses kernels that may
+# not exist. This module reports each of these problems with one clear error.
 
-def resolve_device(requested: str) -> str:
+TRANSFORMER_ENGINE_MIN = (2, 9)
+TRANSFORMER_ENGINE_END = (2, 12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Software:
+    """Optional software that Megatron can use."""
+
+    transformer_engine: str | None
+    """Version of Transformer Engine; None if it is not installed."""
+    apex: bool
+    """Whether NVIDIA's apex is installed."""
+
+    @classmethod
+    def inspect(cls) -> "_Software":
+        """Check the installations of Transformer Engine and apex.
+
+        Raises:
+            SoftwareError: an installation is incomplete, and Megatron's import or its choice of kernels would fail.
+        """
+        return cls(transformer_engine=_transformer_engine(), apex=_apex())
+
+
+def _transformer_engine() -> str | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    try:
+        importlib.import_module("transformer_engine")
+        importlib.import_module("transformer_engine.pytorch")
+        version = importlib.metadata.version("transformer_engine")
+    except Exception as error:
+        raise SoftwareError(
+            f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}): "
+            "install all three parts (pip install 'transformer_engine[pytorch]>=2.9,<2.12', which needs a torch with "
+            "CUDA) or remove it (pip uninstall transformer_engine transformer_engine_cu12 transformer_engine_cu13)"
+        ) from error
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if not TRANSFORMER_ENGINE_MIN <= numbers < TRANSFORMER_ENGINE_END:
+        raise SoftwareError(
+            f"transformer_engine {version} is installed, but Megatron-Core 0.16.1 needs >=2.9,<2.12: install such a "
+            "version or remove it"
+        )
+    return version
+
+
+def _apex() -> bool:
+    if importlib.util.find_spec("apex") is None:
+        return False
+    try:
+        importlib.import_module("amp_C")
+        importlib.import_module("apex.normalization.fused_layer_norm")
+    except Exception as error:
+        raise SoftwareError(
+            f"the installed package apex is not NVIDIA's apex with its CUDA extensions "
+            f"({type(error).__name__}: {error}), so Megatron would choose kernels that are missing: remove it (pip "
+            "uninstall apex), or install NVIDIA's apex from source"
+        ) from error
+    return True
+
+
+def _choose_transformer_impl(requested: str, device: str, software: _Software) -> str:
+    """Return ``local`` or ``transformer_engine`` for ``requested``, a value of ``training.transformer_impl``.
+
+    ``auto`` chooses Transformer Engine if it is installed and the device is ``cuda``.
+
+    Raises:
+        ConfigError: Transformer Engine was requested, but is not installed or cannot run on the device.
+    """
+    if requested == "auto":
+        return "transformer_engine" if device == "cuda" and software.transformer_engine else "local"
+    if requested == "transformer_engine":
+        if device != "cuda":
+            raise ConfigError.of("training.transformer_impl", requested, "needs training.device=cuda")
+        if software.transformer_engine is None:
+            raise ConfigError.of(
+                "training.transformer_impl", requested, "needs transformer_engine>=2.9,<2.12, which is not installed"
+            )
+    return requested
+
+
+def _check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
+    """Raise ConfigError for features that need Transformer Engine, unless ``transformer_impl`` is this engine. Megatron
+    itself would accept ``fp8`` and train without quantization, without a warning."""
+    if transformer_impl == "transformer_engine":
+        return
+    if fp8 is not None:
+        raise ConfigError.of(
+            "precision.fp8", fp8, "needs Transformer Engine, but this job does not use it; set precision.fp8=null"
+        )
+    if context_parallel_size > 1:
+        raise ConfigError.of(
+            "parallel.context_parallel_size",
+            context_parallel_size,
+            "must be 1 without Transformer Engine, because only Transformer Engine has context-parallel attention",
+        )
+
+
+def _resolve_device(requested: str) -> str:
     """Return ``cpu`` or ``cuda`` for ``requested``, a value of ``training.device``.
 
     Raises:
@@ -37,7 +140,7 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.
     """
-    if resolve_device(config.training.device) == "cpu":
+    if _resolve_device(config.training.device) == "cpu":
         return torch.device("cpu")
     index = device_index(
         node_on_host=node_on_host(config.launch, node),
@@ -61,10 +164,10 @@ def install(config: JobConfig) -> tuple[str, str]:
     Returns:
         (device, transformer_impl): ``cpu`` or ``cuda``, and ``local`` or ``transformer_engine``.
     """
-    software = inspect_software()
-    device = resolve_device(config.training.device)
-    transformer_impl = choose_transformer_impl(config.training.transformer_impl, device, software)
-    check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
+    software = _Software.inspect()
+    device = _resolve_device(config.training.device)
+    transformer_impl = _choose_transformer_impl(config.training.transformer_impl, device, software)
+    _check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():
         # Megatron warns at import about each missing optional package. They have been checked above.
         warnings.simplefilter("ignore")

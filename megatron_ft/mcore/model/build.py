@@ -1,19 +1,126 @@
 """Builds the model chunks of a rank, wrapped for mixed precision and data parallelism."""
 
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_layer import RouterBuilder
+from megatron.core.transformer.moe.moe_layer import MoESubmodules, RouterBuilder
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.model.layers import build_block_spec
-from megatron_ft.mcore.model.release import ReleasableDataParallel
 from megatron_ft.mcore.model.weights import initialize_weights
+from megatron_ft.mcore.moe.layer import MixtureLayer
+from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
+
+
+class _ReleasableDataParallel(DistributedDataParallel):
+    """Megatron's ``DistributedDataParallel`` with gradient hooks that do not keep the model chunk in memory.
+
+    Autograd stores hooks where Python's garbage collector does not find them. Megatron's hooks reference the whole
+    chunk, so the chunk, its buffers and its process groups would never be freed. The hooks of this class use weak
+    references.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        chunk, parameter = weakref.ref(self), weakref.ref(param)
+
+        def hook(*unused: object) -> None:
+            DistributedDataParallel._make_backward_post_hook(chunk(), parameter())(*unused)
+
+        return hook
+
+
+def release_caches() -> None:
+    """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules, and these process groups."""
+    RotaryEmbedding.forward.cache_clear()
+
+
+class _SequenceParallelNorm:
+    """Creates a torch LayerNorm or RMSNorm, as configured. It is a class because a layer spec needs a class.
+
+    With sequence parallelism, the parameters are marked ``sequence_parallel``, so that Megatron sums their gradients
+    over the tensor-parallel ranks.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> torch.nn.Module:
+        kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
+        norm: torch.nn.Module = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def _build_block_spec(
+    config: TransformerConfig,
+    transformer_impl: str,
+    *,
+    vp_stage: int | None,
+    pg_collection: ProcessGroupCollection,
+    replicas: Replicas | None,
+    router: RouterBuilder,
+) -> TransformerBlockSubmodules:
+    """Return the layer specs of one model chunk of this rank: virtual pipeline stage ``vp_stage``, or None. Without
+    ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates their routers."""
+    local = transformer_impl == "local"
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=not local,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=pg_collection.pp.rank(),
+    )
+    # Megatron uses one spec object for all layers. Layers differ in their experts, so each needs its own object.
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pg_collection.pp.rank())
+    for layer_number, layer in enumerate(block.layer_specs, offset + 1):
+        if local:
+            _use_own_norms(layer.submodules)
+        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
+            layer.submodules.mlp.submodules.router = router
+            _use_own_mixture(layer.submodules.mlp, layer_number, pg_collection, replicas)
+    if local:
+        block.layer_norm = _SequenceParallelNorm
+    return block
+
+
+def _use_own_norms(submodules: Any) -> None:
+    attention = submodules.self_attention.submodules
+    for owner, name in (
+        (submodules, "input_layernorm"),
+        (submodules, "pre_mlp_layernorm"),
+        (attention, "q_layernorm"),
+        (attention, "k_layernorm"),
+        (attention, "kv_layernorm"),
+    ):
+        if getattr(owner, name, None) not in (None, IdentityOp):
+            setattr(owner, name, _SequenceParallelNorm)
+
+
+def _use_own_mixture(
+    mlp: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
+) -> None:
+    # Megatron passes process groups only to its own ``MoELayer`` class, so the spec passes them to the subclass.
+    mlp.params = {"pg_collection": pg_collection}
+    if replicas is None:
+        mlp.module = MixtureLayer
+    else:
+        mlp.module = ReplicaMixtureLayer
+        mlp.params |= {"slots": replicas.slots_of(layer_number), "backend": replicas.backend}
 
 
 def build_model(
@@ -48,7 +155,7 @@ def build_model(
         check_for_nan_in_grad=False,
     )
     return [
-        ReleasableDataParallel(
+        _ReleasableDataParallel(
             transformer_config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=pg_collection
         )
         for number, chunk in enumerate(chunks)
@@ -68,7 +175,7 @@ def _build_chunk(
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     chunk = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=build_block_spec(
+        transformer_layer_spec=_build_block_spec(
             transformer_config,
             transformer_config.transformer_impl,
             vp_stage=vp_stage,

@@ -22,7 +22,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
+def _global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
     """Convert the name of a parameter in one model chunk to its global name. ``layer_offset`` is the number of layers
     before this chunk. ``expert_ids`` lists, for each layer of the chunk (counted from 0), the experts that this rank
     has, in the order of its modules."""
@@ -48,4 +48,4 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
         if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
             # The last stage has a copy of the word embedding, which gets the name of the embedding.
             name = "embedding.word_embeddings.weight"
-        yield global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter
+        yield _global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter

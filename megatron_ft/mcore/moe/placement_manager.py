@@ -19,21 +19,13 @@ from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
-from megatron_ft.planning.cost.parameters import parameters_of_stage
+from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.planning.placement.copies import StateCopyPlan
-from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
 from megatron_ft.planning.placement.report import plan_state_copies
-from megatron_ft.planning.placement.stage import (
-    algorithm_of,
-    first_loads,
-    first_plans,
-    fits,
-    place_stage,
-    scripted_plans,
-    stage_requests,
-)
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import single_loss_survival
 from megatron_ft.planning.recovery.replicas import Declined, plan_drain, plan_replicas
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
@@ -89,7 +81,7 @@ class PlacementManager:
         self._config = config
         self._stage = stage
         self._algorithm = algorithm_of(config)
-        self._requests = stage_requests(config, world_size)
+        self._requests = StageRequest.of_job(config, world_size)
         self._backend: DispatchBackend = open_backend(config.placement.dispatch_backend)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
@@ -101,7 +93,7 @@ class PlacementManager:
         """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
-        self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
+        self._num_dense = RankParameters.of_stage(config.model, operators, topology, stage).num_dense
         self.plans = first_plans(config, self._requests, self._inputs) if before is None else before.plans
 
     @classmethod
@@ -235,7 +227,7 @@ class PlacementManager:
         if [plan.layer_numbers for plan in plans] != [request.layer_numbers for request in self._requests]:
             return
         self.loads = loads
-        if all(fits(plan, request) for plan, request in zip(plans, self._requests, strict=True)):
+        if all(request.fits(plan) for plan, request in zip(plans, self._requests, strict=True)):
             self.plans = plans
         elif loads is not None:
             self.plans = [self._place(stage, of_stage) for stage, of_stage in enumerate(loads)]
@@ -243,13 +235,13 @@ class PlacementManager:
     # -- parts --------------------------------------------------------------------------------------------
 
     def _place(self, stage: int, loads: Loads) -> PlacementPlan:
-        plan, _ = place_stage(self._requests[stage], self._algorithm, loads)
+        plan, _ = self._requests[stage].place(self._algorithm, loads)
         return plan
 
     def _wanted(self) -> PlacementPlan:
         if self.loads is not None:
             return self._place(0, self.loads[0])
-        return self._place(0, first_loads(self._config, self._requests[0], self._inputs))
+        return self._place(0, self._requests[0].first_loads(self._config, self._inputs))
 
     def _replan(self, stage: int) -> MigrationPlan:
         assert self.loads is not None, "a new placement needs the loads of at least one iteration"
@@ -257,7 +249,7 @@ class PlacementManager:
         return self._migration(stage, remap(wanted, holdings(self.plans[stage])))
 
     def _migration(self, stage: int, plan: PlacementPlan) -> MigrationPlan:
-        return plan_migration(plan, holdings(self.plans[stage]), expert_state_bytes(self._config))
+        return MigrationPlan.between(plan, holdings(self.plans[stage]), expert_state_bytes(self._config))
 
     def _change(self, migrations: Sequence[MigrationPlan], reason: str, gain: float) -> Change:
         loads = self.loads

@@ -1,20 +1,163 @@
 """An MoE layer in which each expert can have any number of copies on any number of ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import utils
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.replica_dispatcher import ReplicaTokenDispatcher
-from megatron_ft.mcore.moe.replica_experts import ReplicaExperts
 from megatron_ft.runtime.dispatch.backend import DispatchBackend
+from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, gather_counts, return_rows, send_rows
+from megatron_ft.runtime.dispatch.handle import DispatchHandle
+
+
+class _ReplicaExperts(SequentialMLP):
+    """The experts of one layer on one rank. Each expert has one set of weights on the rank.
+
+    Args:
+        expert_ids: ids of these experts, in ascending order.
+        holders: for each of these experts, the ranks of the expert group that have it, in ascending order.
+        rank: this rank in the expert group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        expert_ids: Sequence[int],
+        holders: Sequence[Sequence[int]],
+        rank: int,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(len(expert_ids), config, submodules, pg_collection=pg_collection)
+        self.expert_ids = list(expert_ids)
+        self.copy_numbers = [list(ranks).index(rank) for ranks in holders]
+        self._mark_copies()
+
+    def _mark_copies(self) -> None:
+        # Each expert must count once in the gradient norm, so only its first copy counts. Megatron leaves parameters
+        # with ``shared`` out of the norm (``param_is_not_shared``).
+        for expert, copy_number in zip(self.local_experts, self.copy_numbers, strict=True):
+            for parameter in expert.parameters():
+                parameter.shared = copy_number > 0
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], permuted_probs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Run ``tokens`` [rows, H], which are sorted by expert. The ranks that sent the tokens apply the probabilities.
+        ``tokens_per_expert`` is the number of rows of each expert."""
+        outputs = []
+        # Experts without rows run, too, because a gradient bucket is reduced after all its parameters have a gradient.
+        for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
+            output, bias = expert(self._padded(rows))
+            outputs.append((output if bias is None else output + bias)[: len(rows)])
+        return torch.cat(outputs), None
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        if not (self.config.fp8 or self.config.fp4):
+            return rows
+        padded, _ = self._pad_tensor_for_quantization(rows, rows.new_zeros(len(rows)))
+        return padded
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return Megatron's sharded state dict, with one entry per expert. All copies of an expert are replicas of one
+        tensor, of which Megatron saves one."""
+        assert metadata is not None and metadata.get("singleton_local_shards"), (
+            "metadata must have singleton_local_shards, because each expert is saved as separate tensors"
+        )
+        state: ShardedStateDict = {}
+        for number, expert in enumerate(self.local_experts):
+            local = f"{prefix}local_experts.{number}."
+            of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
+            replace_prefix_for_sharding(of_expert, local, f"{prefix}experts.{self.expert_ids[number]}.")
+            # Megatron writes only the copy whose ``replica_id`` is zero.
+            for tensor in of_expert.values():
+                tensor.replica_id = (*tensor.replica_id[:2], self.copy_numbers[number])
+            state.update(of_expert)
+        return state
+
+
+# Notation: T tokens on this rank, E experts, N ranks of the group, H hidden size, S sent rows, R received rows. A row
+# is one token for one of its experts.
+
+
+class _ReplicaTokenDispatcher(MoETokenDispatcher):
+    """Sends each token to one copy of each of its experts, and applies the probabilities when the rows return.
+
+    Args:
+        replicas: int64 [E, N], number of copies of each expert on each rank of ``pg_collection.ep``.
+        local_experts: distinct experts of this rank, in ascending order.
+        backend: computes the schedule and orders the rows.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        replicas: torch.Tensor,
+        local_experts: list[int],
+        backend: DispatchBackend,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.replicas = replicas
+        self.local_experts = local_experts
+        self.backend = backend
+        self.group: dist.ProcessGroup = pg_collection.ep
+        self.bytes = ExchangeCounter()
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. ``probs`` [T, E] stay here."""
+        self._shape = hidden_states.shape
+        self._probs = probs
+        counts = gather_counts(routing_map, self.group)
+        schedule = self.backend.schedule(counts, self.replicas)
+        self._handle: DispatchHandle = self.backend.plan(routing_map, schedule, self.group.rank(), self.local_experts)
+        rows = self.backend.permute(hidden_states.reshape(-1, self._shape[-1]), self._handle)
+        return rows, probs
+
+    def token_dispatch(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send ``rows`` [S, H] and receive [R, H] with an all-to-all without padding."""
+        return send_rows(rows, self._handle, self.group, self.bytes), probs
+
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort ``rows`` [R, H] by local expert. Return them, the number of rows of each local expert, and ``probs``."""
+        return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
+
+    def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows`` [R, H] to their order of arrival."""
+        return self.backend.unsort(rows, self._handle)
+
+    def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send ``rows`` [R, H] back and receive [S, H] with the reverse all-to-all."""
+        return return_rows(rows, self._handle, self.group, self.bytes)
+
+    def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sum the ``rows`` [S, H] of each token, weighted with their probabilities, to [sequence, batch, H]."""
+        output = self.backend.unpermute(rows, self._probs, self._handle).view(self._shape)
+        # Autograd keeps the tensors that the backward pass needs. These references would keep all until the next call.
+        del self._probs, self._handle
+        return output
 
 
 class ReplicaMixtureLayer(MixtureLayer):
@@ -54,14 +197,14 @@ class ReplicaMixtureLayer(MixtureLayer):
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.fwd_execution_map = ["route", "expert_compute", "postprocess"]
         self.router = submodules.router(config=config, pg_collection=pg_collection)
-        self.token_dispatcher = ReplicaTokenDispatcher(
+        self.token_dispatcher = _ReplicaTokenDispatcher(
             config,
-            replicas=replica_matrix(slots, config.num_moe_experts),
+            replicas=_replica_matrix(slots, config.num_moe_experts),
             local_experts=self.local_expert_indices,
             backend=backend,
             pg_collection=pg_collection,
         )
-        self.experts = ReplicaExperts(
+        self.experts = _ReplicaExperts(
             config,
             submodules.experts.submodules,
             expert_ids=self.local_expert_indices,
@@ -79,7 +222,7 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
 
-def replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
+def _replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
     """Count the copies of each expert on each rank: int64 [num_experts, ranks]."""
     matrix = torch.zeros((num_experts, len(slots)), dtype=torch.int64)
     for rank, experts in enumerate(slots):

@@ -18,7 +18,7 @@ from megatron_ft.planning.batch import microbatch_position
 from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts
 
 
-class TraceRouter(PaddingAwareRouter):
+class _TraceRouter(PaddingAwareRouter):
     """Routes tokens so that the experts' shares equal those in a trace (Lazarus, arXiv 2407.04656, section 6.1).
 
     The assignment of tokens to experts depends only on the seed, the iteration, the layer and the position of the
@@ -102,4 +102,4 @@ def router_builder(config: JobConfig) -> RouterBuilder:
     if config.model.router != "trace":
         return PaddingAwareRouter
     trace = RoutingTrace.of(config.model, read_trace(config))
-    return partial(TraceRouter, trace=trace, seed=config.training.seed)
+    return partial(_TraceRouter, trace=trace, seed=config.training.seed)

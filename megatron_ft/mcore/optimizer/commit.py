@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron_ft.mcore.state.digest import masters_of
 
 
-def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
     """Yield Megatron's optimizers: one for dense and one for expert parameters. Skip those without parameters."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return (part for part in chained if not getattr(part, "is_stub_optimizer", False))
@@ -45,7 +45,7 @@ def prepare_known(
 ) -> None:
     """Do the work of ``prepare`` without communication, in a replay: the logged vote has its results. Parameters in
     ``without`` get no master gradients, so that the update does not change their state."""
-    for part in parts(optimizer):
+    for part in _parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:
             part.prepare_grads()
@@ -68,14 +68,14 @@ def _unscale(part: Any, scaler: Any) -> None:
 
 def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the loss scalers of all parts. Only a run in FP16 has loss scalers."""
-    scalers = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
+    scalers = (getattr(part, "grad_scaler", None) for part in _parts(optimizer))
     return [scaler for scaler in scalers if scaler is not None]
 
 
 @torch.no_grad()
 def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
     """Clip the gradients with ``grad_norm`` from the vote; update this rank's master weights, moments and weights."""
-    for part in parts(optimizer):
+    for part in _parts(optimizer):
         parameters = part.get_parameters()
         # In a replay all parameters of a part may be frozen. Then no gradient is left to clip.
         if clip_grad > 0.0 and any(parameter.grad is not None for parameter in parameters):
@@ -89,6 +89,6 @@ def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> 
 
 def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:
     """All-gather the updated parameters if the optimizer is sharded."""
-    if any(isinstance(part, DistributedOptimizer) for part in parts(optimizer)):
+    if any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer)):
         for chunk in model_chunks:
             chunk.start_param_sync()  # type: ignore[operator]

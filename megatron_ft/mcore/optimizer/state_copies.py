@@ -28,7 +28,7 @@ from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 
 @dataclass(kw_only=True)
-class Kept:
+class _Kept:
     """Copies, on this rank, of optimizer state that rank ``owner`` updates. A separate optimizer updates the copies."""
 
     owner: int
@@ -114,7 +114,7 @@ class StateCopies:
                 lent.setdefault(keeper, _Lending(keeper=keeper)).masters.append(master)
         return [lent[keeper] for keeper in sorted(lent)]
 
-    def _receive(self, config: OptimizerConfig) -> list[Kept]:
+    def _receive(self, config: OptimizerConfig) -> list[_Kept]:
         mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
         # Only owners know the shapes, because Megatron divides the distributed optimizer's flat buffers at any element.
         offers = Collectives(self._group).gather(mine)
@@ -163,7 +163,7 @@ def _describe(master: Master) -> dict[str, Any]:
     return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
 
 
-def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> Kept:
+def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> _Kept:
     device = torch.cuda.current_device()
     parameters = [torch.nn.Parameter(torch.zeros(item["shape"], device=device)) for item in described]
     groups: dict[float, list[torch.nn.Parameter]] = {}
@@ -179,7 +179,7 @@ def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: Optim
         # Allocated before the first step, because the moments and step counts of the owner are received into them.
         zeros = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
-    return Kept(owner=owner, names=[item["name"] for item in described], parameters=parameters, optimizer=optimizer)
+    return _Kept(owner=owner, names=[item["name"] for item in described], parameters=parameters, optimizer=optimizer)
 
 
 def _state_of(master: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

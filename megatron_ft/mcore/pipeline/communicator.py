@@ -4,38 +4,135 @@ Both override only ``_communicate``, which all send and receive methods of Megat
 1F1B and interleaved schedules.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron_ft.mcore.pipeline.staged import Received, StagedCommunicator, current_device
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
+
+# Collectives of gloo accept tensors on a GPU. Its sends and receives do not, because they pass the address to a socket.
+
+Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
+"""(tensor from the previous stage, tensor from the next stage, requests to wait for)."""
+
+
+def _current_device() -> torch.device:
+    """Return the device of this process."""
+    device: Any = torch.cuda.current_device()
+    return device if isinstance(device, torch.device) else torch.device("cuda", device)
+
+
+def _sends_host_memory_only(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` cannot send tensors of this process's device."""
+    return str(dist.get_backend(group)) == "gloo" and _current_device().type == "cuda"
+
+
+@dataclass
+class _Transfer:
+    """One message that goes through host memory. ``target`` is the device tensor of a received message."""
+
+    request: Any
+    host: torch.Tensor
+    target: torch.Tensor | None = None
+    _is_done: bool = field(default=False, init=False)
+
+    def wait(self) -> None:
+        """Wait until the message is sent, or received and copied to ``target``."""
+        if self._is_done:
+            return
+        self.request.wait()
+        if self.target is not None:
+            self.target.data.copy_(self.host)
+        self._is_done = True
+
+
+class _StagedCommunicator(P2PCommunicator):
+    """Works like Megatron's communicator if the group can send from the device. Otherwise copies messages through host
+    memory."""
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
+        super().__init__(pp_group, config)
+        self.is_staged = _sends_host_memory_only(pp_group)
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> Received:
+        # Has the arguments and results of ``P2PCommunicator._communicate``. All received tensors have ``tensor_shape``.
+        if not self.is_staged:
+            # Interleaved schedules set the ``.data`` of an output before its send has ended. The request references the
+            # detached tensor, which keeps the memory allocated until the end of the send.
+            received: Received = super()._communicate(
+                tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
+            return received
+        assert not self.config.variable_seq_lengths, "variable sequence lengths are not supported"
+        dtype, device = self.config.pipeline_dtype, _current_device()
+        hosts: dict[str, torch.Tensor] = {}
+        targets: dict[str, torch.Tensor] = {}
+        for name, sent in (("send_prev", tensor_send_prev), ("send_next", tensor_send_next)):
+            if sent is not None:
+                hosts[name] = sent.detach().cpu()  # waits until the tensor is computed
+        for name, is_wanted in (("recv_prev", recv_prev), ("recv_next", recv_next)):
+            if is_wanted:
+                hosts[name] = torch.empty(tensor_shape, dtype=dtype)
+                targets[name] = torch.empty(tensor_shape, dtype=dtype, device=device, requires_grad=True)
+        # Never batched, regardless of ``config.batch_p2p_comm``, because gloo does not support batches.
+        requests: Mapping[str, Any] = p2p_communication._p2p_ops(
+            tensor_send_prev=hosts.get("send_prev"),
+            tensor_recv_prev=hosts.get("recv_prev"),
+            tensor_send_next=hosts.get("send_next"),
+            tensor_recv_next=hosts.get("recv_next"),
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
+        )
+        transfers = {name: _Transfer(request, hosts[name], targets.get(name)) for name, request in requests.items()}
+        if wait_on_reqs:
+            for transfer in transfers.values():
+                transfer.wait()
+        return targets.get("recv_prev"), targets.get("recv_next"), None if wait_on_reqs else transfers
+
 
 TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 """Tags of messages with logged tensors. Megatron's own messages have no tags."""
 
 
-def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
+def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
     """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
     matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
     chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
     if dist.get_backend(group) == "gloo":
         return group, TAGS[direction]
-    return (group if direction == "forward" else world_group()), 0
+    return (group if direction == "forward" else _world_group()), 0
 
 
-def world_group() -> dist.ProcessGroup:
+def _world_group() -> dist.ProcessGroup:
     """Return the group of all ranks of the job."""
     world = dist.group.WORLD
     assert world is not None, "process groups are not initialized"
     return world
 
 
-class LoggingCommunicator(StagedCommunicator):
+class LoggingCommunicator(_StagedCommunicator):
     """Communicator that logs a copy of every activation and gradient that it sends.
 
     Args:
@@ -109,7 +206,7 @@ class ReplayCommunicator(LoggingCommunicator):
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
         # Not ``super()``, which would log a second time. Stages that do not replay have received these messages before.
-        from_previous, from_next, requests = StagedCommunicator._communicate(
+        from_previous, from_next, requests = _StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,
             tensor_send_prev=tensor_send_prev if self._replays_previous else None,
@@ -135,10 +232,10 @@ class ReplayCommunicator(LoggingCommunicator):
 
     def _from_log(self, direction: Direction, rank: int | None, shape: Any) -> torch.Tensor:
         dtype = self.config.pipeline_dtype
-        tensor = torch.empty(shape, requires_grad=True, device=current_device(), dtype=dtype)
+        tensor = torch.empty(shape, requires_grad=True, device=_current_device(), dtype=dtype)
         received = torch.empty(shape, dtype=dtype) if self.is_staged else tensor.data
         # Sender and receiver follow the same schedule, so messages come in the right order and need no key.
-        group, tag = route(self.pp_group, direction)
+        group, tag = _route(self.pp_group, direction)
         dist.recv(received, src=rank, group=group, tag=tag)
         if self.is_staged:
             tensor.data.copy_(received)
@@ -160,12 +257,12 @@ def serve(
         RecoveryError: an iteration is not logged.
     """
     requests, num_bytes = [], 0
-    route_group, tag = route(group, direction)
+    route_group, tag = _route(group, direction)
     is_on_host = dist.get_backend(group) == "gloo"
     # This function waits for no request, because this rank must meanwhile take part in other collectives.
     for iteration in iterations:
         for _, tensor in log.entries(iteration, direction):
-            sent = tensor if is_on_host else tensor.to(current_device(), non_blocking=True)
+            sent = tensor if is_on_host else tensor.to(_current_device(), non_blocking=True)
             requests.append(dist.isend(sent, dst=rank, group=route_group, tag=tag))
             num_bytes += tensor.numel() * tensor.element_size()
     return requests, num_bytes

@@ -6,220 +6,392 @@ again. Ranks inside a region communicate as usual. From stages outside, they rec
 that still have their state compare it with the result of the replay, to detect a wrong recovery.
 """
 
+import copy
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_ft import failpoints
+from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.errors import RecoveryError
-from megatron_ft.events import RecoveryStarted, StageRecovery
+from megatron_ft.events import StageRecovery
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.optimizer import commit
-from megatron_ft.mcore.optimizer.build import set_position
-from megatron_ft.mcore.pipeline.communicator import serve
-from megatron_ft.mcore.recovery.region import Region, form_region_groups
-from megatron_ft.mcore.snapshot.client import open_snapshot_client, share_addresses, take_snapshots
-from megatron_ft.mcore.state.carried import Carried, MembershipStart
+from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, serve
+from megatron_ft.mcore.recovery.replay import Replayer
+from megatron_ft.mcore.recovery.upstream_log import keep_room
+from megatron_ft.mcore.snapshot.local_window import LocalWindow
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.state.carried import Carried
 from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.localized import RUNG as LOCALIZED
-from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
+from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.records import Record
+from megatron_ft.runtime.execute.replay import carry_out
+from megatron_ft.runtime.transport.hang_up import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replayed:
+    """Result of the replay of a region on one rank."""
+
+    kept: StoredWindow
+    """The window that was replayed."""
+    num_bytes: int
+    """Number of bytes received from the logs of stages outside the region."""
 
 
-def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Groups, target: int) -> None:
-    """Give every rank the state after the iteration ``target``. All ranks must call this.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RegionGroups:
+    """Process groups of a region for one rank."""
+
+    everybody: dist.ProcessGroup
+    """All ranks of the region."""
+    line: dist.ProcessGroup
+    """The ranks of the region in the same pipeline as this rank, one per stage."""
+
+
+def _form_region_groups(
+    engine: TrainingEngine, plan: LocalizedPlan, stages: Sequence[int], *, break_with: Callable[[Abort], None]
+) -> _RegionGroups | None:
+    """Form the process groups of all regions. Every rank of the job must call this.
 
     Args:
+        stages: pipeline stage of each rank of the job.
+        break_with: registers the function that breaks the connections of this rank.
+
+    Returns:
+        The groups of this rank's region; None if this rank's stage does not replay.
+    """
+    mine: _RegionGroups | None = None
+    groups, pg, me = engine.groups, engine.pg, engine.groups.vote.rank()
+    with _breakable(groups, break_with):
+        for region in plan.regions:
+            rows = [[rank for rank, stage in enumerate(stages) if stage == of_region] for of_region in region]
+            members = sorted(rank for row in rows for rank in row)
+            # If all stages replay, the groups of the job are used, and no group is formed.
+            if len(members) == len(stages):
+                return _RegionGroups(everybody=groups.vote, line=pg.pp)
+            everybody = _add(engine, members)
+            # The pipeline of a region of one stage is a group of only this rank. An existing group is used if possible.
+            alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
+            lines = [] if alone is not None else [_add(engine, line) for line in zip(*rows, strict=True)]
+            line = next((found for found in lines if found is not None), alone)
+            if me in members:
+                assert everybody is not None and line is not None, "a member of the region has no groups"
+                mine = _RegionGroups(everybody=everybody, line=line)
+    return mine
+
+
+@contextmanager
+def _breakable(groups: Groups, break_with: Callable[[Abort], None]) -> Iterator[None]:
+    # The loss of a rank must end the formation of groups, as it ends collectives.
+    opening = Opening()
+
+    def hang_up(reason: str) -> None:
+        groups.transports.hang_up(reason)
+        opening.hang_up(reason)
+
+    break_with(hang_up)
+    try:
+        yield
+    finally:
+        opening.close()
+        break_with(groups.transports.hang_up)
+
+
+def _add(engine: TrainingEngine, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    timeout_seconds = engine.config.training.distributed_timeout_seconds
+    return engine.groups.add(ranks, timeout_seconds=timeout_seconds)
+
+
+class _Region:
+    """The replay of one region, the pipeline stages ``stages``. All ranks of the region must make the same calls."""
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        plan: LocalizedPlan,
+        stages: Sequence[int],
+        groups: _RegionGroups,
+        *,
+        open_restorer: Callable[[Collectives], SnapshotRestorer],
+        report: Callable[[Record], None],
+    ) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._open_restorer = open_restorer
+        self._report = report
+        self._stages = tuple(stages)
+        self._line = groups.line
+        self._collectives = Collectives(groups.everybody)
+
+    def replay(self, votes: Mapping[int, Vote], plan: WindowPlan | None) -> _Replayed:
+        """Load the newest committed window, and replay the iterations up to the target.
+
+        Args:
+            votes: votes of the iterations after the window.
+            plan: plan of the windows that are captured after the recovery.
+
+        Raises:
+            RecoveryError: the window is missing or does not match this job, on all ranks of the region; or a replayed
+                iteration differs from its vote.
+        """
+        engine = self._engine
+        window = self._find()
+        # The replay logs the messages that it sends, for the next failure. So the log must be large enough before it.
+        for needed in (window.plan_in_force, plan or window.plan_in_force):
+            keep_room(engine, needed, self._report)
+        replay = window.replay_plan(until=self._plan.target, votes=votes)
+        replayer = Replayer.open(engine, window, self._collectives)
+        with self._alone() as communicator:
+            carry_out(replay, replayer)
+        return _Replayed(kept=window.stored, num_bytes=communicator.num_bytes)
+
+    def _find(self) -> LocalWindow:
+        kept = self._plan.window
+        assert kept is not None, "the plan names no window"
+        restorer = self._open_restorer(self._collectives)
+        window = restorer.find(None, only=kept)
+        if window is None:
+            reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
+            raise RecoveryError(f"cannot load the committed window of iteration {kept.start_iteration}: {reasons}")
+        return window
+
+    @contextmanager
+    def _alone(self) -> Iterator[ReplayCommunicator]:
+        engine, pp = self._engine, self._engine.pg.pp
+        me, size = pp.rank(), pp.size()
+        communicator = ReplayCommunicator(
+            pp,
+            engine.transformer_config,
+            engine.boundaries.log,
+            replays_previous=(me - 1) % size in self._stages,
+            replays_next=(me + 1) % size in self._stages,
+        )
+        before, config = engine.p2p, engine.transformer_config
+        finalize = config.finalize_model_grads_func
+        assert finalize is not None, "the engine has set no finalize_model_grads_func"
+        engine.p2p, config.finalize_model_grads_func = communicator, self._finalizing(finalize)
+        try:
+            yield communicator
+        finally:
+            engine.p2p, config.finalize_model_grads_func = before, finalize
+
+    def _finalizing(self, finalize: Callable[..., None]) -> Callable[..., None]:
+        is_last_here = self._plan.num_stages - 1 in self._stages
+
+        def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
+            # Megatron broadcasts the number of tokens from the last rank of ``pp``. In a region without the last stage,
+            # this rank has no labels, so the number is computed.
+            if num_tokens is not None and not is_last_here:
+                num_tokens.fill_(self._num_own_tokens())
+            # Copied, because the schedule still uses the group of the whole pipeline.
+            scoped = copy.copy(pg_collection)
+            scoped.pp = self._line
+            finalize(model, num_tokens, pg_collection=scoped, **others)
+
+        return finalize_alone
+
+    def _num_own_tokens(self) -> int:
+        engine, config = self._engine, self._engine.config
+        batch, mine = engine.batch, engine.pg.dp.rank()
+        numbers = range(batch.num_microbatches)
+        num_real = sum(batch.first_sample(engine.iteration + 1, mine, number) is not None for number in numbers)
+        return num_real * batch.micro_batch_size * config.model.seq_length // engine.pg.cp.size()
+
+
+class LocalizedReplay:
+    """Recovers one rank in a membership with the same layout as the previous one. All ranks must make the same calls.
+
+    Args:
+        engine: engine of this rank. It must be built before ``recover``.
+        context: context of this rank in the new membership.
+        collectives: collectives over all ranks of the job.
         carried: this rank's state from the previous membership; None on a rank without state.
-        target: iteration after which the membership begins. If a policy has stopped the run at this iteration, the
-            state before it is restored.
+        pp: process group of this rank's pipeline.
 
     Raises:
-        RecoveryError: this strategy cannot recover the state, or a replay had another result than the lost state.
+        RecoveryError: the states, windows and logs of the ranks do not suffice. All ranks raise this error.
     """
-    trainer.use(groups)
-    plan, standings = _decide(trainer, carried, groups)
-    trainer.report(RecoveryStarted(generation=trainer.context.generation, strategy=LOCALIZED, iteration=plan.target))
-    state, votes, window_plan = _share(trainer, carried, plan, standings)
-    failpoints.hit("reform_build", target)
-    engine = trainer.engine
-    engine.iteration, engine.newest_vote, engine.in_progress = plan.target, state.newest_vote, None
-    engine.build(groups)
-    trainer.context = share_addresses(trainer.context, trainer.collectives)
-    client = open_snapshot_client(trainer)
-    assert client is not None, "recovery.keep_layout needs a snapshot.policy"
-    failpoints.hit("reform_move", target)
-    kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
-    assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
-    engine.newest_vote = state.newest_vote
-    # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.
-    trainer.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
-    set_position(engine.scheduler, plan.target * trainer.config.training.global_batch_size)
-    if carried is not None:
-        carried.kept = plan.window
-    resumed = None if kept is None or window_plan is None else (kept, window_plan)
-    trainer.snapshots = take_snapshots(trainer, client, resumed)
-    vote = votes.get(plan.target)
-    # The window in progress is lost. Without a new window, the next recovery would have to replay as many iterations.
-    if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
-        trainer.snapshots.capture_whole(vote)
-    trainer.membership_start = MembershipStart(iteration=target, carried=carried or Carried.of(trainer))
-    if carried is None and state.stopped is not None:
-        trainer.stop(plan.target + 1, state.stopped)
 
-
-def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
-    log, pp = trainer.engine.boundaries.log, groups.pg_collection.pp
-    mine = Standing(
-        stage=pp.rank(),
-        iteration=None if carried is None else carried.host.iteration,
-        window=None if carried is None else carried.kept,
-        logged=() if log is None else log.iterations,
-        voted=() if log is None else tuple(sorted(log.votes)),
-    )
-    standings = [Standing.from_json(record) for record in trainer.collectives.gather(mine.to_json())]
-    is_ring = trainer.config.parallel.virtual_pipeline_model_parallel_size is not None
-    plan = plan_localized(standings, num_stages=pp.size(), is_ring=is_ring)
-    if isinstance(plan, Declined):
-        raise RecoveryError(
-            f"generation {trainer.context.generation} cannot recover with a localized replay: {plan.summary()}"
-        )
-    return plan, standings
-
-
-def _share(
-    trainer: "Trainer", carried: Carried | None, plan: LocalizedPlan, standings: Sequence[Standing]
-) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
-    """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
-    Return these three; the plan is None before the first plan. All ranks must call this. The state has no random number
-    generators, which each rank restores from its own state or computes in the replay."""
-    # All ranks have the same standings, so they choose the same sender.
-    first = plan.voter(standings)
-    log, mine = trainer.engine.boundaries.log, None
-    if carried is not None:
-        mine = {
-            "state": carried.host.to_json(own=False),
-            "votes": [] if log is None else [vote.to_record() for vote in log.votes.values()],
-            "plan": None if carried.plan is None else carried.plan.to_json(),
-        }
-    shared = trainer.collectives.from_rank(first, mine)
-    votes = [Vote.from_record(record) for record in shared["votes"]]
-    window_plan = None if shared["plan"] is None else WindowPlan.from_json(shared["plan"])
-    return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan
-
-
-def _recover(
-    trainer: "Trainer",
-    carried: Carried | None,
-    plan: LocalizedPlan,
-    standings: Sequence[Standing],
-    client: KeeperClient,
-    votes: dict[int, Vote],
-    window_plan: WindowPlan | None,
-) -> StoredWindow | None:
-    # Gives this rank the state after the target, and reports its part of the recovery. Returns the committed window, to
-    # be kept until the next window is committed.
-    engine, pp = trainer.engine, trainer.engine.pg.pp
-    began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
-    requests: list[Any] = []
-    num_bytes, kept, error = 0, None, None
-    try:
-        region = plan.region_of(pp.rank())
-        circle = form_region_groups(trainer, plan, [standing.stage for standing in standings])
-        if region is None or circle is None:
-            assert carried is not None, "a rank outside the replaying regions has no state"
-            # Sending begins before this rank restores its own state, because the region waits for the messages.
-            requests, num_bytes = _serve(trainer, plan)
-            kept = _put_back(trainer, carried, plan, client)
-        else:
-            replayed = Region(trainer, plan, region, circle, client).replay(votes, window_plan)
-            num_bytes, kept = replayed.num_bytes, replayed.kept
-            _compare(trainer, carried)
-    except RecoveryError as failure:
-        error = str(failure)
-    # A rank that has failed also takes part in this collective. Otherwise the other ranks would wait for it.
-    error = trainer.collectives.errors(error)
-    if error is not None:
-        raise RecoveryError(f"generation {trainer.context.generation}: the localized replay failed: {error}")
-    # The sends read the memory of the log, which training must not overwrite before they have ended.
-    for request in requests:
-        request.wait()
-    is_healthy = region is None
-    trainer.context.worker.report(
-        StageRecovery(
-            generation=trainer.context.generation,
-            rank=trainer.context.rank,
-            stage=pp.rank(),
-            role="replays" if not is_healthy else "serves" if plan.serves(pp.rank()) else "waits",
-            start_iteration=plan.target if is_healthy or plan.window is None else plan.window.start_iteration,
-            iteration=plan.target,
-            num_iterations=0 if is_healthy else len(plan.iterations),
-            num_forward_passes=engine.num_forward_passes - forwards,
-            bytes_moved=num_bytes,
-            began_unix_seconds=began,
-            seconds=time.monotonic() - started,
-        ).to_record()
-    )
-    return kept
-
-
-def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
-    engine = trainer.engine
-    requests, num_bytes = [], 0
-    for direction, _ in plan.serves(engine.pg.pp.rank()):
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        *,
+        context: RankContext,
+        collectives: Collectives,
+        carried: Carried | None,
+        pp: dist.ProcessGroup,
+    ) -> None:
+        self._engine = engine
+        self._context = context
+        self._collectives = collectives
+        self._carried = carried
         log = engine.boundaries.log
-        assert log is not None, "this rank must send its upstream log, but has none"
-        rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
-        begun, size = serve(log, engine.pg.pp, direction, rank, plan.iterations)
-        requests += begun
-        num_bytes += size
-    return requests, num_bytes
-
-
-def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
-    engine = trainer.engine
-    put_state(engine.model_chunks, engine.optimizer, carried.state)
-    engine.restore(carried.host)
-    # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
-    commit.gather(engine.optimizer, engine.model_chunks)
-    if plan.window is None:
-        return None
-    key = plan.window
-    for found in client.inventory(trainer.context.rank):
-        if found.where == "own" and found.complete and found.key == key:
-            return found
-    # Only peer nodes have this rank's part of the window, so no buffer of this node has to be kept for it.
-    return StoredWindow(
-        start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
-    )
-
-
-def _compare(trainer: "Trainer", carried: Carried | None) -> None:
-    """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
-    failure."""
-    if carried is None:
-        return
-    now = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)
-    # Weights outside this rank's shard are not compared if they are not updated; see ``Carried.has_whole_weights``.
-    names = [name for name in now if "/" in name or carried.has_whole_weights]
-    other = [name for name in names if not _same_bits(now[name], carried.state[name])]
-    other += trainer.engine.train_state().differences(carried.host)
-    if other:
-        rank, shown = trainer.context.rank, ", ".join(other[:3])
-        raise RecoveryError(
-            f"rank {rank}: the replay computed another state than before the failure; number of values that differ: "
-            f"{len(other)}, for example {shown}"
+        mine = Standing(
+            stage=pp.rank(),
+            iteration=None if carried is None else carried.host.iteration,
+            window=None if carried is None else carried.kept,
+            logged=() if log is None else log.iterations,
+            voted=() if log is None else tuple(sorted(log.votes)),
         )
+        self._standings = [Standing.from_json(record) for record in collectives.gather(mine.to_json())]
+        is_ring = engine.config.parallel.virtual_pipeline_model_parallel_size is not None
+        plan = LocalizedPlan.of(self._standings, num_stages=pp.size(), is_ring=is_ring)
+        if isinstance(plan, Declined):
+            raise RecoveryError(
+                f"generation {context.generation} cannot recover with a localized replay: {plan.summary()}"
+            )
+        self.plan = plan
+
+    def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
+        """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
+        Return these three; the plan is None before the first plan. The state has no random number generators, which
+        each rank restores from its own state or computes in the replay."""
+        # All ranks have the same standings, so they choose the same sender.
+        first = self.plan.voter(self._standings)
+        log, carried, mine = self._engine.boundaries.log, self._carried, None
+        if carried is not None:
+            mine = {
+                "state": carried.host.to_json(own=False),
+                "votes": [] if log is None else [vote.to_record() for vote in log.votes.values()],
+                "plan": None if carried.plan is None else carried.plan.to_json(),
+            }
+        shared = self._collectives.from_rank(first, mine)
+        votes = [Vote.from_record(record) for record in shared["votes"]]
+        window_plan = None if shared["plan"] is None else WindowPlan.from_json(shared["plan"])
+        return TrainState.from_json(shared["state"]), {vote.iteration: vote for vote in votes}, window_plan
+
+    def recover(
+        self,
+        client: KeeperClient,
+        votes: dict[int, Vote],
+        window_plan: WindowPlan | None,
+        *,
+        open_restorer: Callable[[Collectives], SnapshotRestorer],
+        break_with: Callable[[Abort], None],
+        report: Callable[[Record], None],
+    ) -> StoredWindow | None:
+        """Give this rank the state after the target, and report its part of the recovery.
+
+        Args:
+            client: this rank's connection to the snapshot server.
+            votes: logged votes, by iteration.
+            window_plan: plan of the windows that are captured from now on.
+            open_restorer: creates a ``SnapshotRestorer`` for the ranks of the given collectives.
+            break_with: registers the function that breaks the connections of this rank.
+            report: reports an event once for the job.
+
+        Returns:
+            The committed window, to be kept until the next window is committed.
+
+        Raises:
+            RecoveryError: a replay had another result than the lost state, or its window is missing. All ranks raise
+                this error.
+        """
+        engine, context, plan, pp = self._engine, self._context, self.plan, self._engine.pg.pp
+        began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
+        requests: list[Any] = []
+        num_bytes, kept, error = 0, None, None
+        try:
+            region = plan.region_of(pp.rank())
+            stages = [standing.stage for standing in self._standings]
+            groups = _form_region_groups(engine, plan, stages, break_with=break_with)
+            if region is None or groups is None:
+                assert self._carried is not None, "a rank outside the replaying regions has no state"
+                # Sending begins before this rank restores its own state, because the region waits for the messages.
+                requests, num_bytes = self._serve()
+                kept = self._put_back(self._carried, client)
+            else:
+                replay = _Region(engine, plan, region, groups, open_restorer=open_restorer, report=report)
+                replayed = replay.replay(votes, window_plan)
+                num_bytes, kept = replayed.num_bytes, replayed.kept
+                self._compare()
+        except RecoveryError as failure:
+            error = str(failure)
+        # A rank that has failed also takes part in this collective. Otherwise the other ranks would wait for it.
+        error = self._collectives.errors(error)
+        if error is not None:
+            raise RecoveryError(f"generation {context.generation}: the localized replay failed: {error}")
+        # The sends read the memory of the log, which training must not overwrite before they have ended.
+        for request in requests:
+            request.wait()
+        is_healthy = region is None
+        context.worker.report(
+            StageRecovery(
+                generation=context.generation,
+                rank=context.rank,
+                stage=pp.rank(),
+                role="replays" if not is_healthy else "serves" if plan.serves(pp.rank()) else "waits",
+                start_iteration=plan.target if is_healthy or plan.window is None else plan.window.start_iteration,
+                iteration=plan.target,
+                num_iterations=0 if is_healthy else len(plan.iterations),
+                num_forward_passes=engine.num_forward_passes - forwards,
+                bytes_moved=num_bytes,
+                began_unix_seconds=began,
+                seconds=time.monotonic() - started,
+            ).to_record()
+        )
+        return kept
+
+    def _serve(self) -> tuple[list[Any], int]:
+        engine = self._engine
+        requests, num_bytes = [], 0
+        for direction, _ in self.plan.serves(engine.pg.pp.rank()):
+            log = engine.boundaries.log
+            assert log is not None, "this rank must send its upstream log, but has none"
+            rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
+            begun, size = serve(log, engine.pg.pp, direction, rank, self.plan.iterations)
+            requests += begun
+            num_bytes += size
+        return requests, num_bytes
+
+    def _put_back(self, carried: Carried, client: KeeperClient) -> StoredWindow | None:
+        engine, key = self._engine, self.plan.window
+        put_state(engine.model_chunks, engine.optimizer, carried.state)
+        engine.restore(carried.host)
+        # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
+        commit.gather(engine.optimizer, engine.model_chunks)
+        if key is None:
+            return None
+        for found in client.inventory(self._context.rank):
+            if found.where == "own" and found.complete and found.key == key:
+                return found
+        # Only peer nodes have this rank's part of the window, so no buffer of this node has to be kept for it.
+        return StoredWindow(
+            start_iteration=key.start_iteration, generation=key.generation, num_slices=0, num_held=0, where="copy"
+        )
+
+    def _compare(self) -> None:
+        """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
+        failure."""
+        engine, carried = self._engine, self._carried
+        if carried is None:
+            return
+        now = take_state(engine.model_chunks, engine.optimizer)
+        # Weights outside this rank's shard are not compared if they are not updated; see
+        # ``Carried.has_whole_weights``.
+        names = [name for name in now if "/" in name or carried.has_whole_weights]
+        other = [name for name in names if not _same_bits(now[name], carried.state[name])]
+        other += engine.train_state().differences(carried.host)
+        if other:
+            rank, shown = self._context.rank, ", ".join(other[:3])
+            raise RecoveryError(
+                f"rank {rank}: the replay computed another state than before the failure; number of values that "
+                f"differ: {len(other)}, for example {shown}"
+            )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

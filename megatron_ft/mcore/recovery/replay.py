@@ -91,7 +91,7 @@ _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedSlice:
+class _CapturedSlice:
     """A slice that this rank captured."""
 
     payload: Payload
@@ -120,7 +120,7 @@ class Replayer:
         view: OperatorView,
         *,
         window: WindowPlan,
-        slices: Sequence[CapturedSlice],
+        slices: Sequence[_CapturedSlice],
         skip_frozen: bool = True,
         collectives: Collectives | None = None,
     ) -> None:
@@ -218,26 +218,26 @@ class Replayer:
                 f"the replay of iteration {logged.iteration} had other results than the logged vote: {what}"
             )
 
+    @classmethod
+    def open(cls, engine: TrainingEngine, window: LocalWindow, collectives: Collectives) -> "Replayer":
+        """Create the ``Replayer`` of ``window`` for ``engine``. All ranks of ``collectives`` must call this.
 
-def open_replay(engine: TrainingEngine, window: LocalWindow, collectives: Collectives) -> Replayer:
-    """Create the ``Replayer`` of ``window`` for ``engine``. All ranks of ``collectives`` must call this.
-
-    Raises:
-        RecoveryError: the window was captured with other element ranges.
-    """
-    config = engine.config
-    view = OperatorView(
-        engine.model_chunks,
-        engine.optimizer,
-        groups=replace(engine.groups, vote=collectives.group),
-        num_layers=config.model.num_layers,
-    )
-    error = collectives.errors(window.problem_in(view))
-    if error is not None:
-        raise RecoveryError(error)
-    slices = [
-        CapturedSlice(payload=content, train_state=window.header(index, EXTRAS))
-        for index, content in enumerate(window.slices)
-    ]
-    skip_frozen = config.snapshot.skip_frozen_gradients
-    return Replayer(engine, view, window=window.plan, slices=slices, skip_frozen=skip_frozen, collectives=collectives)
+        Raises:
+            RecoveryError: the window was captured with other element ranges.
+        """
+        config = engine.config
+        view = OperatorView(
+            engine.model_chunks,
+            engine.optimizer,
+            groups=replace(engine.groups, vote=collectives.group),
+            num_layers=config.model.num_layers,
+        )
+        error = collectives.errors(window.problem_in(view))
+        if error is not None:
+            raise RecoveryError(error)
+        slices = [
+            _CapturedSlice(payload=content, train_state=window.header(index, EXTRAS))
+            for index, content in enumerate(window.slices)
+        ]
+        skip_frozen = config.snapshot.skip_frozen_gradients
+        return cls(engine, view, window=window.plan, slices=slices, skip_frozen=skip_frozen, collectives=collectives)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,115 +21,390 @@ from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.data.data_checks import check_newcomers_data
-from megatron_ft.mcore.groups import Groups, dissolve_groups, join
+from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_data
+from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
 from megatron_ft.mcore.moe.migration import move_experts
-from megatron_ft.mcore.moe.placement_manager import PlacementManager
+from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.build import set_position
-from megatron_ft.mcore.recovery.localized import recover_localized
-from megatron_ft.mcore.snapshot.client import restart_snapshots
-from megatron_ft.mcore.state.carried import Carried, MembershipStart, carry, hand_over, seed_newcomer, shapes_of
+from megatron_ft.mcore.recovery.localized import LocalizedReplay
+from megatron_ft.mcore.state.carried import Carried, MembershipStart, hand_over, seed_newcomer, shapes_of
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding
-from megatron_ft.mcore.state.tensors import NamedState, put_state
+from megatron_ft.mcore.state.resolving import resolve_iteration
+from megatron_ft.mcore.state.tensors import NamedState, put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.mcore.training.trainer import Trainer
+from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
+from megatron_ft.planning.recovery.target import Target
 from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
-def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> None:
-    """Continue ``trainer`` in the membership ``following``, from the state after its target iteration.
+class ElasticTrainer(Trainer):
+    """A trainer that continues in other memberships, in the same process."""
 
-    All ranks of ``following`` must call this. The current process groups are not used, because they may have failed.
+    def join_job(self) -> dist.Store:
+        """Form the process groups of generation 0, and build this trainer on them. All ranks must call this.
 
-    Args:
-        store: store of ``following``, if this process has opened it already.
+        Returns:
+            The store of generation 0, which closes when the last reference to it is dropped.
+        """
+        timeout_seconds = self.job.launch.start_timeout_seconds
+        store = open_store(self.context, timeout_seconds=timeout_seconds)
+        device = self.device.type
+        self.build(Groups.join(self.config, self.context, device=device, timeout_seconds=timeout_seconds, store=store))
+        # After ``build``, in which the ranks have checked that they have the same data. Joining ranks use this record.
+        if self.context.rank == 0 and self.job.may_lose_nodes:
+            note_run_data(self.samples["train"], self.context.run_dir)
+        return store
 
-    Raises:
-        RecoveryError: a part of the state is lost, or ranks have different placements.
-        DataError: a rank reads other data, and the job cannot continue without it.
-        RuntimeError: the membership could not be formed, because ranks were lost or read other data. This rank keeps
-            its state for the next membership.
-        TrainingStopped: a policy stopped the run at the iteration that was in progress.
-    """
-    began = time.monotonic()
-    carried = carry(trainer, following.target)
-    # Set first, so that this rank still has its state if a later step fails.
-    trainer.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
-    _let_go(trainer)
-    trainer.config = trainer.engine.config = config = config_of(trainer.job, following.nodes)
-    trainer.context, trainer.nodes = _context(trainer.context, following, config), following.nodes
-    failpoints.enter(following.generation, rank=trainer.context.rank)
-    groups = _join(trainer, store)
-    present, fingerprints = _present(trainer, carried, groups)
-    in_place = trainer.job.recovery.keep_layout
-    key, previous = choose_holding(
-        present,
-        range(following.world_size) if in_place else following.nodes,
-        following.generation,
-        is_whole=partial(_is_whole, carried, groups),
-    )
-    check_newcomers_data(trainer, fingerprints, _first(previous))
-    if in_place:
-        recover_localized(trainer, carried, groups, following.target.iteration)
-    else:
-        if previous[trainer.context.rank] is None:
-            carried = None  # this rank does not have the state from which the other ranks continue
-        _go_on(trainer, carried, key, previous, groups)
-    iteration = trainer.engine.iteration
-    trainer.report(
-        MembershipChanged(
-            generation=following.generation,
-            world_size=following.world_size,
-            nodes=tuple(dict.fromkeys(following.nodes)),
-            reason=following.reason,
-            iteration=iteration,
-            seconds=time.monotonic() - began,
-            joining=_joining(following.nodes, previous),
-            schedule=trainer.membership_start.changes,
+    def reconfigure(self, following: NextMembership, *, store: dist.Store | None = None) -> None:
+        """Continue in the membership ``following``, from the state after its target iteration.
+
+        All ranks of ``following`` must call this. The current process groups are not used, because they may have
+        failed.
+
+        Args:
+            store: store of ``following``, if this process has opened it already.
+
+        Raises:
+            RecoveryError: a part of the state is lost, or ranks have different placements.
+            DataError: a rank reads other data, and the job cannot continue without it.
+            RuntimeError: the membership could not be formed, because ranks were lost or read other data. This rank
+                keeps its state for the next membership.
+            TrainingStopped: a policy stopped the run at the iteration that was in progress.
+        """
+        began = time.monotonic()
+        carried = self.carry(following.target)
+        # Set first, so that this rank still has its state if a later step fails.
+        self.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
+        self._release_groups()
+        self.config = config = config_of(self.job, following.nodes)
+        self.engine.use(config)
+        self.context, self.nodes = _context(self.context, following, config), following.nodes
+        failpoints.enter(following.generation, rank=self.context.rank)
+        groups = self._join(store)
+        present, fingerprints = self._present(carried, groups)
+        in_place = self.job.recovery.keep_layout
+        key, previous = choose_holding(
+            present,
+            range(following.world_size) if in_place else following.nodes,
+            following.generation,
+            is_whole=partial(_is_whole, carried, groups),
         )
-    )
-    if trainer.placement is not None:
-        trainer.report_placement("membership")
-    # Rank 0 may have just joined. Then it has no record of the finished iteration and of abandoned saves.
-    trainer.reporting_rank = _first(previous)
-    _report_abandoned_saves(trainer)
-    if carried is not None and carried.finished is not None:
-        finished, carried.finished = carried.finished, None
-        trainer.account(finished, time.monotonic() - began, carried.batch)
-    trainer.reporting_rank = 0
-
-
-def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
-    # Forms the groups of the new membership. The loss of a rank must end this, as it ends collectives.
-    failpoints.hit("reform_join", trainer.engine.iteration)
-    opening = Opening()
-    trainer.break_with(opening.hang_up)
-    try:
-        groups = join(
-            trainer.config,
-            trainer.context,
-            device=trainer.device.type,
-            timeout_seconds=trainer.config.recovery.reconfigure_timeout_seconds,
-            store=store,
-            opening=opening,
+        check_newcomers_data(self.job, self.context, fingerprints, _first(previous))
+        if in_place:
+            self._recover_localized(carried, groups, following.target.iteration)
+        else:
+            if previous[self.context.rank] is None:
+                carried = None  # this rank does not have the state from which the other ranks continue
+            self._go_on(carried, key, previous, groups)
+        iteration = self.engine.iteration
+        self.report(
+            MembershipChanged(
+                generation=following.generation,
+                world_size=following.world_size,
+                nodes=tuple(dict.fromkeys(following.nodes)),
+                reason=following.reason,
+                iteration=iteration,
+                seconds=time.monotonic() - began,
+                joining=_joining(following.nodes, previous),
+                schedule=self.membership_start.changes,
+            )
         )
-    finally:
-        opening.close()
-    trainer.break_with(groups.transports.hang_up)
-    return groups
+        if self.placement is not None:
+            self.report_placement("membership")
+        # Rank 0 may have just joined. Then it has no record of the finished iteration and of abandoned saves.
+        self.reporting_rank = _first(previous)
+        self._report_abandoned_saves()
+        if carried is not None and carried.finished is not None:
+            finished, carried.finished = carried.finished, None
+            self.account(finished, time.monotonic() - began, carried.batch)
+        self.reporting_rank = 0
 
+    def leave(self) -> None:
+        """Release all resources without communication, because other ranks may have left already."""
+        self.teardown()
+        dissolve_groups()
 
-def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
-    """Gather the status of each rank, None for a joining rank, and the fingerprint of its samples."""
-    mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
-    told = Collectives(groups.vote).gather([mine, trainer.samples["train"].fingerprint()])
-    present = [None if found is None else RankStatus.from_json(found) for found, _ in told]
-    return present, [fingerprint for _, fingerprint in told]
+    def _release_groups(self) -> None:
+        # Releases the current groups, if there are any, and all objects that use them.
+        self.placement = None
+        if dist.is_initialized():
+            self.teardown()
+        dissolve_groups()
+
+    def _join(self, store: dist.Store | None) -> Groups:
+        # Forms the groups of the new membership. The loss of a rank must end this, as it ends collectives.
+        failpoints.hit("reform_join", self.engine.iteration)
+        opening = Opening()
+        self.break_with(opening.hang_up)
+        try:
+            groups = Groups.join(
+                self.config,
+                self.context,
+                device=self.device.type,
+                timeout_seconds=self.config.recovery.reconfigure_timeout_seconds,
+                store=store,
+                opening=opening,
+            )
+        finally:
+            opening.close()
+        self.break_with(groups.transports.hang_up)
+        return groups
+
+    def _present(self, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
+        """Gather the status of each rank, None for a joining rank, and the fingerprint of its samples."""
+        mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
+        told = Collectives(groups.vote).gather([mine, self.samples["train"].fingerprint()])
+        present = [None if found is None else RankStatus.from_json(found) for found, _ in told]
+        return present, [fingerprint for _, fingerprint in told]
+
+    def _go_on(self, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
+        """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
+
+        Args:
+            carried: this rank's state; None on a rank that does not have the holding.
+            key: key of the holding from which all ranks continue.
+            previous: for each rank, its rank in this holding; None if it does not have it.
+        """
+        host, held, shapes = _in_common(carried, key, previous, groups)
+        keeper, migration = self._placement(held, previous)
+        generation = self.context.generation
+        self.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
+        state: NamedState = {} if carried is None else dict(carried.state)
+        failpoints.hit("reform_move", host.iteration)
+        like = None if shapes is None else hand_over(state, shapes, previous, groups)
+        move_experts(state, migration, groups.pg_collection.ep, like=like)
+        self.placement = keeper
+        self.use(groups)
+        engine = self.engine
+        engine.continue_after(host.iteration, host.newest_vote)
+        failpoints.hit("reform_build", engine.iteration)
+        engine.build(groups, keeper.replicas())
+        put_state(engine.model_chunks, engine.optimizer, state)
+        # ``restore`` does not change these generators, because state from other ranks contains no generators.
+        if carried is None:
+            seed_newcomer(self.job.training.seed, engine.iteration, groups)
+        engine.restore(host)
+        set_position(engine.scheduler, engine.iteration * self.job.training.global_batch_size)
+        self.rounded_off = host.rounded_off
+        self._note_formed(held, previous, is_stopped=host.stopped is not None)
+        self.keep_copies()
+        self._restart_snapshots()
+        # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
+        self.collectives.any(False)
+        if carried is None and host.stopped is not None:
+            self.stop(engine.iteration + 1, host.stopped)
+
+    def _note_formed(self, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
+        beginning, nodes = self.membership_start, tuple(self.nodes)
+        assert beginning is not None, "no membership is being formed"
+        change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
+        changes = (*held.changes, change.to_text())
+        # If a policy stops the run, this membership does not train, and its state is not needed after a failure.
+        self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
+
+    def _placement(self, held: Holding, previous: Previous) -> tuple[PlacementManager, MigrationPlan]:
+        assert held.placement is not None, "the holding has no placement"
+        found = PlacementManager.following(held.placement, self.config, previous)
+        if isinstance(found, Declined):
+            generation = self.context.generation
+            raise RecoveryError(
+                f"generation {generation} cannot continue from the state of the remaining ranks: {found.summary()}"
+            )
+        return found
+
+    def _recover_localized(self, carried: Carried | None, groups: Groups, target: int) -> None:
+        """Give every rank the state after the iteration ``target``. All ranks must call this.
+
+        Args:
+            carried: this rank's state from the previous membership; None on a rank without state.
+            target: iteration after which the membership begins. If a policy has stopped the run at this iteration, the
+                state before it is restored.
+
+        Raises:
+            RecoveryError: this strategy cannot recover the state, or a replay had another result than the lost state.
+        """
+        self.use(groups)
+        replay = LocalizedReplay(
+            self.engine,
+            context=self.context,
+            collectives=self.collectives,
+            carried=carried,
+            pp=groups.pg_collection.pp,
+        )
+        plan = replay.plan
+        self.report(RecoveryStarted(generation=self.context.generation, strategy="localized", iteration=plan.target))
+        state, votes, window_plan = replay.share()
+        failpoints.hit("reform_build", target)
+        engine = self.engine
+        engine.continue_after(plan.target, state.newest_vote)
+        engine.build(groups)
+        client = self._reopen_snapshot_client()
+        assert client is not None, "recovery.keep_layout needs a snapshot.policy"
+        failpoints.hit("reform_move", target)
+        kept = replay.recover(
+            client,
+            votes,
+            window_plan,
+            open_restorer=lambda region: self.open_restorer(client, region=region),
+            break_with=self.break_with,
+            report=self.report,
+        )
+        assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
+        engine.continue_after(plan.target, state.newest_vote)
+        # Each rank keeps its own value, because a save or an evaluation that was due may be done on some ranks only.
+        self.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
+        set_position(engine.scheduler, plan.target * self.config.training.global_batch_size)
+        if carried is not None:
+            carried.kept = plan.window
+        resumed = None if kept is None or window_plan is None else (kept, window_plan)
+        snapshots = self.take_snapshots(client, resumed)
+        vote = votes.get(plan.target)
+        # The window in progress is lost. Without a new window, the next recovery would have to replay as many
+        # iterations.
+        if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
+            snapshots.capture_whole(vote)
+        self.membership_start = MembershipStart(iteration=target, carried=carried or self._carried())
+        if carried is None and state.stopped is not None:
+            self.stop(plan.target + 1, state.stopped)
+
+    def _reopen_snapshot_client(self) -> KeeperClient | None:
+        """Connect to the snapshot server in a new membership, with copies on its nodes. All ranks must call this. A
+        joining node has the addresses of the present nodes, but the present nodes do not have its address yet."""
+        if self.config.snapshot.policy is None:
+            return None
+        context, service = self.context, self.context.sidecars[SNAPSHOT_SERVICE]
+        gathered = self.collectives.gather([context.node, service["addresses"][str(context.node)]])
+        addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
+        sidecars = {**context.sidecars, SNAPSHOT_SERVICE: {**service, "addresses": addresses}}
+        self.context = replace(context, sidecars=sidecars)
+        return self._open_snapshot_client()
+
+    def _restart_snapshots(self) -> None:
+        """Create the ``Snapshotter`` of a new membership, with copies on its nodes. All ranks must call this."""
+        client = self._reopen_snapshot_client()
+        if client is not None:
+            self.take_snapshots(client, None)
+
+    def _report_abandoned_saves(self) -> None:
+        # All ranks clear their list, because a later membership may have another reporting rank.
+        abandoned, self.abandoned_saves = self.abandoned_saves, []
+        for path in abandoned:
+            error = (
+                "ranks were lost while the checkpoint was written; the remaining ranks save their current state instead"
+            )
+            if (path / MANIFEST_NAME).exists():
+                error = (
+                    "ranks were lost just after the checkpoint was complete; the remaining ranks also save their "
+                    "current state"
+                )
+            self.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
+
+    def repeat_abandoned_save(self) -> None:
+        """Save the current state if any rank has abandoned a save in an earlier membership. All ranks must call
+        this."""
+        # If any rank has abandoned a save, all ranks save, because saving is collective.
+        if self.context.generation > 0 and self.collectives.any(self.is_save_due):
+            self.save()
+            # Reset only here: if ranks are lost before the save has begun, it is still due in the next membership.
+            self.is_save_due = False
+
+    def drain_experts(self, leaving: Sequence[int]) -> None:
+        """Move experts, so that the ranks on all nodes except ``leaving`` have every expert. All ranks must call
+        this."""
+        placement, engine = self.placement, self.engine
+        assert placement is not None, "without replicas no node can leave"
+        staying = [rank for rank, node in enumerate(self.nodes) if node not in leaving]
+        config = config_of(self.job, [self.nodes[rank] for rank in staying])
+        moves = placement.evacuation(config, staying)
+        # ``evacuation`` has the same result on all ranks, so all of them return here, or none does.
+        if moves is None:
+            return
+        self.context.worker.progress(engine.iteration + 1, "migrate")
+        if self.snapshots is not None:
+            self.snapshots.pause()
+        self.move(moves, engine.iteration + 1, is_evacuation=True)
+        placement.plans = [moves.placement]
+        self.report_placement("evacuation")
+
+    def carry(self, target: Target) -> Carried | None:
+        """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed. Return
+        None if the rank has no state. If the membership has committed no iteration, the result contains the state with
+        which the rank began the membership, and also the state for the new placement if the rank had received it."""
+        beginning, engine = self.membership_start, self.engine
+        if beginning is None or beginning.iteration != target.iteration:
+            is_moving = self.previous_placement is not None and self.previous_placement.host is not None
+            return self._take(target, ()) if engine.is_built or is_moving else None
+        if beginning.is_formed:
+            return self._take(target, beginning.changes).after(beginning.carried)
+        self.previous_placement = None
+        return beginning.carried
+
+    def _take(self, target: Target, changes: tuple[str, ...]) -> Carried:
+        # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
+        placement, engine = self.placement, self.engine
+        finished = resolve_iteration(engine, target)
+        # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
+        if finished is not None:
+            self.observe(finished)
+        former, self.previous_placement = self.previous_placement, None
+        if former is None or former.host is None:
+            state, host = take_state(engine.model_chunks, engine.optimizer), engine.train_state()
+        else:  # a migration failed, so the model or the optimizer may be missing
+            state, host = {}, former.host
+        in_force = None
+        if placement is not None:
+            in_force = PlacementState(plans=placement.plans, loads=placement.loads)
+        holdings = (self._holding(in_force, changes=changes),)
+        if placement is not None and former is not None and engine.iteration < former.before_iteration:
+            # No iteration has been committed with the newest placement, so the previous placement is used.
+            state = {**state, **former.state}
+            before = PlacementState(plans=former.plans, loads=placement.loads)
+            evacuated = (self._holding(in_force, changes=changes, is_evacuation=True),)
+            has_moved = former.is_evacuation and former.host is None
+            holdings = (self._holding(before, changes=changes), *(evacuated if has_moved else ()))
+        stops = finished is not None and finished.decision.action == "stop"
+        return Carried(
+            holdings=holdings,
+            state=state,
+            host=replace(
+                host,
+                newest_vote=engine.newest_vote,
+                rounded_off=self.rounded_off,
+                stopped=finished.decision.reason if finished is not None and stops else None,
+            ),
+            finished=finished,
+            batch=engine.batch,
+            has_whole_weights=finished is None or not self.config.parallel.use_distributed_optimizer,
+            **self._windows(),
+        )
+
+    def _carried(self) -> Carried:
+        # Returns a copy of the state of a rank between two iterations. All ranks must be at the same iteration.
+        engine = self.engine
+        return Carried(
+            holdings=(self._holding(None),),
+            state=take_state(engine.model_chunks, engine.optimizer),
+            host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=self.rounded_off),
+            finished=None,
+            batch=engine.batch,
+            **self._windows(),
+        )
+
+    def _holding(self, placement: PlacementState | None, **more: Any) -> Holding:
+        context = self.context
+        # Without a placement, a rank has the same state in every membership, so the generation does not matter.
+        generation = 0 if placement is None else context.generation
+        return Holding(generation=generation, rank=context.rank, nodes=tuple(self.nodes), placement=placement, **more)
+
+    def _windows(self) -> dict[str, Any]:
+        snapshots = self.snapshots
+        return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
 
 
 def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previous) -> bool:
@@ -148,61 +424,6 @@ def _held(carried: Carried | None, key: Key) -> Holding:
 
 def _joining(nodes: Sequence[int], previous: Previous) -> tuple[int, ...]:
     return tuple(dict.fromkeys(node for node, rank in zip(nodes, previous, strict=True) if rank is None))
-
-
-def _let_go(trainer: Trainer) -> None:
-    # Releases the current groups, if there are any, and all objects that use them.
-    trainer.placement = None
-    if dist.is_initialized():
-        trainer.teardown()
-    dissolve_groups()
-
-
-def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
-    """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
-
-    Args:
-        carried: this rank's state; None on a rank that does not have the holding.
-        key: key of the holding from which all ranks continue.
-        previous: for each rank, its rank in this holding; None if it does not have it.
-    """
-    host, held, shapes = _in_common(carried, key, previous, groups)
-    keeper, migration = _placement(trainer, held, previous)
-    generation = trainer.context.generation
-    trainer.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
-    state: NamedState = {} if carried is None else dict(carried.state)
-    failpoints.hit("reform_move", host.iteration)
-    like = None if shapes is None else hand_over(state, shapes, previous, groups)
-    move_experts(state, migration, groups.pg_collection.ep, like=like)
-    trainer.placement = keeper
-    trainer.use(groups)
-    engine = trainer.engine
-    engine.iteration, engine.newest_vote, engine.in_progress = host.iteration, host.newest_vote, None
-    failpoints.hit("reform_build", engine.iteration)
-    engine.build(groups, keeper.replicas())
-    put_state(engine.model_chunks, engine.optimizer, state)
-    # ``restore`` does not change these generators, because state from other ranks contains no generators.
-    if carried is None:
-        seed_newcomer(trainer.job.training.seed, engine.iteration, groups)
-    engine.restore(host)
-    set_position(engine.scheduler, engine.iteration * trainer.job.training.global_batch_size)
-    trainer.rounded_off = host.rounded_off
-    _note_formed(trainer, held, previous, is_stopped=host.stopped is not None)
-    trainer.keep_copies()
-    restart_snapshots(trainer)
-    # A barrier: after it, all ranks have all state of this membership, so it can be reported as formed.
-    trainer.collectives.any(False)
-    if carried is None and host.stopped is not None:
-        trainer.stop(engine.iteration + 1, host.stopped)
-
-
-def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
-    beginning, nodes = trainer.membership_start, tuple(trainer.nodes)
-    assert beginning is not None, "no membership is being formed"
-    change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
-    changes = (*held.changes, change.to_text())
-    # If a policy stops the run, this membership does not train, and its state is not needed after a failure.
-    trainer.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
 
 def _in_common(
@@ -226,30 +447,6 @@ def _first(previous: Previous) -> int:
     return next(rank for rank, former in enumerate(previous) if former is not None)
 
 
-def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[PlacementManager, MigrationPlan]:
-    assert held.placement is not None, "the holding has no placement"
-    found = PlacementManager.following(held.placement, trainer.config, previous)
-    if isinstance(found, Declined):
-        generation = trainer.context.generation
-        raise RecoveryError(
-            f"generation {generation} cannot continue from the state of the remaining ranks: {found.summary()}"
-        )
-    return found
-
-
-def _report_abandoned_saves(trainer: Trainer) -> None:
-    # All ranks clear their list, because a later membership may have another reporting rank.
-    abandoned, trainer.abandoned_saves = trainer.abandoned_saves, []
-    for path in abandoned:
-        error = "ranks were lost while the checkpoint was written; the remaining ranks save their current state instead"
-        if (path / MANIFEST_NAME).exists():
-            error = (
-                "ranks were lost just after the checkpoint was complete; the remaining ranks also save their current "
-                "state"
-            )
-        trainer.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
-
-
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
     rank = following.rank_on(context.node, context.local_rank)
     assert rank is not None, (
@@ -266,21 +463,3 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
         nodes=following.nodes,
         is_joining=False,
     )
-
-
-def drain_experts(trainer: Trainer, leaving: Sequence[int]) -> None:
-    """Move experts, so that the ranks on all nodes except ``leaving`` have every expert. All ranks must call this."""
-    placement, engine = trainer.placement, trainer.engine
-    assert placement is not None, "without replicas no node can leave"
-    staying = [rank for rank, node in enumerate(trainer.nodes) if node not in leaving]
-    config = config_of(trainer.job, [trainer.nodes[rank] for rank in staying])
-    moves = placement.evacuation(config, staying)
-    # ``evacuation`` has the same result on all ranks, so all of them return here, or none does.
-    if moves is None:
-        return
-    trainer.context.worker.progress(engine.iteration + 1, "migrate")
-    if trainer.snapshots is not None:
-        trainer.snapshots.pause()
-    trainer.move(moves, engine.iteration + 1, is_evacuation=True)
-    placement.plans = [moves.placement]
-    trainer.report_placement("evacuation")

@@ -53,8 +53,8 @@ def select_restore_source(
             raise CheckpointError(
                 f"run.resume=must: {folder} has no usable checkpoint, and there is no usable window{_listed(unusable)}"
             )
-        check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
-    elif run.resume == "auto" and (iteration := newest_iteration(context.run_dir)):
+        _check_start_over(unusable, run_dir=context.run_dir, start_over=run.start_over)
+    elif run.resume == "auto" and (iteration := _newest_iteration(context.run_dir)):
         restorer.choose_nothing(
             f"{context.run_dir} has records of iterations up to {iteration}, but no saved state, so the run starts at "
             "iteration 0"
@@ -65,7 +65,7 @@ def select_restore_source(
     return source, None
 
 
-def check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
+def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
     """Check that a run without usable state may start at iteration 0 or from another run's checkpoint.
 
     Args:
@@ -88,7 +88,7 @@ def _listed(reasons: Sequence[str]) -> str:
     return f": {shown}{f'; and {hidden} more' if hidden > 0 else ''}" if reasons else ""
 
 
-def newest_iteration(run_dir: Path) -> int:
+def _newest_iteration(run_dir: Path) -> int:
     """Return the newest iteration in ``metrics.jsonl`` of a run; 0 if the file does not exist or cannot be read."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:

@@ -1,11 +1,13 @@
 """Allocates the upstream log of a rank, and discards iterations that no replay needs any more."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from megatron_ft.events import UpstreamLogFull, UpstreamLogPlanned
 from megatron_ft.mcore.model.transformer_config import DTYPES
 from megatron_ft.mcore.snapshot.local_window import LocalWindow
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.pipeline import sends
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.upstream_log import (
@@ -16,52 +18,51 @@ from megatron_ft.planning.upstream_log import (
     pipeline_shape,
     tensor_shape,
 )
+from megatron_ft.records import Record
 from megatron_ft.runtime.upstream_log.log import DIRECTIONS, UpstreamLog
 
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
 
-
-def keep_log(trainer: "Trainer") -> None:
+def keep_log(engine: TrainingEngine, snapshots: Snapshotter, report: Callable[[Record], None]) -> None:
     """Discard iterations that no replay needs any more, enlarge the log if the current plan of windows needs it, and
     report if an iteration was not logged because the log was full.
 
     Raises:
         ConfigError: the logs would need too much memory; see ``keep_room``.
     """
-    snapshots = trainer.snapshots
-    if not trainer.config.recovery.keep_layout or snapshots is None or snapshots.plan is None:
+    if not engine.config.recovery.keep_layout or snapshots.plan is None:
         return
-    keep_room(trainer, snapshots.plan)
-    log, kept = trainer.engine.boundaries.log, snapshots.kept
+    keep_room(engine, snapshots.plan, report)
+    log, kept = engine.boundaries.log, snapshots.kept
     assert log is not None, "the upstream log is not allocated"
     if kept is not None:
         # A vote has committed this window on all ranks, so no rank needs the messages of earlier iterations.
         log.trim(kept.start_iteration)
     gap = log.take_gap()
     if gap is not None:
-        trainer.report(UpstreamLogFull(iteration=gap, iterations_kept=log.num_iterations))
+        report(UpstreamLogFull(iteration=gap, iterations_kept=log.num_iterations))
 
 
-def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalWindow) -> None:
+def replay_window(
+    engine: TrainingEngine, restorer: SnapshotRestorer, window: LocalWindow, report: Callable[[Record], None]
+) -> None:
     """Replay ``window`` at the start of a run, and log the messages that the replay sends.
 
     Raises:
         RecoveryError: the window cannot be replayed; see ``SnapshotRestorer.replay``.
     """
-    if trainer.config.recovery.keep_layout:
-        keep_room(trainer, window.plan_in_force)
-    restorer.replay(trainer.engine, window)
+    if engine.config.recovery.keep_layout:
+        keep_room(engine, window.plan_in_force, report)
+    restorer.replay(engine, window)
 
 
-def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:
+def keep_room(engine: TrainingEngine, plan: WindowPlan, report: Callable[[Record], None]) -> None:
     """Allocate a larger log if the current one has too few slots to replay windows of ``plan``. Keep its content.
 
     Raises:
         ConfigError: on some node, the logs would need more than ``upstream_log.memory_limit_bytes``. Nothing was
             allocated. All ranks raise this error.
     """
-    config, engine = trainer.config, trainer.engine
+    config = engine.config
     needed = iterations_kept(plan.num_iterations, config.upstream_log.commit_lag_iterations, plan.interval_iterations)
     log = engine.boundaries.log
     if log is not None and log.num_iterations >= needed:
@@ -80,7 +81,7 @@ def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:
     if log is not None:
         larger.grown(log)
     engine.boundaries.log = larger
-    trainer.report(
+    report(
         UpstreamLogPlanned(
             iteration=engine.iteration,
             iterations_kept=needed,

@@ -10,7 +10,7 @@ from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
+from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.storage.rejected_windows import window_digest
@@ -73,7 +73,7 @@ class LocalWindow:
         try:
             logged = [Vote.from_record(self.header(index, VOTE)) for index in range(self.window.num_slices)]
             known = {**(votes or {}), **{vote.iteration: vote for vote in logged}}
-            replay = plan_replay(self.plan, start, known, until=until)
+            replay = ReplayPlan.of(self.plan, start, known, until=until)
             extras = self.header(0, EXTRAS)
             self.header(0, PLACEMENT)
         except (AssertionError, KeyError, TypeError, ValueError) as error:

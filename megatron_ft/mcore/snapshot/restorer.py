@@ -10,15 +10,15 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.recovery.replay import open_replay
+from megatron_ft.mcore.recovery.replay import Replayer
 from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
+from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
-from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, add_rejected, read_rejected, window_digest
+from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, window_digest
 from megatron_ft.snapshot.storage.run_settings import other_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
@@ -103,7 +103,7 @@ class SnapshotRestorer:
         reasons = [reason for last, reason in self._foreign if at is None or last > at]
         rejected = self._rejected_windows()
         while True:
-            source = choose_source(by_rank, at, reasons=reasons)
+            source = RecoverySource.choose(by_rank, at, reasons=reasons)
             newer = [text for last, text in other_settings if last > source.iteration]
             if newer and only is None:
                 raise CheckpointError(newer[-1])
@@ -219,10 +219,10 @@ class SnapshotRestorer:
         self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
     def _carry_out(self, engine: TrainingEngine, window: LocalWindow) -> ReplayResult:
-        return carry_out(window.replay_plan(), open_replay(engine, window, self._collectives))
+        return carry_out(window.replay_plan(), Replayer.open(engine, window, self._collectives))
 
     def _rejected_windows(self) -> dict[str, RejectedWindow]:
-        rejected = self._on_first(lambda: read_rejected(self._run_dir))
+        rejected = self._on_first(lambda: RejectedWindow.read_all(self._run_dir))
         known = self._collectives.from_first([asdict(window) for window in rejected or ()])
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
@@ -233,7 +233,7 @@ class SnapshotRestorer:
             self._report_problem("replay", f"window of iteration {key.start_iteration}: {reason}")
         rejection = RejectedWindow(**asdict(key), digest=self._chosen_digest, reason=reason)
         try:
-            self._on_first(lambda: add_rejected(self._run_dir, rejection))
+            self._on_first(lambda: rejection.add_to(self._run_dir))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{reason}; this window could not be recorded as rejected in the run folder, so the next start will "

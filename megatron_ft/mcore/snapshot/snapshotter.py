@@ -16,10 +16,9 @@ import torch
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.policy import build_policy
-from megatron_ft.events import Record, SnapshotProblem, WindowDelayed
+from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.snapshot.local_window import PLAN
-from megatron_ft.mcore.snapshot.stats import SnapshotStats
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import planned_record
@@ -36,7 +35,66 @@ from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture, WindowMemory
 from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
-from megatron_ft.snapshot.server.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
+from megatron_ft.snapshot.server.client import (
+    NUM_PROBLEMS,
+    PERSISTED_BYTES,
+    REPLICATED_BYTES,
+    WAITING_BYTES,
+    Arena,
+    KeeperClient,
+)
+
+_NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
+
+
+class _SnapshotStats:
+    """Computes the cost of each window from cumulative counters of the capture and of the snapshot server."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = dict.fromkeys(_NAMES, 0)
+        self._unreported: dict[str, float] = dict.fromkeys(_NAMES, 0)
+        self._arena: Arena | None = None
+
+    def end_captures(self, figures: CaptureFigures) -> None:
+        """Add the final ``figures`` of a capture. The counters of the next capture start at 0."""
+        self._add(figures)
+        self._seen |= {"stalled_seconds": 0, "captured_bytes": 0}
+
+    def watch(self, arena: Arena) -> None:
+        """Read the snapshot server's counters from ``arena`` from now on. Costs before this call are not counted."""
+        if arena is not self._arena:
+            self._arena = arena
+            self._seen |= self._server_sums()
+
+    def record(
+        self, iteration: int, *, start_iteration: int, num_iterations: int, figures: CaptureFigures
+    ) -> WindowCommitted:
+        """Return the event for a window that the vote of ``iteration`` has committed. Its costs are all costs since the
+        previously committed window."""
+        self._add(figures)
+        cost, self._unreported = self._unreported, dict.fromkeys(_NAMES, 0)
+        return WindowCommitted(
+            iteration=iteration,
+            start_iteration=start_iteration,
+            num_iterations=num_iterations,
+            stalled_seconds=cost["stalled_seconds"],
+            captured_bytes=int(cost["captured_bytes"]),
+            replicated_bytes=int(cost["replicated_bytes"]),
+            persisted_bytes=int(cost["persisted_bytes"]),
+        )
+
+    def _add(self, figures: CaptureFigures) -> None:
+        now = {"stalled_seconds": figures.stalled_seconds, "captured_bytes": figures.num_bytes, **self._server_sums()}
+        for name, value in now.items():
+            self._unreported[name] += value - self._seen[name]
+        self._seen |= now
+
+    def _server_sums(self) -> dict[str, float]:
+        if self._arena is None:
+            return {}
+        words = {"replicated_bytes": REPLICATED_BYTES, "persisted_bytes": PERSISTED_BYTES}
+        return {name: self._arena.status(word) for name, word in words.items()}
+
 
 Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
@@ -100,7 +158,7 @@ class Snapshotter:
         self._lengths: dict[int, int] = {}
         self._kept_generation = -1
         self._num_windows = 0
-        self._stats = SnapshotStats()
+        self._stats = _SnapshotStats()
         self._num_problems = 0
         self._is_delayed = False
         self._iteration_seconds: deque[float] = deque(maxlen=10)

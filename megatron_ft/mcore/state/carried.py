@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,20 +12,14 @@ import torch
 from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.moe.migration import by_expert
-from megatron_ft.mcore.moe.placement_manager import PlacementState
 from megatron_ft.mcore.state.rank_status import Holding
-from megatron_ft.mcore.state.resolving import resolve_iteration
-from megatron_ft.mcore.state.tensors import NamedState, expert_of, take_state
+from megatron_ft.mcore.state.tensors import NamedState, expert_of
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.recovery.replicas import share_out
-from megatron_ft.planning.recovery.target import Target
 from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
-
-if TYPE_CHECKING:
-    from megatron_ft.mcore.training.trainer import Trainer
 
 Shape = tuple[str, str, str, list[int]]
 """Name, dtype, device type and shape of a tensor."""
@@ -55,19 +49,6 @@ class Carried:
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""
-
-    @classmethod
-    def of(cls, trainer: "Trainer") -> "Carried":
-        """Copy the state of a rank between two iterations. All ranks must be at the same iteration."""
-        engine = trainer.engine
-        return cls(
-            holdings=(_holding(trainer, None),),
-            state=take_state(engine.model_chunks, engine.optimizer),
-            host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=trainer.rounded_off),
-            finished=None,
-            batch=engine.batch,
-            **_windows(trainer),
-        )
 
     def after(self, before: "Carried | None") -> "Carried":
         """Add ``before``, with which the rank began the membership, at the same iteration. None adds nothing. A result
@@ -101,72 +82,6 @@ class MembershipStart:
     def has_state(self) -> bool:
         """Whether the rank has state, for this membership or for the previous one."""
         return self.is_formed or self.carried is not None
-
-
-def carry(trainer: "Trainer", target: Target) -> Carried | None:
-    """Copy this rank's state after the iteration of ``target``, before its process groups are destroyed. Return None if
-    the rank has no state. If the membership has committed no iteration, the result contains the state with which the
-    rank began the membership, and also the state for the new placement if the rank had received it."""
-    beginning, engine = trainer.membership_start, trainer.engine
-    if beginning is None or beginning.iteration != target.iteration:
-        is_moving = trainer.previous_placement is not None and trainer.previous_placement.host is not None
-        return _take(trainer, target, ()) if engine.is_built or is_moving else None
-    if beginning.is_formed:
-        return _take(trainer, target, beginning.changes).after(beginning.carried)
-    trainer.previous_placement = None
-    return beginning.carried
-
-
-def _holding(trainer: "Trainer", placement: PlacementState | None, **more: Any) -> Holding:
-    context = trainer.context
-    # Without a placement, a rank has the same state in every membership, so the generation does not matter.
-    generation = 0 if placement is None else context.generation
-    return Holding(generation=generation, rank=context.rank, nodes=tuple(trainer.nodes), placement=placement, **more)
-
-
-def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carried:
-    # Returns the state of a rank that has all state of its membership. ``changes`` is ``Holding.changes``.
-    placement, engine = trainer.placement, trainer.engine
-    finished = resolve_iteration(engine, target)
-    # Ranks that completed the iteration have observed its loads. All ranks must plan from the same loads.
-    if finished is not None:
-        trainer.observe(finished)
-    former, trainer.previous_placement = trainer.previous_placement, None
-    if former is None or former.host is None:
-        state, host = take_state(engine.model_chunks, engine.optimizer), engine.train_state()
-    else:  # a migration failed, so the model or the optimizer may be missing
-        state, host = {}, former.host
-    in_force = None
-    if placement is not None:
-        in_force = PlacementState(plans=placement.plans, loads=placement.loads)
-    holdings = (_holding(trainer, in_force, changes=changes),)
-    if placement is not None and former is not None and engine.iteration < former.before_iteration:
-        # No iteration has been committed with the newest placement, so the previous placement is used.
-        state = {**state, **former.state}
-        before = PlacementState(plans=former.plans, loads=placement.loads)
-        evacuated = (_holding(trainer, in_force, changes=changes, is_evacuation=True),)
-        has_moved = former.is_evacuation and former.host is None
-        holdings = (_holding(trainer, before, changes=changes), *(evacuated if has_moved else ()))
-    stops = finished is not None and finished.decision.action == "stop"
-    return Carried(
-        holdings=holdings,
-        state=state,
-        host=replace(
-            host,
-            newest_vote=engine.newest_vote,
-            rounded_off=trainer.rounded_off,
-            stopped=finished.decision.reason if finished is not None and stops else None,
-        ),
-        finished=finished,
-        batch=engine.batch,
-        has_whole_weights=finished is None or not trainer.config.parallel.use_distributed_optimizer,
-        **_windows(trainer),
-    )
-
-
-def _windows(trainer: "Trainer") -> dict[str, Any]:
-    snapshots = trainer.snapshots
-    return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
 
 
 def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int | None], groups: Groups) -> NamedState:

@@ -23,11 +23,11 @@ from megatron_ft.mcore.state.digest import masters_of
 from megatron_ft.mcore.state.restoring import MASTER, WEIGHT, Payload, restore_slice
 from megatron_ft.mcore.state.shards import Holding, Part, cut_shards, from_record, sizes, to_record
 from megatron_ft.operator_state import Component, check_shards
-from megatron_ft.planning.snapshot.pieces import Piece, slice_pieces
+from megatron_ft.planning.snapshot.pieces import Piece
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
-def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
+def _range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
     """Return the range (start, stop) of the flattened ``parameter`` that the optimizer ``member`` updates on this rank.
     This is the whole parameter if the optimizer is not sharded."""
     if not isinstance(member, DistributedOptimizer):
@@ -77,7 +77,7 @@ class OperatorView:
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
         """Return the pieces that this rank captures in slice ``index`` of a window of ``plan``."""
-        return slice_pieces(plan, index, self.shards)
+        return Piece.of_slice(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:
         """Return the elements of ``piece`` as a 1-D view of the tensor that training uses. The view has one element if
@@ -126,7 +126,7 @@ def _held(
             # The order is fixed, because another process, with another optimizer, may restore the window. A fused
             # optimizer has one step count per parameter group, which is in ``TrainState.group_steps``.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
-            bounds = range_of(member, parameter)
+            bounds = _range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}
     return found
 

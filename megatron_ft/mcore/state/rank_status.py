@@ -72,7 +72,7 @@ class RankStatus:
     @classmethod
     def of(cls, holdings: Sequence[Holding]) -> "RankStatus":
         """Create the summary of ``holdings``."""
-        return cls(holdings=tuple((held.key, held.rank, digest_of(held.placement)) for held in holdings))
+        return cls(holdings=tuple((held.key, held.rank, _digest_of(held.placement)) for held in holdings))
 
     def rank_in(self, key: Key) -> int | None:
         """Return ``Holding.rank`` of the holding with ``key``, or None if this rank does not have it."""
@@ -86,7 +86,7 @@ class RankStatus:
         return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
 
 
-def digest_of(placement: PlacementState | None) -> str:
+def _digest_of(placement: PlacementState | None) -> str:
     """Return the SHA-256 of the JSON form of ``placement``, as a hexadecimal number."""
     content = None if placement is None else placement.to_json()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.state.shards import Holding, Part
 from megatron_ft.operator_state import StateShard
-from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes, slice_pieces
+from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
 
@@ -20,7 +20,7 @@ Payload = bytes | bytearray | memoryview
 WEIGHT, MASTER = "weight", "master"
 
 
-class Holder(Protocol):
+class _Holder(Protocol):
     """Interface of the part of ``OperatorView`` that ``restore_slice`` needs."""
 
     rank: int
@@ -34,11 +34,11 @@ class Holder(Protocol):
         ...
 
 
-def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) -> int:
+def restore_slice(view: _Holder, plan: WindowPlan, index: int, payload: Payload) -> int:
     """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
     holders = _holders(view.holdings_by_rank)
     outgoing: list[list[torch.Tensor]] = [[] for _ in view.shards_by_rank]
-    pieces = slice_pieces(plan, index, view.shards)
+    pieces = Piece.of_slice(plan, index, view.shards)
     content = _content(payload, slice_bytes(pieces), index)
     for piece in pieces:
         part = (piece.parameter, piece.tensor_part)
@@ -54,7 +54,7 @@ def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) 
 
 
 def _incoming(
-    view: Holder, plan: WindowPlan, index: int, holders: dict[Part, dict[int, Holding]]
+    view: _Holder, plan: WindowPlan, index: int, holders: dict[Part, dict[int, Holding]]
 ) -> list[Sequence[torch.Tensor]]:
     incoming: list[Sequence[torch.Tensor]] = []
     for shards in view.shards_by_rank:
@@ -62,7 +62,7 @@ def _incoming(
         incoming.append(
             [
                 view.live((piece.parameter, piece.tensor_part), component, piece.start, piece.stop)
-                for piece in slice_pieces(plan, index, shared)
+                for piece in Piece.of_slice(plan, index, shared)
                 for component, targets in _deliveries(piece, holders[piece.parameter, piece.tensor_part])
                 if view.rank in targets
             ]

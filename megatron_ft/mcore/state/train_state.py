@@ -138,7 +138,7 @@ class TrainState:
         )
 
     def _captured(self) -> dict[str, Any]:
-        record: dict[str, Any] = encode(
+        record: dict[str, Any] = _encode(
             {
                 "iteration": self.iteration,
                 "rng": self.rng,
@@ -166,7 +166,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if torch.is_tensor(value) else value
 
 
-def encode(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     """Convert nested values to JSON values. Each tensor becomes its dtype, its shape and its bytes in base64."""
     if torch.is_tensor(value):
         # Tensors are stored as bytes, because JSON has no NaN, and a decimal number has no dtype.
@@ -174,9 +174,9 @@ def encode(value: Any) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: base64.b64encode(content).decode(), "dtype": dtype, "shape": list(value.shape)}
     if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
+        return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return [_encode(item) for item in value]
     return value
 
 

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,32 +13,115 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.model.build import build_model
-from megatron_ft.mcore.model.release import release_caches
+from megatron_ft.mcore.model.build import build_model, release_caches
+from megatron_ft.mcore.model.names import unwrap
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
 from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.observation import expert_load, forget_auxiliary_losses, take_auxiliary_losses
 from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
 from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.router import PaddingAwareRouter
 from megatron_ft.mcore.moe.trace_router import router_builder
 from megatron_ft.mcore.optimizer import commit
 from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.boundaries import Boundaries
 from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.mcore.training.forward import forward_step
 from megatron_ft.mcore.training.iteration import IterationResult, IterationState
 from megatron_ft.mcore.training.reporting import StragglerTimer
-from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
+from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.vote import exchange
+
+_Z_LOSS = "z_loss"
+
+
+def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+    """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
+    return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
+
+
+def _take_auxiliary_losses() -> tuple[float, float]:
+    """Return this rank's auxiliary losses since the last call, and reset them.
+
+    Returns:
+        (sum of balancing losses, sum of z-losses) over layers and microbatches, without their coefficients.
+    """
+    balancing = z = 0.0
+    # Not reduced over ranks: the vote sums these values in rank order.
+    for name, entry in get_moe_layer_wise_logging_tracker().items():
+        total = float(entry["values"].sum())
+        entry["values"].zero_()
+        if name == _Z_LOSS:
+            z += total
+        else:
+            balancing += total
+    return balancing, z
+
+
+def _forget_auxiliary_losses() -> None:
+    """Clear Megatron's global tracker of auxiliary losses, which references process groups of the current engine. The
+    global scale of auxiliary losses is also reset. The schedule of the next engine sets it again."""
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def _expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
+    """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
+    [num_layers, num_experts], on the CPU."""
+    load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+    for router in routers(model_chunks):
+        load[router.layer_number - 1] = router.load.cpu()
+    return load
+
+
+LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
+    """Sum the per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
+
+    Returns:
+        (loss_sum, num_tokens, report): sum of losses, int32 number of tokens, and both as float64 [2]. All are zero for
+        a padding microbatch.
+    """
+    num_tokens = 0 if is_padding else losses.numel()
+    # Not multiplied by zero, because zero times a loss that is not finite is NaN.
+    counted = torch.where(torch.zeros_like(losses, dtype=torch.bool), losses, 0.0) if is_padding else losses
+    loss_sum = counted.float().sum()
+    # Filled on the device, because a copy from the host would wait for all queued work.
+    tokens = losses.new_full((), num_tokens, dtype=torch.int32)
+    return loss_sum, tokens, torch.stack([loss_sum.detach().double(), tokens.double()])
+
+
+def forward_step(
+    microbatches: Iterator[Microbatch], model: torch.nn.Module, *, iteration: int
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
+    """Run the next microbatch through one model chunk. Return its output and the loss function for this output."""
+    failpoints.hit("forward", iteration)
+    batch = next(microbatches)
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, padding_mask=_padding_mask(batch))
+    if output.requires_grad:
+        output.register_hook(lambda gradient: failpoints.hit("backward", iteration))
+    return output, partial(_sum_of_losses, batch.is_padding)
+
+
+def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
+    # Returns a mask only for padding microbatches, because the router treats any mask as padding. The embedding checks
+    # the shape of the mask.
+    if not batch.is_padding:
+        return None
+    if batch.tokens is None:
+        return torch.ones((1, 1), dtype=torch.bool)
+    return torch.ones_like(batch.tokens, dtype=torch.bool)
+
 
 _BUILT = ("model_chunks", "optimizer", "scheduler", "p2p", "transformer_config", "_mixture_layers")
 _OPTIONAL = ("replica_gradients", "state_copies")
@@ -53,6 +137,9 @@ class TrainingEngine:
         vocab_size: size of the vocabulary after padding.
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: returns whether this rank has received a request to end the run; the ballot carries the result.
+        change_requested: returns whether nodes join or leave; sent with the ballot.
+        wants_load: returns whether the tokens per expert of an iteration are summed over the job before its vote. Then
+            every rank that has the vote also has the sums.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -68,6 +155,8 @@ class TrainingEngine:
         vocab_size: int,
         samples: Mapping[str, Samples],
         stop_requested: Callable[[], bool] = lambda: False,
+        change_requested: Callable[[], bool] = lambda: False,
+        wants_load: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.config = config
         self.device = device
@@ -75,16 +164,14 @@ class TrainingEngine:
         self.vocab_size = vocab_size
         self.samples = samples
         self.stop_requested = stop_requested
-        self.change_requested: Callable[[], bool] = lambda: False  # whether nodes join or leave; the ballot carries it
+        self.change_requested = change_requested
         self.iteration = 0
         self.history = History()
         self.newest_vote: Vote | None = None
         """Vote of the newest iteration; None before the first iteration of this process."""
         self.in_progress: IterationState | None = None
         """The iteration that has begun and is not finished, or the iteration that stopped the run."""
-        self.wants_load: Callable[[int], bool] = lambda _: False
-        """Returns whether the tokens per expert of an iteration are summed over the job before its vote. Then every
-        rank that has the vote also has the sums."""
+        self.wants_load = wants_load
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
@@ -96,6 +183,10 @@ class TrainingEngine:
         self.policy = CommitPolicy.of(config)
 
     # -- life ---------------------------------------------------------------------------------------------
+
+    def use(self, config: JobConfig) -> None:
+        """Use ``config``, the configuration for other present nodes, from the next ``build`` on."""
+        self.config = config
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
         """Build model and optimizer on the process groups ``groups``, with initial weights. ``replicas`` assigns
@@ -163,7 +254,7 @@ class TrainingEngine:
         self._release("pg", "groups")
 
     def _release(self, *others: str) -> None:
-        forget_auxiliary_losses()
+        _forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
@@ -269,7 +360,7 @@ class TrainingEngine:
         """Make this rank's ballot for the iteration that ``accumulate`` has run. Reset Megatron's auxiliary losses.
         ``reports`` is the result of ``accumulate``."""
         loss_sum, num_tokens = self._own_share(reports)
-        aux_loss_sum, z_loss_sum = take_auxiliary_losses()
+        aux_loss_sum, z_loss_sum = _take_auxiliary_losses()
         return Ballot(
             generation=self.groups.generation,
             iteration=self._current_iteration,
@@ -303,7 +394,7 @@ class TrainingEngine:
     def tally(self, ballots: Sequence[Ballot]) -> Vote:
         """Combine the ballots of all ranks, in rank order, to a vote."""
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
-        return tally(
+        return Vote.of(
             ballots,
             clip_grad=self.config.optimizer.clip_grad,
             num_moe_losses=num_moe_losses if self.config.model.num_moe_experts else 0,
@@ -330,6 +421,10 @@ class TrainingEngine:
     def train_state(self) -> TrainState:
         """Copy the state of this rank after the newest iteration, except parameters and optimizer state."""
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
+
+    def continue_after(self, iteration: int, vote: Vote | None) -> None:
+        """Continue after ``iteration``, whose vote is ``vote``. The caller restores the state."""
+        self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:
         """Restore ``state``. Raises RecoveryError if it belongs to another model or optimizer."""
@@ -369,7 +464,7 @@ class TrainingEngine:
         """Return the tokens per expert of the last iteration: int64 [num_layers, num_moe_experts], on the CPU. Sums
         over all ranks, which must all call this."""
         model = self.config.model
-        load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
+        load = _expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
         return load
 

@@ -21,7 +21,7 @@ from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.operator_state import StateShard
-from megatron_ft.planning.alerts import slowest
+from megatron_ft.planning.alerts import Slowest
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
@@ -30,7 +30,7 @@ from megatron_ft.planning.snapshot.report import dense_plan
 _PACKAGES = ("torch", "megatron-core", "numpy")
 
 
-def config_digest(config: JobConfig) -> str:
+def _config_digest(config: JobConfig) -> str:
     """Return a checksum of the job's configuration."""
     content = json.dumps(to_dict(config), sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -65,7 +65,7 @@ def run_started(
         train_iterations=config.training.train_iterations,
         device=f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu",
         versions={name: importlib.metadata.version(name) for name in _PACKAGES},
-        config_digest=config_digest(config),
+        config_digest=_config_digest(config),
         resumed_from=None if resumed is None else resumed[0],
         resumed_from_iteration=None if resumed is None else resumed[1],
     )
@@ -96,7 +96,7 @@ def metrics_record(
     if model.num_moe_experts:
         values["aux_loss"] = vote.aux_loss * model.moe_aux_loss_coeff
         values["z_loss"] = vote.z_loss * (model.moe_z_loss_coeff or 0.0)
-    if (last := slowest(result.pass_seconds)) is not None:
+    if (last := Slowest.of(result.pass_seconds)) is not None:
         values["slowest_rank"], values["slowest_node"] = last.rank, nodes[last.rank]
         values["slowest_rank_over_median"] = last.over_median
     return Metrics(iteration=vote.iteration, values=values)
@@ -144,7 +144,7 @@ MIN_ITERATIONS = 8
 different ranks."""
 
 
-class Clock(Protocol):
+class _Clock(Protocol):
     """Interface of a clock that marks points in time, and measures the time between two marks."""
 
     def mark(self) -> Any:
@@ -154,7 +154,7 @@ class Clock(Protocol):
         """Return the seconds between two marks."""
 
 
-class WallClock:
+class _WallClock:
     """Measures wall-clock time, for layers on a CPU: these are finished when their call returns."""
 
     def mark(self) -> float:
@@ -164,7 +164,7 @@ class WallClock:
         return ended - began
 
 
-class StreamClock:
+class _StreamClock:
     """Measures time on the GPU's current stream with CUDA events. Only ``seconds`` waits for the GPU."""
 
     def mark(self) -> torch.cuda.Event:
@@ -185,7 +185,7 @@ class StreamClock:
 class StragglerTimer:
     """Measures how long forward passes of one layer take on this rank, to find ranks that compute slowly."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: _Clock) -> None:
         self._clock = clock
         self._began: Any = None
         self._passes: list[tuple[Any, Any]] = []
@@ -194,7 +194,7 @@ class StragglerTimer:
     @classmethod
     def on(cls, device: torch.device) -> "StragglerTimer":
         """Create a timer with the clock for ``device``."""
-        return cls(StreamClock() if device.type == "cuda" else WallClock())
+        return cls(_StreamClock() if device.type == "cuda" else _WallClock())
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         """Measure the first layer of these model chunks from now on. Earlier measurements still count. With context

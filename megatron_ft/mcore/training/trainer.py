@@ -1,5 +1,6 @@
 """The training loop of one rank: iterations, reports, evaluations, checkpoints and stops."""
 
+import json
 import os
 import time
 from dataclasses import asdict, replace
@@ -27,18 +28,17 @@ from megatron_ft.events import (
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.data.data_checks import check_same_data, job_identity, open_splits
+from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Groups
 from megatron_ft.mcore.moe.migration import PreviousPlacement, migrate
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
-from megatron_ft.mcore.snapshot.client import open_restorer, open_snapshot_client, take_snapshots
-from megatron_ft.mcore.snapshot.local_window import replay_config
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
+from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
 from megatron_ft.mcore.state.digest import state_digest
-from megatron_ft.mcore.state.saving import extra_state, load, open_checkpoints
 from megatron_ft.mcore.state.tensors import NamedState
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.iteration import IterationResult
@@ -50,7 +50,15 @@ from megatron_ft.mcore.training.reporting import (
 )
 from megatron_ft.planning.batch import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.recovery.sources import StoredWindow
+from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.snapshot.server.client import KeeperClient
+from megatron_ft.snapshot.storage.run_settings import SETTINGS
+from megatron_ft.snapshot.storage.window_folder import WindowFolder, persist_url
 from megatron_ft.topology import Topology
+
+SNAPSHOT_SERVICE = "keeper"
 
 
 class Trainer:
@@ -80,6 +88,8 @@ class Trainer:
             vocab_size=resolve_vocab_size(config),
             samples=self.samples,
             stop_requested=context.worker.stop_requested,
+            change_requested=context.worker.change_requested,
+            wants_load=self._wants_load,
         )
         self.placement: PlacementManager | None = None  # set when this rank has state
         self.membership_start: MembershipStart | None = None
@@ -98,8 +108,6 @@ class Trainer:
         """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
         """Whether a save was abandoned, and no save has begun since then."""
-        self.engine.wants_load = self._wants_load
-        self.engine.change_requested = context.worker.change_requested
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -123,20 +131,21 @@ class Trainer:
         self.placement = self._placement_manager()
         self.use(groups)
         check_same_data(self.config, self.samples["train"], self.collectives)
-        client = open_snapshot_client(self)
-        restorer = open_restorer(self, client)
+        client = self._open_snapshot_client()
+        restorer = self.open_restorer(client)
         source, window = select_restore_source(self.config, self.context, self.checkpoints, restorer)
         # Restored before the engine is built, because the placement determines which experts this rank has.
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
         if source is not None:
-            load(self, source)
+            self.load(source)
         if window is not None:
-            replay_window(self, restorer, window)
+            replay_window(self.engine, restorer, window, self.report)
         # Only after the state is loaded, so that a start that cannot load it does not rename windows.
         restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
-        self.engine.newest_vote = None  # requests to stop in a replayed vote do not apply to this run
+        # Requests to stop in a replayed vote do not apply to this run.
+        self.engine.continue_after(self.engine.iteration, None)
         self.rounded_off = self.engine.iteration
         self.keep_copies()
         origin = source if window is None else f"window of iteration {window.window.start_iteration}"
@@ -146,9 +155,7 @@ class Trainer:
             self.report_placement("resumed" if source is not None or window is not None else "first")
         # Only after the replay, because new windows may need the memory of the window that was replayed.
         if client is not None:
-            self.snapshots = take_snapshots(
-                self, client, None if window is None else (window.stored, window.plan_in_force)
-            )
+            self.take_snapshots(client, None if window is None else (window.stored, window.plan_in_force))
         # The gather is also a barrier: the job is ready when its slowest rank has loaded its state.
         process_ids = tuple(self.collectives.gather(os.getpid()))
         seconds = time.monotonic() - started
@@ -158,7 +165,7 @@ class Trainer:
         """Use ``groups`` for joint decisions and checkpoints."""
         self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
         self.collectives = Collectives(groups.vote)
-        self.checkpoints = open_checkpoints(self, groups)
+        self.checkpoints = self.open_checkpoints(groups)
         failpoints.watch(self._tell_phase)
 
     def break_with(self, hang_up: Abort) -> None:
@@ -236,7 +243,7 @@ class Trainer:
         self.account(result, seconds)
         if self.snapshots is not None:
             self.snapshots.after_iteration(iteration, result.vote, seconds)
-            keep_log(self)
+            keep_log(self.engine, self.snapshots, self.report)
         self.round_off(iteration)
         if self.snapshots is not None and result.vote.stop_requested:
             self.snapshots.persist_newest()
@@ -376,7 +383,7 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "checkpoint")
         failpoints.hit("checkpoint", iteration)
-        self.checkpoints.save(self.state(extra_state(self)), iteration)
+        self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
         """Return the ``DenseState`` with ``extra``, for a checkpoint to save, or for the load of one to fill."""
@@ -389,6 +396,135 @@ class Trainer:
             consumed_samples=engine.iteration * self.config.training.global_batch_size,
             extra=extra,
         )
+
+    def open_checkpoints(self, groups: Groups) -> CheckpointManager:
+        """Create the ``CheckpointManager`` of this rank for the process groups ``groups``."""
+        return CheckpointManager(
+            self.config.checkpoint,
+            run_dir=self.context.run_dir,
+            identity=self.identity,
+            topology_record=self.topology_record,
+            group=groups.vote,
+            dp_cp_group=groups.pg_collection.dp_cp,
+            report=self.report_record,
+            generation=groups.generation,
+        )
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the data fingerprint and the placement, which a checkpoint also contains. The same on all ranks."""
+        extra: dict[str, Any] = {"data_fingerprint": self.samples["train"].fingerprint()}
+        if self.placement is not None:
+            extra["placement"] = self.placement.to_json()
+        return extra
+
+    def load(self, directory: Path) -> None:
+        """Load the checkpoint in ``directory`` into the engine.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not match this job.
+            DataError: the checkpoint was trained on other data. Checkpoints with a manifest of format 2 or later are
+                compared with the data before they are loaded.
+        """
+        state = self.state({})
+        manifest = self.checkpoints.load(state, directory).manifest
+        if manifest is None or manifest.format_version == 1:
+            check_known_data(self.config, self.samples["train"], state.extra.get("data_fingerprint"), directory)
+        self.engine.restore(state.host)
+
+    # -- snapshots ----------------------------------------------------------------------------------------
+
+    def _open_snapshot_client(self) -> KeeperClient | None:
+        """Connect to the snapshot server of this rank's node. Return None if ``snapshot.policy`` is null.
+
+        Raises:
+            ControlError: the snapshot server does not answer, or refuses this rank.
+        """
+        config, context = self.config, self.context
+        if config.snapshot.policy is None:
+            return None
+        service, present = context.sidecars[SNAPSHOT_SERVICE], list(dict.fromkeys(self.nodes))
+        peers = self._peer_assignment().peers[present.index(context.node)]
+        hello = {
+            "token": service["token"],
+            "rank": context.rank,
+            "world_size": context.world_size,
+            "node": context.node,
+            "generation": context.generation,
+            "run_id": self.identity.run_id,
+            "topology": self.topology_record,
+            "peers": service["addresses"],
+            "peer_nodes": [present[peer] for peer in peers],
+            "persist_every": config.snapshot.persist_interval_windows,
+            "persist_url": persist_url(config, context.run_dir),
+            "num_persisted": config.snapshot.keep_persisted,
+        }
+        return KeeperClient(service["socket"], hello=hello)
+
+    def _peer_assignment(self) -> PeerAssignment:
+        # For each node, the nodes in other failure domains that store copies of its windows. Nodes are numbered from 0
+        # among the present nodes. Ranks with the same state capture disjoint parts of it, so no other node has a copy
+        # of a window before it is replicated.
+        return PeerAssignment.of(self.config.member_domains, self.config.snapshot.num_peer_copies)
+
+    def open_restorer(self, client: KeeperClient | None, *, region: Collectives | None = None) -> SnapshotRestorer:
+        """Create the ``SnapshotRestorer`` of this rank.
+
+        Args:
+            client: this rank's connection to the snapshot server; None to read persisted windows only.
+            region: collectives of the pipeline stages that replay a window from memory while the other stages wait;
+                None if the whole job restores.
+        """
+        context = self.context
+        return SnapshotRestorer(
+            rank=context.rank,
+            node=context.node,
+            run_dir=context.run_dir,
+            identity=self.identity,
+            topology=self.topology_record,
+            settings=self.replay_config(),
+            collectives=self.collectives if region is None else region,
+            client=client,
+            folder=WindowFolder.of_run(self.config, context.run_dir) if region is None else None,
+            report=self.report_own if region is None else self._report_problem,
+        )
+
+    def _report_problem(self, record: Record) -> None:
+        # Other records are dropped, because the recovery that replays these stages is reported as a whole.
+        if isinstance(record, SnapshotProblem):
+            self.report_own(record)
+
+    def take_snapshots(self, client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None) -> Snapshotter:
+        """Create the ``Snapshotter`` of this rank, which captures windows from now on.
+
+        Args:
+            resumed: the window to keep until a newer one is committed, and the plan of the next windows; None without
+                a window.
+        """
+        snapshots = Snapshotter(
+            self.config,
+            self.engine,
+            client=client,
+            assignment=self._peer_assignment(),
+            node=self.context.node,
+            header=self._slice_header,
+            report=self.report_own,
+        )
+        if resumed is not None:
+            snapshots.resume(*resumed)
+        self.snapshots = snapshots
+        return snapshots
+
+    def _slice_header(self, index: int) -> dict[str, str]:
+        # A replay begins with slice 0, so only its header contains the state besides tensors.
+        if index > 0:
+            return {}
+        placement = None if self.placement is None else self.placement.to_json()
+        return {
+            EXTRAS: json.dumps(self.engine.train_state().to_json()),
+            PLACEMENT: json.dumps(placement),
+            CONFIG: json.dumps(self.replay_config()),
+            SETTINGS: json.dumps(self.identity.settings),
+        }
 
     # -- reports ------------------------------------------------------------------------------------------
 

@@ -38,25 +38,25 @@ class RankMemory:
         """Bytes with the estimate of activations."""
         return self.state_bytes + self.activations_bytes
 
+    @classmethod
+    def of_stage(
+        cls, config: JobConfig, parameters: RankParameters, topology: Topology, pipeline_stage: int, vocab_size: int
+    ) -> "RankMemory":
+        """Compute the memory of each rank of a stage. ``vocab_size`` includes padding.
 
-def memory_of_stage(
-    config: JobConfig, parameters: RankParameters, topology: Topology, pipeline_stage: int, vocab_size: int
-) -> RankMemory:
-    """Compute the memory of each rank of a stage. ``vocab_size`` includes padding.
-
-    FP32 weights have no separate master weights. The distributed optimizer shards master weights and the two FP32
-    moments: for dense parameters over DP * CP ranks, for experts over the expert-data-parallel ranks.
-    """
-    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
-    gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
-    updated = _updated_here(config, parameters, topology)
-    return RankMemory(
-        weights_bytes=parameters.total * value_bytes,
-        gradients_bytes=parameters.total * gradient_bytes,
-        master_bytes=0 if value_bytes == FP32_BYTES else updated * FP32_BYTES,
-        moments_bytes=updated * 2 * FP32_BYTES,
-        activations_bytes=activation_bytes(config, topology, pipeline_stage, vocab_size),
-    )
+        FP32 weights have no separate master weights. The distributed optimizer shards master weights and the two FP32
+        moments: for dense parameters over DP * CP ranks, for experts over the expert-data-parallel ranks.
+        """
+        value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+        gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
+        updated = _updated_here(config, parameters, topology)
+        return cls(
+            weights_bytes=parameters.total * value_bytes,
+            gradients_bytes=parameters.total * gradient_bytes,
+            master_bytes=0 if value_bytes == FP32_BYTES else updated * FP32_BYTES,
+            moments_bytes=updated * 2 * FP32_BYTES,
+            activations_bytes=_activation_bytes(config, topology, pipeline_stage, vocab_size),
+        )
 
 
 def expert_state_bytes(config: JobConfig) -> int:
@@ -77,7 +77,7 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
     return -(-parameters.num_dense // dense_shards) + -(-parameters.num_expert // topology.expert_data_parallel_size)
 
 
-def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
+def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
     """Estimate the peak bytes of a rank's activations.
 
     The estimate is the sum of the values that each layer stores for its backward pass, times the number of microbatches

@@ -21,34 +21,34 @@ class RankParameters:
     def total(self) -> int:
         return self.num_dense + self.num_expert
 
+    @classmethod
+    def of_stage(
+        cls,
+        model: ModelConfig,
+        operators: tuple[Operator, ...],
+        topology: Topology,
+        pipeline_stage: int,
+        num_slots_per_rank: int | None = None,
+    ) -> "RankParameters":
+        """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
 
-def parameters_of_stage(
-    model: ModelConfig,
-    operators: tuple[Operator, ...],
-    topology: Topology,
-    pipeline_stage: int,
-    num_slots_per_rank: int | None = None,
-) -> RankParameters:
-    """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
-
-    With replica slots, every rank counts ``num_slots_per_rank`` experts per layer, the largest number that it can hold.
-    """
-    # All experts of a layer have the same size, so the first experts represent the experts of any rank.
-    num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
-    if num_slots_per_rank is not None:
-        num_local_experts = min(num_slots_per_rank, model.num_moe_experts or 0)
-    held = _held_layers(model, topology, pipeline_stage)
-    mine = [operator for operator in operators if operator.id.layer in held]
-    dense = [operator for operator in mine if operator.id.kind != "expert"]
-    num_dense = sum(_on_rank(operator, topology.tensor_model_parallel_size) for operator in dense)
-    num_experts = sum(
-        _on_rank(operator, topology.expert_tensor_parallel_size)
-        for operator in mine
-        if operator.id.expert is not None and operator.id.expert < num_local_experts
-    )
-    return RankParameters(
-        num_dense=num_dense + _tied_copy(model, operators, topology, pipeline_stage), num_expert=num_experts
-    )
+        With replica slots, every rank counts ``num_slots_per_rank`` experts per layer, the largest number that it can
+        hold.
+        """
+        # All experts of a layer have the same size, so the first experts represent the experts of any rank.
+        num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
+        if num_slots_per_rank is not None:
+            num_local_experts = min(num_slots_per_rank, model.num_moe_experts or 0)
+        held = _held_layers(model, topology, pipeline_stage)
+        mine = [operator for operator in operators if operator.id.layer in held]
+        dense = [operator for operator in mine if operator.id.kind != "expert"]
+        num_dense = sum(_on_rank(operator, topology.tensor_model_parallel_size) for operator in dense)
+        num_experts = sum(
+            _on_rank(operator, topology.expert_tensor_parallel_size)
+            for operator in mine
+            if operator.id.expert is not None and operator.id.expert < num_local_experts
+        )
+        return cls(num_dense=num_dense + _tied_copy(model, operators, topology, pipeline_stage), num_expert=num_experts)
 
 
 def _held_layers(model: ModelConfig, topology: Topology, pipeline_stage: int) -> set[int]:

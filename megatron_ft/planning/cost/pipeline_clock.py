@@ -8,7 +8,7 @@ If all stages replay, the pipeline fills and drains as in training (MoEvement, s
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, origin, receives
+from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, receives
 
 Place = tuple[int, int]
 """Stage and chunk."""
@@ -57,36 +57,39 @@ class IterationSeconds:
             num_executions=self.num_executions + other.num_executions,
         )
 
+    @classmethod
+    def of(
+        cls,
+        shape: PipelineShape,
+        stages: Sequence[StageSeconds],
+        *,
+        replayed: Collection[int] | None = None,
+        send_seconds: float = 0.0,
+    ) -> "IterationSeconds":
+        """Simulate one iteration of the stages ``replayed``, or of all stages, as in training, if ``replayed`` is None.
 
-def run_iteration(
-    shape: PipelineShape,
-    stages: Sequence[StageSeconds],
-    *,
-    replayed: Collection[int] | None = None,
-    send_seconds: float = 0.0,
-) -> IterationSeconds:
-    """Simulate one iteration of the stages ``replayed``, or of all stages, as in training, if ``replayed`` is None.
-
-    Args:
-        stages: times of every stage of the pipeline.
-        replayed: stages that run. They send tensors to each other; tensors of other stages come from logs, one after
-            another from the start of the iteration.
-        send_seconds: time from the end of a pass until its tensor arrives, and time between two tensors of a log.
-    """
-    own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
-    assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"replayed={own}: not in {shape.num_stages} stages"
-    assert len(stages) == shape.num_stages, f"{len(stages)} stages have times, but the pipeline has {shape.num_stages}"
-    for seconds in stages:
-        assert len(seconds.chunks) == shape.num_chunks, (
-            f"{len(seconds.chunks)} chunks have times, but a stage has {shape.num_chunks}"
+        Args:
+            stages: times of every stage of the pipeline.
+            replayed: stages that run. They send tensors to each other; tensors of other stages come from logs, one
+                after another from the start of the iteration.
+            send_seconds: time from the end of a pass until its tensor arrives, and time between two tensors of a log.
+        """
+        own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
+        assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"replayed={own}: not in {shape.num_stages} stages"
+        assert len(stages) == shape.num_stages, (
+            f"{len(stages)} stages have times, but the pipeline has {shape.num_stages}"
         )
-    run = _Run(shape, stages, frozenset(own), send_seconds)
-    ends = run.to_the_end()
-    return IterationSeconds(
-        makespan_seconds=max(ends[stage] + stages[stage].update_seconds for stage in own),
-        busy_seconds=sum(stages[stage].busy_seconds(shape.num_microbatches) for stage in own),
-        num_executions=len(own) * shape.num_microbatches,
-    )
+        for seconds in stages:
+            assert len(seconds.chunks) == shape.num_chunks, (
+                f"{len(seconds.chunks)} chunks have times, but a stage has {shape.num_chunks}"
+            )
+        run = _Run(shape, stages, frozenset(own), send_seconds)
+        ends = run.to_the_end()
+        return cls(
+            makespan_seconds=max(ends[stage] + stages[stage].update_seconds for stage in own),
+            busy_seconds=sum(stages[stage].busy_seconds(shape.num_microbatches) for stage in own),
+            num_executions=len(own) * shape.num_microbatches,
+        )
 
 
 class _Run:
@@ -123,7 +126,7 @@ class _Run:
     def _arrival(self, stage: int, one: Pass) -> float | None:
         # Arrival time of the input of a pass; None while it is not known.
         direction, microbatch, chunk = one
-        source = origin(self._shape, stage, chunk, direction)
+        source = self._shape.origin(stage, chunk, direction)
         if source is None:
             return 0.0
         if source[0] in self._own:

@@ -37,25 +37,26 @@ class SavingMemory:
         """Peak host memory."""
         return max(self.gathering_bytes, self.gathered_bytes + self.snapshot_bytes)
 
-
-def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Topology, device: str) -> SavingMemory:
-    """Compute the memory that each rank of a stage needs for a save, assuming equal buffers in all virtual chunks."""
-    value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
-    dense, expert = _shards(topology)
-    written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
-    written = -(-parameters.num_dense // written_dense) + -(-parameters.num_expert // written_expert)
-    if not config.parallel.use_distributed_optimizer:
-        # FP32 weights are their own master weights.
-        own_master = 0 if value_bytes == FP32_BYTES else FP32_BYTES
-        snapshot = written * (value_bytes + own_master + 2 * FP32_BYTES)
-        return SavingMemory(gathered_bytes=0, gathering_bytes=0, snapshot_bytes=snapshot, device_bytes=0)
-    gathering, on_device = _gathering(config, _buffers(parameters, topology))
-    return SavingMemory(
-        gathered_bytes=parameters.total * OPTIMIZER_BYTES,
-        gathering_bytes=gathering,
-        snapshot_bytes=written * (value_bytes + OPTIMIZER_BYTES),
-        device_bytes=on_device if device == "cuda" else 0,
-    )
+    @classmethod
+    def of_stage(cls, config: JobConfig, parameters: RankParameters, topology: Topology, device: str) -> "SavingMemory":
+        """Compute the memory that each rank of a stage needs for a save, assuming equal buffers in all virtual
+        chunks."""
+        value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
+        dense, expert = _shards(topology)
+        written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
+        written = -(-parameters.num_dense // written_dense) + -(-parameters.num_expert // written_expert)
+        if not config.parallel.use_distributed_optimizer:
+            # FP32 weights are their own master weights.
+            own_master = 0 if value_bytes == FP32_BYTES else FP32_BYTES
+            snapshot = written * (value_bytes + own_master + 2 * FP32_BYTES)
+            return cls(gathered_bytes=0, gathering_bytes=0, snapshot_bytes=snapshot, device_bytes=0)
+        gathering, on_device = _gathering(config, _buffers(parameters, topology))
+        return cls(
+            gathered_bytes=parameters.total * OPTIMIZER_BYTES,
+            gathering_bytes=gathering,
+            snapshot_bytes=written * (value_bytes + OPTIMIZER_BYTES),
+            device_bytes=on_device if device == "cuda" else 0,
+        )
 
 
 def _shards(topology: Topology) -> tuple[int, int]:

@@ -17,10 +17,10 @@ class Compact(LayerwisePlacement):
     name: ClassVar[str] = "compact"
 
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        return pack(replica_counts, capacities, loads)
+        return _pack(replica_counts, capacities, loads)
 
 
-def pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
+def _pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
     """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
 
     Experts are placed in descending order of their replicas. All replicas of an expert go to the domain with the fewest

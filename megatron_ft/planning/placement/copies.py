@@ -12,11 +12,11 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 NON_EXPERT = -1
-"""Value of ``OperatorCopies.expert`` for the non-expert part of a layer."""
+"""Value of ``_OperatorCopies.expert`` for the non-expert part of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorCopies:
+class _OperatorCopies:
     """Owners of one operator's optimizer state."""
 
     layer_number: int
@@ -47,7 +47,7 @@ class StateCopyPlan:
     ranks: tuple[int, ...]
     domains: tuple[str, ...]
     """Failure domain of each rank."""
-    operators: tuple[OperatorCopies, ...]
+    operators: tuple[_OperatorCopies, ...]
 
     def validate(self) -> None:
         """Check that the copies of every shard are in distinct failure domains.
@@ -85,48 +85,50 @@ class StateCopyPlan:
         copies = f"on {computing}" if self.num_state_copies is None else f"in {self.num_state_copies} failure domains"
         return f"optimizer state {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
 
+    @classmethod
+    def of(
+        cls,
+        plan: PlacementPlan,
+        num_state_copies: int | None,
+        *,
+        expert_bytes: int,
+        non_expert_bytes: Sequence[tuple[int, int]] = (),
+    ) -> "StateCopyPlan":
+        """Assign owners to the optimizer state of every expert and every non-expert part.
 
-def plan_copies(
-    plan: PlacementPlan,
-    num_state_copies: int | None,
-    *,
-    expert_bytes: int,
-    non_expert_bytes: Sequence[tuple[int, int]] = (),
-) -> StateCopyPlan:
-    """Assign owners to the optimizer state of every expert and every non-expert part.
+        The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn).
+        The other owners are in the next failure domains of a cycle, which begins with the domains of computing ranks.
+        So one owner remains after the loss of any ``num_state_copies - 1`` domains, even if fewer ranks compute with
+        the operator.
 
-    The first owner of a shard is a rank that computes with the operator (for a non-expert part, each rank in turn). The
-    other owners are in the next failure domains of a cycle, which begins with the domains of computing ranks. So one
-    owner remains after the loss of any ``num_state_copies - 1`` domains, even if fewer ranks compute with the operator.
+        Args:
+            plan: placement of experts.
+            num_state_copies: number of copies of every shard, in distinct failure domains. If it is None, every
+                computing rank owns the whole state, as in Lazarus.
+            expert_bytes: bytes of the optimizer state of one expert.
+            non_expert_bytes: (layer number, bytes) of each non-expert part, which all ranks of ``plan`` hold.
 
-    Args:
-        plan: placement of experts.
-        num_state_copies: number of copies of every shard, in distinct failure domains. If it is None, every computing
-            rank owns the whole state, as in Lazarus.
-        expert_bytes: bytes of the optimizer state of one expert.
-        non_expert_bytes: (layer number, bytes) of each non-expert part, which all ranks of ``plan`` hold.
-
-    Raises:
-        ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
-    """
-    num_domains = len(set(plan.domains))
-    if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
-        raise ConfigError.of(
-            "num_state_copies", num_state_copies, f"must be from 1 to {num_domains}, the number of failure domains"
+        Raises:
+            ConfigError: ``num_state_copies`` is below 1 or above the number of failure domains.
+        """
+        num_domains = len(set(plan.domains))
+        if num_state_copies is not None and not 1 <= num_state_copies <= num_domains:
+            raise ConfigError.of(
+                "num_state_copies", num_state_copies, f"must be from 1 to {num_domains}, the number of failure domains"
+            )
+        ring = _Ring(plan, num_state_copies)
+        operators = []
+        for turn, (layer, size) in enumerate(non_expert_bytes):
+            operators.append(ring.operator(layer, NON_EXPERT, size, list(range(len(plan.ranks))), turn))
+        for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
+            for expert in range(plan.num_experts):
+                holders = [position for position, experts in enumerate(by_rank) if expert in experts]
+                operators.append(ring.operator(layer, expert, expert_bytes, holders, expert))
+        result = cls(
+            num_state_copies=num_state_copies, ranks=plan.ranks, domains=plan.domains, operators=tuple(operators)
         )
-    ring = _Ring(plan, num_state_copies)
-    operators = []
-    for turn, (layer, size) in enumerate(non_expert_bytes):
-        operators.append(ring.operator(layer, NON_EXPERT, size, list(range(len(plan.ranks))), turn))
-    for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
-        for expert in range(plan.num_experts):
-            holders = [position for position, experts in enumerate(by_rank) if expert in experts]
-            operators.append(ring.operator(layer, expert, expert_bytes, holders, expert))
-    result = StateCopyPlan(
-        num_state_copies=num_state_copies, ranks=plan.ranks, domains=plan.domains, operators=tuple(operators)
-    )
-    result.validate()
-    return result
+        result.validate()
+        return result
 
 
 class _Ring:
@@ -138,7 +140,7 @@ class _Ring:
         for position, name in enumerate(plan.domains):
             self.members.setdefault(name, []).append(position)
 
-    def operator(self, layer: int, expert: int, num_bytes: int, holders: list[int], turn: int) -> OperatorCopies:
+    def operator(self, layer: int, expert: int, num_bytes: int, holders: list[int], turn: int) -> _OperatorCopies:
         if self.num_copies is None:
             owners: tuple[tuple[int, ...], ...] = (tuple(self.ranks[position] for position in holders),)
         else:
@@ -146,7 +148,7 @@ class _Ring:
             owners = tuple(
                 self._owners(holder, shard, cycle, set(holders), turn) for shard, holder in enumerate(holders)
             )
-        return OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
+        return _OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
 
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
         # Returns the domains of holders and, if they are too few, further domains, rotated by ``turn``.

@@ -65,6 +65,53 @@ class MigrationPlan:
         largest = max(self.sent_bytes().values(), default=0)
         return f"expert transfers: {len(self.transfers)}, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
+    @classmethod
+    def between(cls, plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> "MigrationPlan":
+        """Plan the transfers that send every expert to the ranks that lack it, distributed evenly over its holders.
+
+        The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
+        far, then by rank.
+
+        Args:
+            plan: new placement, already permuted by ``remap``.
+            held: experts that each of ``plan.ranks`` holds, in the order of ranks.
+            expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
+
+        Raises:
+            ConfigError: no rank holds an expert that a rank lacks.
+        """
+        sizes = _sizes(plan, expert_bytes)
+        sent = dict.fromkeys(plan.ranks, 0)
+        transfers = []
+        for layer, (by_rank, owned, size) in enumerate(zip(plan.slots, held, sizes, strict=True)):
+            # Only ranks that held the expert before the migration send it: a receiving rank has nothing to send yet.
+            owners: list[list[int]] = [[] for _ in range(plan.num_experts)]
+            for rank, has in zip(plan.ranks, owned, strict=True):
+                for expert in has:
+                    owners[expert].append(rank)
+            served = [dict.fromkeys(ranks, 0) for ranks in owners]
+            for rank, experts, has in zip(plan.ranks, by_rank, owned, strict=True):
+                for expert in sorted(set(experts) - has):
+                    if not owners[expert]:
+                        where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
+                        raise ConfigError.of(where, "lost", "must be on at least one surviving rank")
+                    counts = served[expert]
+                    source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
+                    counts[source] += 1
+                    sent[source] += size
+                    transfers.append(
+                        Transfer(
+                            layer_number=plan.layer_numbers[layer],
+                            expert=expert,
+                            source_rank=source,
+                            target_rank=rank,
+                            num_bytes=size,
+                        )
+                    )
+        result = cls(placement=plan, transfers=tuple(transfers))
+        result.validate()
+        return result
+
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
     """Return the experts that ranks hold in each layer under ``plan``.
@@ -90,53 +137,6 @@ def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]
     mapping = _mapping(plan, held, expert_bytes)
     slots: Slots = tuple(tuple(by_rank[part] for part in mapping) for by_rank in plan.slots)
     return plan.replacing(slots)
-
-
-def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> MigrationPlan:
-    """Plan the transfers that send every expert to the ranks that lack it, distributed evenly over its holders.
-
-    The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so far,
-    then by rank.
-
-    Args:
-        plan: new placement, already permuted by ``remap``.
-        held: experts that each of ``plan.ranks`` holds, in the order of ranks.
-        expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
-
-    Raises:
-        ConfigError: no rank holds an expert that a rank lacks.
-    """
-    sizes = _sizes(plan, expert_bytes)
-    sent = dict.fromkeys(plan.ranks, 0)
-    transfers = []
-    for layer, (by_rank, owned, size) in enumerate(zip(plan.slots, held, sizes, strict=True)):
-        # Only ranks that held the expert before the migration send it: a receiving rank has nothing to send yet.
-        owners: list[list[int]] = [[] for _ in range(plan.num_experts)]
-        for rank, has in zip(plan.ranks, owned, strict=True):
-            for expert in has:
-                owners[expert].append(rank)
-        served = [dict.fromkeys(ranks, 0) for ranks in owners]
-        for rank, experts, has in zip(plan.ranks, by_rank, owned, strict=True):
-            for expert in sorted(set(experts) - has):
-                if not owners[expert]:
-                    where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
-                    raise ConfigError.of(where, "lost", "must be on at least one surviving rank")
-                counts = served[expert]
-                source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
-                counts[source] += 1
-                sent[source] += size
-                transfers.append(
-                    Transfer(
-                        layer_number=plan.layer_numbers[layer],
-                        expert=expert,
-                        source_rank=source,
-                        target_rank=rank,
-                        num_bytes=size,
-                    )
-                )
-    result = MigrationPlan(placement=plan, transfers=tuple(transfers))
-    result.validate()
-    return result
 
 
 def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:

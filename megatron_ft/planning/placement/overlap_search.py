@@ -18,10 +18,10 @@ from megatron_ft.planning.placement.objective import SurvivalObjective
 
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
-"""Largest number of sweeps of ``align`` over all layers."""
+"""Largest number of sweeps of ``_align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
-"""``even_out`` makes an exchange only if the sum of squared loads falls by this fraction of the squared total load."""
+"""``_even_out`` makes an exchange only if the sum of squared loads falls by this fraction of the squared total load."""
 Column = tuple[int, ...]
 """Experts in the slots of one domain, ascending; the number of experts represents an empty slot."""
 
@@ -95,7 +95,7 @@ class OverlapSearch(PlacementBase):
     def _even_out(
         self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
     ) -> Counts:
-        evened = even_out(counts, loads)
+        evened = _even_out(counts, loads)
         if losses is None:
             return evened
         search = Search(evened, capacities, floor, losses, per_replica_loads(evened, loads))
@@ -212,7 +212,7 @@ class OverlapSearch(PlacementBase):
         losses: Losses,
     ) -> list[Counts]:
         # Aligns the layers for joint survival; uses maximum rank overlap in all layers if that survives more often.
-        turned = align(layers, capacities, losses)
+        turned = _align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
             for counts, load in zip(replica_counts, loads, strict=True)
@@ -220,7 +220,7 @@ class OverlapSearch(PlacementBase):
         if self.survival_budget or self._score(turned) >= self._score(plain) - EPSILON:
             return turned
         pairs = zip(plain, loads, strict=True)
-        return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
+        return [layer if load is None or not self.balance else _even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
         # Returns the losses with which exchanges are evaluated; None if losses of several domains are too many.
@@ -286,7 +286,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
             yield (column, *others)
 
 
-def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
+def _align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
     """Exchange domains of equal capacity in one layer after another, as long as the joint survival of layers grows.
 
     An exchange does not change the survival of its layer alone, but a model survives only if all of its layers survive.
@@ -337,7 +337,7 @@ def _turn(
     return (best, best_lethal) if changed else None
 
 
-def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EXCHANGES) -> Counts:
+def _even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EXCHANGES) -> Counts:
     """Even out the loads of domains by exchanging the places of experts with equal numbers of replicas (whole rows of
     ``counts`` ``[E, D]``).
 

@@ -23,7 +23,7 @@ def smooth(
     ]
 
 
-def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
+def _critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
     """Return the number of tokens of the busiest rank of each layer, summed over layers.
 
     The all-to-all of a layer synchronizes all ranks, so a layer takes as long as the busiest rank in this layer.
@@ -36,13 +36,13 @@ def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rebalance:
+class _Rebalance:
     """Decision whether a new placement is used."""
 
     pays: bool
     reason: str
     gain: float
-    """Fraction of the busiest ranks' tokens that the new placement saves; see ``critical_tokens``."""
+    """Fraction of the busiest ranks' tokens that the new placement saves; see ``_critical_tokens``."""
     moved_bytes: int
 
 
@@ -60,9 +60,9 @@ class RebalancePolicy:
         """Whether a new placement is planned after ``iteration``."""
         return self.interval_iterations > 0 and iteration > 0 and iteration % self.interval_iterations == 0
 
-    def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> Rebalance:
+    def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> _Rebalance:
         """Decide whether to carry out ``migration``, under the ``loads`` [layers][experts] of one iteration."""
-        before, after = critical_tokens(now, loads), critical_tokens(migration.placement, loads)
+        before, after = _critical_tokens(now, loads), _critical_tokens(migration.placement, loads)
         gain = 1.0 - after / before if before else 0.0
         # The migration costs bytes once and saves tokens until the next rebalancing.
         saved = (before - after) * self.interval_iterations
@@ -79,7 +79,7 @@ class RebalancePolicy:
                 True,
                 f"the busiest ranks save {gain:.1%} of their tokens, and {migration.num_bytes:,} bytes move",
             )
-        return Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
+        return _Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:

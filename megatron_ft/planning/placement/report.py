@@ -9,9 +9,9 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
-from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan, plan_copies
+from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import first_plans, scripted_plans, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import Survival, survival
 
 Domains = frozenset[str]
@@ -77,17 +77,55 @@ class PlacementReport:
         stages = [plan.to_json() for plan in self.stages]
         return {"num_slots_per_rank": self.num_slots_per_rank, **asdict(self), "stages": stages}
 
+    @classmethod
+    def of(cls, config: JobConfig, inputs: JobInputs, num_dense: Sequence[int]) -> "PlacementReport":
+        """Plan the first placement of a job with replica slots, and check every scheduled placement.
 
-def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
+        Args:
+            config: configuration with derived values.
+            num_dense: number of non-expert parameters on a rank of each pipeline stage.
+
+        Raises:
+            ConfigError, DataError: loads or placements do not fit the job.
+        """
+        requests = StageRequest.of_job(config, config.launch.num_nodes * config.launch.ranks_per_node)
+        # All scheduled placements are checked now: a file that does not fit must not end a run after days.
+        for scheduled in inputs.schedule.values():
+            scripted_plans(requests, scheduled)
+        plans = tuple(first_plans(config, requests, inputs))
+        stages = [_Stage.of(config, plan, num_dense[stage]) for stage, plan in enumerate(plans)]
+        names = tuple(dict.fromkeys(requests[0].cluster.failure_domains))
+        lost = range(1, min(config.placement.min_replicas, len(names)) + 1)
+        num_copies = config.placement.state_copies
+        report = cls(
+            min_replicas=config.placement.min_replicas,
+            kept_min_replicas=min(
+                min(plan.replica_counts(layer)) for plan in plans for layer in range(len(plan.slots))
+            ),
+            stages=plans,
+            weights_survival=survival([held for stage in stages for held in stage.weight_holders()], names, lost),
+            state_survival=survival([held for stage in stages for held in stage.state_holders()], names, lost),
+            num_state_copies=num_copies,
+            expert_weights_bytes=sum(stage.num_held * stage.expert_weights_bytes for stage in stages),
+            expert_state_bytes=sum(stage.num_held * stage.expert_state_bytes for stage in stages),
+            expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=True) for s in stages),
+            non_expert_state_bytes=sum(stage.non_expert_bytes for stage in stages),
+            non_expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=False) for s in stages),
+        )
+        report.validate()
+        return report
+
+
+def _optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
     """Return the bytes of optimizer state of one expert, and of all non-expert weights of a stage. A rank of the stage
     has ``num_dense`` non-expert parameters."""
     full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
     state_bytes = (2 if full_precision else 3) * FP32_BYTES
     num_parts = config.parallel.tensor_model_parallel_size
-    return expert_parameters(config) * state_bytes, num_dense * num_parts * state_bytes
+    return _expert_parameters(config) * state_bytes, num_dense * num_parts * state_bytes
 
 
-def expert_parameters(config: JobConfig) -> int:
+def _expert_parameters(config: JobConfig) -> int:
     """Return the number of parameters of one routed expert in one layer."""
     operators = operators_of(config.model, 1)
     return next(operator.num_parameters for operator in operators if operator.id.kind == "expert")
@@ -98,45 +136,9 @@ def plan_state_copies(config: JobConfig, plan: PlacementPlan, num_dense: int) ->
     if config.placement.state_copies is None:
         return None
     # Without the distributed optimizer every rank has all non-expert state already.
-    expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
+    expert_bytes, dense_bytes = _optimizer_bytes(config, num_dense)
     dense = [(0, dense_bytes)] if config.parallel.use_distributed_optimizer else []
-    return plan_copies(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
-
-
-def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[int]) -> PlacementReport:
-    """Plan the first placement of a job with replica slots, and check every scheduled placement.
-
-    Args:
-        config: configuration with derived values.
-        num_dense: number of non-expert parameters on a rank of each pipeline stage.
-
-    Raises:
-        ConfigError, DataError: loads or placements do not fit the job.
-    """
-    requests = stage_requests(config, config.launch.num_nodes * config.launch.ranks_per_node)
-    # All scheduled placements are checked now: a file that does not fit must not end a run after days.
-    for scheduled in inputs.schedule.values():
-        scripted_plans(requests, scheduled)
-    plans = tuple(first_plans(config, requests, inputs))
-    stages = [_Stage.of(config, plan, num_dense[stage]) for stage, plan in enumerate(plans)]
-    names = tuple(dict.fromkeys(requests[0].cluster.failure_domains))
-    lost = range(1, min(config.placement.min_replicas, len(names)) + 1)
-    num_copies = config.placement.state_copies
-    report = PlacementReport(
-        min_replicas=config.placement.min_replicas,
-        kept_min_replicas=min(min(plan.replica_counts(layer)) for plan in plans for layer in range(len(plan.slots))),
-        stages=plans,
-        weights_survival=survival([held for stage in stages for held in stage.weight_holders()], names, lost),
-        state_survival=survival([held for stage in stages for held in stage.state_holders()], names, lost),
-        num_state_copies=num_copies,
-        expert_weights_bytes=sum(stage.num_held * stage.expert_weights_bytes for stage in stages),
-        expert_state_bytes=sum(stage.num_held * stage.expert_state_bytes for stage in stages),
-        expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=True) for s in stages),
-        non_expert_state_bytes=sum(stage.non_expert_bytes for stage in stages),
-        non_expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=False) for s in stages),
-    )
-    report.validate()
-    return report
+    return StateCopyPlan.of(plan, config.placement.state_copies, expert_bytes=expert_bytes, non_expert_bytes=dense)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +159,13 @@ class _Stage:
 
     @classmethod
     def of(cls, config: JobConfig, plan: PlacementPlan, num_dense: int) -> "_Stage":
-        expert_bytes, dense_bytes = optimizer_bytes(config, num_dense)
+        expert_bytes, dense_bytes = _optimizer_bytes(config, num_dense)
         copies = plan_state_copies(config, plan, num_dense)
         return cls(
             plan=plan,
             num_tensor_parts=config.parallel.tensor_model_parallel_size,
             sharded=config.parallel.use_distributed_optimizer,
-            expert_weights_bytes=expert_parameters(config) * BYTES_PER_VALUE[config.precision.params_dtype],
+            expert_weights_bytes=_expert_parameters(config) * BYTES_PER_VALUE[config.precision.params_dtype],
             expert_state_bytes=expert_bytes,
             dense_state_bytes=dense_bytes,
             copies=copies,
@@ -196,7 +198,7 @@ class _Stage:
             if self.sharded:
                 yield from (frozenset((name,)) for name in self.plan.domains)
             return
-        # ``plan_copies`` lists experts in the same order: layer by layer, then by id.
+        # ``StateCopyPlan.of`` lists experts in the same order: layer by layer, then by id.
         holders = iter(self.plan.all_expert_domains())
         for operator in self.copies.operators:
             held = frozenset[str]() if operator.expert == NON_EXPERT else next(holders)

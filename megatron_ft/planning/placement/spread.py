@@ -17,10 +17,10 @@ class Spread(LayerwisePlacement):
     name: ClassVar[str] = "spread"
 
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        return deal_round(replica_counts, capacities, loads)
+        return _deal_round(replica_counts, capacities, loads)
 
 
-def deal_round(
+def _deal_round(
     replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None
 ) -> Counts:
     """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.

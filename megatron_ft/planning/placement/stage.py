@@ -35,49 +35,76 @@ class StageRequest:
         """Number of failure domains that contain ranks of the stage."""
         return len({self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks})
 
+    def place(
+        self, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
+    ) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
+        """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
 
-def place_stage(
-    request: StageRequest, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
-) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
-    """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
-
-    Raises:
-        ConfigError: loads, slots and failure domains do not fit together.
-    """
-    num_slots = request.num_slots_per_rank * len(request.ranks)
-    # A rank has separate slots for each layer.
-    allocations = tuple(
-        allocate(load, num_slots, request.min_replicas, num_domains=request.num_domains) for load in loads
-    )
-    plan = algorithm.place(
-        [allocation.replica_counts for allocation in allocations],
-        request.cluster,
-        num_slots_per_rank=request.num_slots_per_rank,
-        ranks=request.ranks,
-        loads=loads,
-        layer_numbers=request.layer_numbers,
-    )
-    return plan, allocations
-
-
-def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
-    """Return a placement request for each stage: ranks, MoE layers and slots."""
-    topology = Topology.of(config.parallel, world_size)
-    launch, model = config.launch, config.model
-    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, config.member_domains)
-    return [
-        StageRequest(
-            cluster=cluster,
-            ranks=tuple(topology.stage_ranks(stage)),
-            layer_numbers=tuple(
-                number for number in topology.stage_layers(model.num_layers, stage) if is_moe_layer(model, number)
-            ),
-            num_experts=model.num_moe_experts or 0,
-            num_slots_per_rank=config.placement.num_slots_per_rank or 0,
-            min_replicas=config.placement.min_replicas,
+        Raises:
+            ConfigError: loads, slots and failure domains do not fit together.
+        """
+        num_slots = self.num_slots_per_rank * len(self.ranks)
+        # A rank has separate slots for each layer.
+        allocations = tuple(
+            allocate(load, num_slots, self.min_replicas, num_domains=self.num_domains) for load in loads
         )
-        for stage in range(topology.pipeline_model_parallel_size)
-    ]
+        plan = algorithm.place(
+            [allocation.replica_counts for allocation in allocations],
+            self.cluster,
+            num_slots_per_rank=self.num_slots_per_rank,
+            ranks=self.ranks,
+            loads=loads,
+            layer_numbers=self.layer_numbers,
+        )
+        return plan, allocations
+
+    @classmethod
+    def of_job(cls, config: JobConfig, world_size: int) -> "list[StageRequest]":
+        """Return a placement request for each stage: ranks, MoE layers and slots."""
+        topology = Topology.of(config.parallel, world_size)
+        launch, model = config.launch, config.model
+        cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, config.member_domains)
+        return [
+            cls(
+                cluster=cluster,
+                ranks=tuple(topology.stage_ranks(stage)),
+                layer_numbers=tuple(
+                    number for number in topology.stage_layers(model.num_layers, stage) if is_moe_layer(model, number)
+                ),
+                num_experts=model.num_moe_experts or 0,
+                num_slots_per_rank=config.placement.num_slots_per_rank or 0,
+                min_replicas=config.placement.min_replicas,
+            )
+            for stage in range(topology.pipeline_model_parallel_size)
+        ]
+
+    def fits(self, plan: PlacementPlan) -> bool:
+        """Whether ``_check_fit`` accepts ``plan``."""
+        try:
+            _check_fit(plan, self)
+        except ConfigError:
+            return False
+        return True
+
+    def first_loads(self, config: JobConfig, inputs: JobInputs) -> Sequence[Sequence[float]]:
+        """Return the recorded loads [layers][experts] of a stage at the start of a job, or even loads without a record.
+
+        Raises:
+            ConfigError: the recorded loads do not fit the model.
+        """
+        if inputs.loads is None:
+            return [[1.0] * self.num_experts for _ in self.layer_numbers]
+        model = config.model
+        numbers = [number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number)]
+        by_layer = dict(zip(numbers, inputs.loads.per_layer().tolist(), strict=False))
+        for number in self.layer_numbers:
+            if len(by_layer.get(number, ())) != self.num_experts:
+                raise ConfigError.of(
+                    "placement.loads_file",
+                    config.placement.loads_file,
+                    f"must contain {len(numbers)} MoE layers with {self.num_experts} experts each",
+                )
+        return [by_layer[number] for number in self.layer_numbers]
 
 
 def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
@@ -103,28 +130,7 @@ def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: Job
     if 1 in inputs.schedule:
         return scripted_plans(requests, inputs.schedule[1])
     algorithm = algorithm_of(config)
-    return [place_stage(request, algorithm, first_loads(config, request, inputs))[0] for request in requests]
-
-
-def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> Sequence[Sequence[float]]:
-    """Return the recorded loads [layers][experts] of a stage at the start of a job, or even loads without a record.
-
-    Raises:
-        ConfigError: the recorded loads do not fit the model.
-    """
-    if inputs.loads is None:
-        return [[1.0] * request.num_experts for _ in request.layer_numbers]
-    model = config.model
-    numbers = [number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number)]
-    by_layer = dict(zip(numbers, inputs.loads.per_layer().tolist(), strict=False))
-    for number in request.layer_numbers:
-        if len(by_layer.get(number, ())) != request.num_experts:
-            raise ConfigError.of(
-                "placement.loads_file",
-                config.placement.loads_file,
-                f"must contain {len(numbers)} MoE layers with {request.num_experts} experts each",
-            )
-    return [by_layer[number] for number in request.layer_numbers]
+    return [request.place(algorithm, request.first_loads(config, inputs))[0] for request in requests]
 
 
 def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlacement) -> list[PlacementPlan]:
@@ -142,7 +148,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
         try:
             # The user has written the file: any error in it is an error of the data, not of this program.
             plan = PlacementPlan.from_json(dict(content))
-            check_fit(plan, request)
+            _check_fit(plan, request)
         except ConfigError as error:
             raise DataError(f"{key}: stage {stage}: {error}") from None
         except (TypeError, KeyError, ValueError) as error:
@@ -152,7 +158,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     return plans
 
 
-def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
+def _check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     """Check that a plan has the ranks, domains, layers, experts and slots of ``request``, and that every rank has an
     expert. Raises ConfigError if not."""
     domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
@@ -170,12 +176,3 @@ def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
         for rank, experts in zip(plan.ranks, by_rank, strict=True):
             if not experts:
                 raise ConfigError.of(f"slots of layer {layer}, rank {rank}", [], "must contain at least one expert")
-
-
-def fits(plan: PlacementPlan, request: StageRequest) -> bool:
-    """Whether ``check_fit`` accepts ``plan``."""
-    try:
-        check_fit(plan, request)
-    except ConfigError:
-        return False
-    return True

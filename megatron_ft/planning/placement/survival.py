@@ -96,7 +96,7 @@ def _survival(
     if not relevant:
         return Survival(num_lost=lost, probability=1.0, method="counting")
     if num_domains <= MAX_ENUMERATED_DOMAINS and odds is None:
-        good = int(np.count_nonzero(~lethal(relevant, num_domains) & (popcounts(num_domains) == lost)))
+        good = int(np.count_nonzero(~_lethal(relevant, num_domains) & (_popcounts(num_domains) == lost)))
         return Survival(num_lost=lost, probability=good / math.comb(num_domains, lost), method="enumeration")
     try:
         good_weight = surviving_weights(relevant, num_domains, lost, odds)[lost]
@@ -108,7 +108,7 @@ def _survival(
         return _monte_carlo(relevant, num_domains, lost, num_samples, seed)
 
 
-def popcounts(num_domains: int) -> npt.NDArray[np.int64]:
+def _popcounts(num_domains: int) -> npt.NDArray[np.int64]:
     """Return the number of lost domains in each of the ``2**num_domains`` sets of lost domains."""
     counts = np.zeros(1, dtype=np.int64)
     for _ in range(num_domains):
@@ -116,7 +116,7 @@ def popcounts(num_domains: int) -> npt.NDArray[np.int64]:
     return counts
 
 
-def lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
+def _lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
     """Return for each of the ``2**num_domains`` sets of lost domains whether it contains one of ``masks``."""
     bad = np.zeros(1 << num_domains, dtype=np.bool_)
     bad[list(masks)] = True

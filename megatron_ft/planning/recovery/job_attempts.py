@@ -66,6 +66,37 @@ class AttemptPolicy:
     """Step after ``Asked.TO_GO_ON_LATER`` or with too few usable nodes: ``REQUEUE``, or ``END`` if another job
     continues the run."""
 
+    def decide(self, attempts: Sequence[Attempt], hosts: Sequence[str]) -> "Verdict":
+        """Decide the step after the last of ``attempts``.
+
+        Args:
+            hosts: present hosts of the allocation.
+        """
+        last = attempts[-1]
+        assert last.exit_code is not None, "the last attempt has no exit code"
+        if last.exit_code == EXIT_OK:
+            return Verdict(Next.END, "the run has ended as planned", is_final=True)
+        # Before anything else that could start it again: a configuration that is refused now is refused on every node.
+        if last.exit_code in FINAL_EXIT_CODES:
+            return Verdict(
+                Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True
+            )
+        if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
+            return Verdict(Next.END, "the run received a signal to end", is_final=True)
+        # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
+        no_progress = why_hopeless(attempts, self.max_fruitless)
+        if no_progress is not None:
+            return Verdict(Next.END, no_progress, is_final=True)
+        if last.asked is Asked.TO_GO_ON_LATER:
+            return Verdict(self.on_warning, "the nodes will be taken away (warning signal)")
+        # ``hosts`` may still contain hosts that the last attempt lost.
+        usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
+        how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
+        if usable >= self.num_nodes:
+            return Verdict(Next.AGAIN, f"{how}; usable nodes: {usable}, needed: {self.num_nodes}")
+        lacking = f"{how}; too few usable nodes: {usable}, needed: {self.num_nodes}"
+        return Verdict(self.on_warning, lacking)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -77,46 +108,16 @@ class Verdict:
     """Whether no other job should continue the run, because it is complete or needs a change by the user."""
 
 
-def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[str]) -> Verdict:
-    """Decide the step after the last of ``attempts``.
-
-    Args:
-        hosts: present hosts of the allocation.
-    """
-    last = attempts[-1]
-    assert last.exit_code is not None, "the last attempt has no exit code"
-    if last.exit_code == EXIT_OK:
-        return Verdict(Next.END, "the run has ended as planned", is_final=True)
-    # Before anything else that could start it again: a configuration that is refused now is refused on every node.
-    if last.exit_code in FINAL_EXIT_CODES:
-        return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True)
-    if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
-        return Verdict(Next.END, "the run received a signal to end", is_final=True)
-    # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
-    no_progress = why_hopeless(attempts, policy.max_fruitless)
-    if no_progress is not None:
-        return Verdict(Next.END, no_progress, is_final=True)
-    if last.asked is Asked.TO_GO_ON_LATER:
-        return Verdict(policy.on_warning, "the nodes will be taken away (warning signal)")
-    # ``hosts`` may still contain hosts that the last attempt lost.
-    usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
-    how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
-    if usable >= policy.num_nodes:
-        return Verdict(Next.AGAIN, f"{how}; usable nodes: {usable}, needed: {policy.num_nodes}")
-    lacking = f"{how}; too few usable nodes: {usable}, needed: {policy.num_nodes}"
-    return Verdict(policy.on_warning, lacking)
-
-
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
     """Return the reason to end the job after too many attempts without progress; None if another one is allowed."""
-    fruitless = num_fruitless(attempts)
+    fruitless = _num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
     newest = max(attempt.iteration for attempt in attempts)
     return f"consecutive attempts without progress beyond iteration {newest}: {fruitless}"
 
 
-def num_fruitless(attempts: Sequence[Attempt]) -> int:
+def _num_fruitless(attempts: Sequence[Attempt]) -> int:
     """Count the newest consecutive attempts that did not get beyond the iteration of all attempts before them."""
     count, reached = 0, 0
     for attempt in attempts:

@@ -114,44 +114,48 @@ class LocalizedPlan:
             f"{self.target}, iterations: {count}"
         )
 
+    @classmethod
+    def of(cls, standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> "LocalizedPlan | Declined":
+        """Decide which stages replay, or return the reason why localized replay is impossible.
 
-def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
-    """Decide which stages replay, or return the reason why localized replay is impossible.
-
-    Args:
-        standings: report of every rank, by rank; at least one rank must have state.
-        is_ring: see ``LocalizedPlan``.
-    """
-    targets = {standing.iteration for standing in standings if standing.iteration is not None}
-    assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
-    target = targets.pop()
-    # The whole stage goes back, because all of its ranks take part in every collective of the replay.
-    behind = sorted({standing.stage for standing in standings if not standing.has_state})
-    windows = [standing.window for standing in standings if standing.window is not None]
-    if behind and not windows:
-        return Declined(rung=RUNG, reason="no window has been committed yet")
-    # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
-    window = max(windows, key=lambda kept: kept.start_iteration, default=None)
-    plan = LocalizedPlan(
-        num_stages=num_stages,
-        is_ring=is_ring,
-        window=window,
-        target=target,
-        regions=_regions(behind, num_stages, is_ring),
-    )
-    voter = plan.voter(standings)
-    unknown = sorted(set(plan.iterations) - set(standings[voter].voted)) if behind else []
-    if unknown:
-        reason = f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
-        return Declined(rung=RUNG, reason=reason)
-    for rank, standing in enumerate(standings):
-        # Only logs at the edges of a region are read; stages inside it send each other what they compute.
-        lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
-        if lacking:
-            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
+        Args:
+            standings: report of every rank, by rank; at least one rank must have state.
+            is_ring: see ``LocalizedPlan``.
+        """
+        targets = {standing.iteration for standing in standings if standing.iteration is not None}
+        assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
+        target = targets.pop()
+        # The whole stage goes back, because all of its ranks take part in every collective of the replay.
+        behind = sorted({standing.stage for standing in standings if not standing.has_state})
+        windows = [standing.window for standing in standings if standing.window is not None]
+        if behind and not windows:
+            return Declined(rung=RUNG, reason="no window has been committed yet")
+        # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
+        window = max(windows, key=lambda kept: kept.start_iteration, default=None)
+        plan = cls(
+            num_stages=num_stages,
+            is_ring=is_ring,
+            window=window,
+            target=target,
+            regions=_regions(behind, num_stages, is_ring),
+        )
+        voter = plan.voter(standings)
+        unknown = sorted(set(plan.iterations) - set(standings[voter].voted)) if behind else []
+        if unknown:
+            reason = (
+                f"no rank has all votes since the window: rank {voter} lacks the votes of iterations {_span(unknown)}"
+            )
             return Declined(rung=RUNG, reason=reason)
-    plan.validate()
-    return plan
+        for rank, standing in enumerate(standings):
+            # Only logs at the edges of a region are read; stages inside it send each other what they compute.
+            lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
+            if lacking:
+                reason = (
+                    f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
+                )
+                return Declined(rung=RUNG, reason=reason)
+        plan.validate()
+        return plan
 
 
 def _neighbours(stage: int, num_stages: int, is_ring: bool) -> dict[Direction, int]:

@@ -116,65 +116,65 @@ class RecoveryMeans:
         ]
         return (*spans, *shared)
 
+    def cost_of_loss(
+        self,
+        lost: Sequence[int],
+        *,
+        is_gone: bool = True,
+        place: Place | None = None,
+        stored: Stored | None = None,
+    ) -> LossCost:
+        """Compute the cost of losing the nodes ``lost`` at the same time.
 
-def cost_of_loss(
-    means: RecoveryMeans,
-    lost: Sequence[int],
-    *,
-    is_gone: bool = True,
-    place: Place | None = None,
-    stored: Stored | None = None,
-) -> LossCost:
-    """Compute the cost of losing the nodes ``lost`` at the same time.
+        Args:
+            lost: node numbers.
+            is_gone: whether the nodes are lost with their memory; otherwise only their ranks have died.
+            place: function that plans the survivors' placement, to compute the bytes that move; None if not required.
+            stored: saved state of the run; if it is None, the result has upper bounds that follow from the
+                configuration.
 
-    Args:
-        lost: node numbers.
-        is_gone: whether the nodes are lost with their memory; otherwise only their ranks have died.
-        place: function that plans the survivors' placement, to compute the bytes that move; None if not required.
-        stored: saved state of the run; if it is None, the result has upper bounds that follow from the configuration.
-
-    Raises:
-        ConfigError: ``lost`` contains a node that is not present.
-    """
-    if foreign := sorted(set(lost) - set(means.nodes)):
-        raise ConfigError.of("lost node", foreign[0], f"must be one of the present nodes {list(means.nodes)}")
-    gone = tuple(sorted(set(lost)))
-    remaining = tuple(node for node in means.nodes if node not in gone)
-    restart = _restart(means, gone, remaining, is_gone)
-    living = means.ranks_on(remaining)
-    missing = tuple(held.operator for held in means.operators if not held.lives_on(living))
-    declined: list[Declined] = []
-    for rung in RUNGS:
-        if rung == "localized" and not means.keeps_layout:
-            continue
-        if rung == "replicas":
-            found = _replicas(means, remaining, missing, place)
-        elif rung == "localized":
-            found = _localized(means, gone, remaining, is_gone=is_gone, stored=stored)
-        else:
-            found = _store(means, rung, restart, is_gone=is_gone, stored=stored)
-        if isinstance(found, _Served):
-            break
-        declined.append(found)
-    assert isinstance(found, _Served), "every strategy declined"
-    cost = LossCost(
-        lost_nodes=gone,
-        is_gone=is_gone,
-        rung=rung,
-        is_automatic=rung in ("replicas", "localized")
-        or (restart is not None and not (rung == "nothing" and _has_unusable_windows(means, stored))),
-        declined=tuple(declined),
-        lost_operators=() if rung == "replicas" else missing,
-        max_iterations=found.max_iterations,
-        moved_bytes=found.moved_bytes,
-        # Fewer ranks add the same numbers in another order.
-        is_bitwise=rung == "localized" or (rung != "replicas" and restart != "fewer"),
-        stages=_stages_of(means, gone) if rung == "localized" else (),
-        max_windows=_persists(means) + 1 if rung == "persisted" else 2,
-        restarted_by="Slurm" if means.runs_in_slurm else "hand",
-    )
-    cost.validate()
-    return cost
+        Raises:
+            ConfigError: ``lost`` contains a node that is not present.
+        """
+        if foreign := sorted(set(lost) - set(self.nodes)):
+            raise ConfigError.of("lost node", foreign[0], f"must be one of the present nodes {list(self.nodes)}")
+        gone = tuple(sorted(set(lost)))
+        remaining = tuple(node for node in self.nodes if node not in gone)
+        restart = _restart(self, gone, remaining, is_gone)
+        living = self.ranks_on(remaining)
+        missing = tuple(held.operator for held in self.operators if not held.lives_on(living))
+        declined: list[Declined] = []
+        for rung in RUNGS:
+            if rung == "localized" and not self.keeps_layout:
+                continue
+            if rung == "replicas":
+                found = _replicas(self, remaining, missing, place)
+            elif rung == "localized":
+                found = _localized(self, gone, remaining, is_gone=is_gone, stored=stored)
+            else:
+                found = _store(self, rung, restart, is_gone=is_gone, stored=stored)
+            if isinstance(found, _Served):
+                break
+            declined.append(found)
+        assert isinstance(found, _Served), "every strategy declined"
+        cost = LossCost(
+            lost_nodes=gone,
+            is_gone=is_gone,
+            rung=rung,
+            is_automatic=rung in ("replicas", "localized")
+            or (restart is not None and not (rung == "nothing" and _has_unusable_windows(self, stored))),
+            declined=tuple(declined),
+            lost_operators=() if rung == "replicas" else missing,
+            max_iterations=found.max_iterations,
+            moved_bytes=found.moved_bytes,
+            # Fewer ranks add the same numbers in another order.
+            is_bitwise=rung == "localized" or (rung != "replicas" and restart != "fewer"),
+            stages=_stages_of(self, gone) if rung == "localized" else (),
+            max_windows=_persists(self) + 1 if rung == "persisted" else 2,
+            restarted_by="Slurm" if self.runs_in_slurm else "hand",
+        )
+        cost.validate()
+        return cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ from megatron_ft.config.checks.primitives import show
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.present_nodes import config_of
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, unmet, value_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import algorithm_of, first_loads, place_stage, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
 from megatron_ft.planning.recovery.loss_cost import LossCost
-from megatron_ft.planning.recovery.losses import HeldOperator, Place, RecoveryMeans, cost_of_loss
+from megatron_ft.planning.recovery.losses import HeldOperator, Place, RecoveryMeans
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
@@ -61,7 +61,7 @@ def means_of(
         persist_interval_windows=config.snapshot.persist_interval_windows,
         save_interval_iterations=config.checkpoint.save_interval_iterations,
         train_iterations=config.training.train_iterations,
-        keeps_layout=recovery.keep_layout and not unmet(config, KEPT_LAYOUT),
+        keeps_layout=recovery.keep_layout and not Requirement.unmet(config, KEPT_LAYOUT),
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
         num_spare_nodes=config.nodes.num_spare_nodes,
         restarts_lost_nodes=config.nodes.restart_lost_nodes,
@@ -114,10 +114,10 @@ def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -
     """Compute the cost of losing each present node alone and, if the job restarts ranks, of the death of all ranks."""
     wanted = placer(config, inputs)
     gone = tuple(
-        cost_of_loss(means, [node], place=wanted if position < MAX_PLANNED_NODES else None)
+        means.cost_of_loss([node], place=wanted if position < MAX_PLANNED_NODES else None)
         for position, node in enumerate(means.nodes)
     )
-    return (*gone, cost_of_loss(means, means.nodes, is_gone=False)) if means.max_restarts else gone
+    return (*gone, means.cost_of_loss(means.nodes, is_gone=False)) if means.max_restarts else gone
 
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
@@ -125,9 +125,9 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]
 
     def place(nodes: tuple[int, ...]) -> PlacementPlan:
         remaining = config_of(config, nodes)
-        (request,) = stage_requests(remaining, len(nodes) * config.launch.ranks_per_node)
-        wanted = first_loads(remaining, request, inputs) if loads is None else loads
-        return place_stage(request, algorithm_of(remaining), wanted)[0]
+        (request,) = StageRequest.of_job(remaining, len(nodes) * config.launch.ranks_per_node)
+        wanted = request.first_loads(remaining, inputs) if loads is None else loads
+        return request.place(algorithm_of(remaining), wanted)[0]
 
     return place
 
@@ -138,8 +138,8 @@ def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
 
 
 def _uncovered(config: JobConfig) -> tuple[str, ...]:
-    # The missing placement algorithm is reported on its own, by ``why_no_replicas`` and ``cost_of_loss``.
-    keys = [requirement.key for requirement in unmet(config, REPLICAS)]
+    # The missing placement algorithm is reported on its own, by ``why_no_replicas`` and ``RecoveryMeans.cost_of_loss``.
+    keys = [requirement.key for requirement in Requirement.unmet(config, REPLICAS)]
     return tuple(f"{key}={show(value_of(config, key))}" for key in keys if key != "placement.algorithm")
 
 

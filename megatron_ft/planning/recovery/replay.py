@@ -10,7 +10,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayStep:
+class _ReplayStep:
     """Step of a replay, which loads a slice and then runs an iteration again."""
 
     load: int | None
@@ -32,7 +32,7 @@ class ReplayPlan:
 
     start_iteration: int
     """Iteration after which slice 0 was captured."""
-    steps: tuple[ReplayStep, ...]
+    steps: tuple[_ReplayStep, ...]
 
     @property
     def final_iteration(self) -> int:
@@ -71,48 +71,48 @@ class ReplayPlan:
             f"loaded, {len(self.iterations)} iterations replayed up to iteration {self.final_iteration}{share}"
         )
 
-    def _pairs(self) -> Iterator[tuple[ReplayStep, ReplayStep]]:
+    def _pairs(self) -> Iterator[tuple[_ReplayStep, _ReplayStep]]:
         return zip(self.steps, self.steps[1:], strict=False)
 
+    @classmethod
+    def of(
+        cls, window: WindowPlan, start_iteration: int, votes: Mapping[int, Vote], *, until: int | None = None
+    ) -> "ReplayPlan":
+        """Plan the replay of a window whose slice 0 was captured after ``start_iteration``.
 
-def plan_replay(
-    window: WindowPlan, start_iteration: int, votes: Mapping[int, Vote], *, until: int | None = None
-) -> ReplayPlan:
-    """Plan the replay of a window whose slice 0 was captured after ``start_iteration``.
+        Args:
+            votes: logged votes by iteration, for all iterations to run.
+            until: last iteration to run, not before the last iteration of the window; None for the latter.
 
-    Args:
-        votes: logged votes by iteration, for all iterations to run.
-        until: last iteration to run, not before the last iteration of the window; None for the latter.
-
-    Raises:
-        RecoveryError: the vote of an iteration is missing, or ``until`` is before the last iteration of the window.
-    """
-    dense = start_iteration + window.num_iterations - 1
-    last = dense if until is None else until
-    if last < dense:
-        raise RecoveryError(
-            f"window of iteration {start_iteration}: its state is complete only after iteration {dense}, not "
-            f"after {last}"
-        )
-    steps = []
-    for index in range(max(window.num_iterations, last - start_iteration)):
-        iteration, slice_index = start_iteration + index + 1, min(index, window.num_iterations - 1)
-        if iteration <= last and iteration not in votes:
+        Raises:
+            RecoveryError: the vote of an iteration is missing, or ``until`` is before the last iteration of the window.
+        """
+        dense = start_iteration + window.num_iterations - 1
+        last = dense if until is None else until
+        if last < dense:
             raise RecoveryError(
-                f"the vote of iteration {iteration} is not in the log, which has iterations {sorted(votes)}"
+                f"window of iteration {start_iteration}: its state is complete only after iteration {dense}, not "
+                f"after {last}"
             )
-        active = {unit.operator for unit in window.active(slice_index)}
-        # Parts are ranges of the same tensors: an operator with one captured part computes all its gradients.
-        frozen = {unit.operator for unit in window.frozen(slice_index)} - active
-        steps.append(
-            ReplayStep(
-                # After the window all state is dense, and iterations run as in training.
-                load=index if index == slice_index else None,
-                active=tuple(sorted(active, key=str)),
-                frozen=tuple(sorted(frozen, key=str)),
-                vote=votes[iteration] if iteration <= last else None,
+        steps = []
+        for index in range(max(window.num_iterations, last - start_iteration)):
+            iteration, slice_index = start_iteration + index + 1, min(index, window.num_iterations - 1)
+            if iteration <= last and iteration not in votes:
+                raise RecoveryError(
+                    f"the vote of iteration {iteration} is not in the log, which has iterations {sorted(votes)}"
+                )
+            active = {unit.operator for unit in window.active(slice_index)}
+            # Parts are ranges of the same tensors: an operator with one captured part computes all its gradients.
+            frozen = {unit.operator for unit in window.frozen(slice_index)} - active
+            steps.append(
+                _ReplayStep(
+                    # After the window all state is dense, and iterations run as in training.
+                    load=index if index == slice_index else None,
+                    active=tuple(sorted(active, key=str)),
+                    frozen=tuple(sorted(frozen, key=str)),
+                    vote=votes[iteration] if iteration <= last else None,
+                )
             )
-        )
-    plan = ReplayPlan(start_iteration=start_iteration, steps=tuple(steps))
-    plan.validate()
-    return plan
+        plan = cls(start_iteration=start_iteration, steps=tuple(steps))
+        plan.validate()
+        return plan

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
 NO_HOLDER = "no surviving rank holds these operators"
@@ -64,7 +64,7 @@ def plan_replicas(
             f"than the experts, {plan.num_experts}",
         )
     held = holdings(plan, previous_ranks)
-    return plan_migration(remap(place(), held, expert_bytes), held, expert_bytes)
+    return MigrationPlan.between(remap(place(), held, expert_bytes), held, expert_bytes)
 
 
 def plan_drain(
@@ -93,7 +93,7 @@ def plan_drain(
         tuple(new[position[rank]] if rank in position else kept for rank, kept in zip(plan.ranks, old, strict=True))
         for old, new in zip(plan.slots, wanted.slots, strict=True)
     )
-    return plan_migration(plan.replacing(slots), holdings(plan), expert_bytes)
+    return MigrationPlan.between(plan.replacing(slots), holdings(plan), expert_bytes)
 
 
 def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:

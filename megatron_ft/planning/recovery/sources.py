@@ -83,41 +83,42 @@ class RecoverySource:
         declined = f"; not used: {'; '.join(self.declined)}" if self.declined else ""
         return f"continue from {self.kind}, iteration {self.iteration}{declined}"
 
+    @classmethod
+    def choose(
+        cls,
+        windows_by_rank: Sequence[Sequence[StoredWindow]],
+        checkpoint_iteration: int | None,
+        *,
+        reasons: Sequence[str] = (),
+    ) -> "RecoverySource":
+        """Choose the newest state that all ranks can load. If a checkpoint is as new as a window, the checkpoint is
+        chosen, because it needs no replay.
 
-def choose_source(
-    windows_by_rank: Sequence[Sequence[StoredWindow]],
-    checkpoint_iteration: int | None,
-    *,
-    reasons: Sequence[str] = (),
-) -> RecoverySource:
-    """Choose the newest state that all ranks can load. If a checkpoint is as new as a window, the checkpoint is chosen,
-    because it needs no replay.
-
-    Args:
-        windows_by_rank: stored windows of each rank.
-        checkpoint_iteration: iteration of the newest valid dense checkpoint; None without one.
-        reasons: reasons why windows that ``windows_by_rank`` does not contain cannot be used.
-    """
-    declined = list(reasons)
-    # If several generations captured a window of the same iteration, the newest generation comes first.
-    candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
-    for key in candidates:
-        start = key.start_iteration
-        # Memory first: it has the same bytes and is read without waiting for storage.
-        for kind in ("memory", "persisted"):
-            places, reason = _places(windows_by_rank, key, kind)
-            if places is None:
-                declined += [reason] if reason else []
-                continue
-            last = places[0].last_iteration
-            # A checkpoint is dense already; a window would have to be replayed first.
-            if checkpoint_iteration is not None and checkpoint_iteration >= last:
-                declined.append(f"{kind} window of iteration {start}: the checkpoint is at least as new")
-                continue
-            return RecoverySource(kind=kind, iteration=last, places=places, declined=tuple(declined))
-    if checkpoint_iteration is not None:
-        return RecoverySource(kind="checkpoint", iteration=checkpoint_iteration, declined=tuple(declined))
-    return RecoverySource(kind="nothing", iteration=0, declined=tuple(declined))
+        Args:
+            windows_by_rank: stored windows of each rank.
+            checkpoint_iteration: iteration of the newest valid dense checkpoint; None without one.
+            reasons: reasons why windows that ``windows_by_rank`` does not contain cannot be used.
+        """
+        declined = list(reasons)
+        # If several generations captured a window of the same iteration, the newest generation comes first.
+        candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
+        for key in candidates:
+            start = key.start_iteration
+            # Memory first: it has the same bytes and is read without waiting for storage.
+            for kind in ("memory", "persisted"):
+                places, reason = _places(windows_by_rank, key, kind)
+                if places is None:
+                    declined += [reason] if reason else []
+                    continue
+                last = places[0].last_iteration
+                # A checkpoint is dense already; a window would have to be replayed first.
+                if checkpoint_iteration is not None and checkpoint_iteration >= last:
+                    declined.append(f"{kind} window of iteration {start}: the checkpoint is at least as new")
+                    continue
+                return cls(kind=kind, iteration=last, places=places, declined=tuple(declined))
+        if checkpoint_iteration is not None:
+            return cls(kind="checkpoint", iteration=checkpoint_iteration, declined=tuple(declined))
+        return cls(kind="nothing", iteration=0, declined=tuple(declined))
 
 
 def _places(

@@ -128,7 +128,7 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
     def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
         # The key is the identity: a million shards share a few tuples, whose hash would be computed each time.
         if id(components) not in sizes:
-            sizes[id(components)] = component_bytes(components)
+            sizes[id(components)] = _component_bytes(components)
         return sizes[id(components)]
 
     row_of = {operator: row for row, operator in enumerate(known)}
@@ -142,7 +142,7 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
     )
 
 
-def component_bytes(components: Sequence[Component]) -> tuple[int, int]:
+def _component_bytes(components: Sequence[Component]) -> tuple[int, int]:
     """Return the bytes per element and the bytes per shard of ``components``."""
     per_element = sum(component.item_bytes for component in components if component.per_element)
     return per_element, sum(component.item_bytes for component in components if not component.per_element)

@@ -88,13 +88,13 @@ class GeminiStyle:
         stall, iteration = context.stall_seconds(_peak_bytes(demand)), context.iteration_seconds
         best = math.sqrt(2 * stall * self.mtbf_seconds) / iteration
         around = (max(1, math.floor(best)), max(1, math.ceil(best)))
-        interval = max(around, key=lambda n: useful_time_ratio(n, stall, iteration, self.mtbf_seconds))
-        ratio = useful_time_ratio(interval, stall, iteration, self.mtbf_seconds)
+        interval = max(around, key=lambda n: _useful_time_ratio(n, stall, iteration, self.mtbf_seconds))
+        ratio = _useful_time_ratio(interval, stall, iteration, self.mtbf_seconds)
         reason = f"dense, {ratio:.1%} useful time with a failure every {self.mtbf_seconds:g} s"
         return _dense(demand, context, interval, reason)
 
 
-def useful_time_ratio(
+def _useful_time_ratio(
     interval_iterations: int, stall_seconds: float, iteration_seconds: float, mtbf_seconds: float
 ) -> float:
     """Return the share of time that is useful training (ETTR; MoEvement, section 2.4)."""

@@ -50,44 +50,45 @@ class PeerAssignment:
             f"{len(set(self.failure_domains))} domains store {min(counts)} to {max(counts)} copies each"
         )
 
+    @classmethod
+    def of(
+        cls, failure_domains: Sequence[str], num_copies: int, already_held: Mapping[int, frozenset[int]] | None = None
+    ) -> "PeerAssignment":
+        """Assign peers to every node.
 
-def assign_peers(
-    failure_domains: Sequence[str], num_copies: int, already_held: Mapping[int, frozenset[int]] | None = None
-) -> PeerAssignment:
-    """Assign peers to every node.
+        Nodes form a ring on which failure domains alternate, and the copies of a node go to the next nodes in other
+        domains. If all domains have the same size, every node stores ``num_copies`` copies. Otherwise chains of moves
+        bring copies from nodes with many copies to nodes with fewer, until the sum of the squared numbers of copies is
+        minimal. Uneven domains can leave uneven numbers: with domains of 3, 1 and 1 nodes and two copies, the two
+        single nodes store four copies each.
 
-    Nodes form a ring on which failure domains alternate, and the copies of a node go to the next nodes in other
-    domains. If all domains have the same size, every node stores ``num_copies`` copies. Otherwise chains of moves bring
-    copies from nodes with many copies to nodes with fewer, until the sum of the squared numbers of copies is minimal.
-    Uneven domains can leave uneven numbers: with domains of 3, 1 and 1 nodes and two copies, the two single nodes store
-    four copies each.
+        Args:
+            failure_domains: failure domain of each node of the job.
+            num_copies: number of other failure domains that must contain the windows of each node (r).
+            already_held: other nodes that capture the same bytes as a node; their domains count as copies.
 
-    Args:
-        failure_domains: failure domain of each node of the job.
-        num_copies: number of other failure domains that must contain the windows of each node (r).
-        already_held: other nodes that capture the same bytes as a node; their domains count as copies.
-
-    Raises:
-        ConfigError: the number of failure domains is not above ``num_copies``.
-    """
-    num_domains = len(set(failure_domains))
-    if not 0 <= num_copies < num_domains:
-        raise ConfigError.of(
-            "snapshot.num_peer_copies",
-            num_copies,
-            f"must be at least 0 and below the number of failure domains, {num_domains}",
+        Raises:
+            ConfigError: the number of failure domains is not above ``num_copies``.
+        """
+        num_domains = len(set(failure_domains))
+        if not 0 <= num_copies < num_domains:
+            raise ConfigError.of(
+                "snapshot.num_peer_copies",
+                num_copies,
+                f"must be at least 0 and below the number of failure domains, {num_domains}",
+            )
+        # Every rank computes the assignment itself, so the result depends only on the arguments. Ties: smaller node
+        # number.
+        nodes = range(len(failure_domains))
+        held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
+        ring = _Ring(failure_domains, num_copies, held)
+        ring.even_out()
+        return cls(
+            peers=tuple(tuple(ring.sorted_peers(node)) for node in nodes),
+            failure_domains=tuple(failure_domains),
+            num_copies=num_copies,
+            already_held=tuple(tuple(sorted(others)) for others in held) if any(held) else (),
         )
-    # Every rank computes the assignment itself, so the result depends only on the arguments. Ties: smaller node number.
-    nodes = range(len(failure_domains))
-    held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
-    ring = _Ring(failure_domains, num_copies, held)
-    ring.even_out()
-    return PeerAssignment(
-        peers=tuple(tuple(ring.sorted_peers(node)) for node in nodes),
-        failure_domains=tuple(failure_domains),
-        num_copies=num_copies,
-        already_held=tuple(tuple(sorted(others)) for others in held) if any(held) else (),
-    )
 
 
 class _Ring:

@@ -37,22 +37,23 @@ class Piece(NamedTuple):
         """Offset of the byte after the piece, from the start of the slice."""
         return self.offset + self.num_bytes
 
-
-def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
-    """Return the pieces that the rank with ``shards`` captures in slice ``index``, in order of their offsets."""
-    # The order is a function of plan and shards alone: a window is loaded only into a model that gives the same pieces.
-    by_operator: dict[OperatorId, list[StateShard]] = {}
-    for shard in shards:
-        by_operator.setdefault(shard.operator, []).append(shard)
-    wanted = [(unit, True) for unit in plan.slices[index]] + [(unit, False) for unit in plan.frozen(index)]
-    pieces: list[Piece] = []
-    offset = 0
-    for unit, is_full in wanted:
-        for shard in by_operator.get(unit.operator, ()):
-            for piece in _pieces_of(unit, shard, shard.full if is_full else shard.frozen, offset):
-                pieces.append(piece)
-                offset = align(piece.end, PIECE_ALIGNMENT_BYTES)
-    return tuple(pieces)
+    @classmethod
+    def of_slice(cls, plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> "tuple[Piece, ...]":
+        """Return the pieces that the rank with ``shards`` captures in slice ``index``, in order of their offsets."""
+        # The order is a function of plan and shards alone: a window is loaded only into a model that gives the same
+        # pieces.
+        by_operator: dict[OperatorId, list[StateShard]] = {}
+        for shard in shards:
+            by_operator.setdefault(shard.operator, []).append(shard)
+        wanted = [(unit, True) for unit in plan.slices[index]] + [(unit, False) for unit in plan.frozen(index)]
+        pieces: list[Piece] = []
+        offset = 0
+        for unit, is_full in wanted:
+            for shard in by_operator.get(unit.operator, ()):
+                for piece in _pieces_of(unit, shard, shard.full if is_full else shard.frozen, offset):
+                    pieces.append(piece)
+                    offset = align(piece.end, PIECE_ALIGNMENT_BYTES)
+        return tuple(pieces)
 
 
 def slice_bytes(pieces: Sequence[Piece]) -> int:

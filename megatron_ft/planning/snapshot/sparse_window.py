@@ -3,14 +3,121 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import ReorderTrigger
-from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
+from megatron_ft.planning.snapshot.demand import Demand, Matrix, UnitBytes
 from megatron_ft.planning.snapshot.orders import HardCount, OperatorOrder
-from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
+
+Rows = npt.NDArray[np.intp]
+
+_BLOCK = 256
+"""Number of units that are tried together."""
+_RESOLUTION = 1024
+"""The search for the smallest budget stops at a relative error of ``1 / _RESOLUTION``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packing:
+    """Units of each slice, and the budget of bytes that no slice exceeds on any rank."""
+
+    slices: tuple[tuple[int, ...], ...]
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, table: UnitBytes, budget_bytes: int, max_slices: int) -> "_Packing | None":
+        """Pack the units of ``table`` in order; return None if ``max_slices`` do not suffice or a unit does not fit.
+
+        Every slice contains the frozen bytes of all units of later slices. The remaining units are tried in order, and
+        each one is added to the slice if no rank exceeds the budget. So a unit may be added after an earlier one did
+        not fit.
+        """
+        extra = table.full - table.frozen
+        remaining: Rows = np.arange(len(extra))
+        room: Matrix = budget_bytes - table.frozen.sum(axis=0)
+        slices: list[tuple[int, ...]] = []
+        while len(remaining):
+            taken = _fill(extra, remaining, room.copy())
+            if not len(taken) or len(slices) == max_slices:
+                return None
+            slices.append(tuple(taken.tolist()))
+            # Later slices do not contain the compute weights of units that this slice captures in full.
+            room += table.frozen[taken].sum(axis=0)
+            remaining = np.setdiff1d(remaining, taken, assume_unique=True)
+        return cls(slices=tuple(slices), budget_bytes=budget_bytes)
+
+    @classmethod
+    def smallest(cls, table: UnitBytes, low_bytes: int, high: "_Packing", max_slices: int) -> "_Packing":
+        """Find the packing into at most ``max_slices`` slices with the smallest budget above ``low_bytes``, by
+        bisection.
+
+        ``high`` is a known packing. The search stops at a relative error of 1 / 1024. A larger budget can give a worse
+        packing, so the result may not be the optimum, but it is never worse than ``high``.
+        """
+        low = low_bytes
+        # Finer steps have no use, because bandwidth and iteration time are measured less exactly.
+        while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
+            middle = (low + high.budget_bytes) // 2
+            found = _Packing.of(table, middle, max_slices)
+            if found is None:
+                low = middle
+            else:
+                high = found
+        return high
+
+
+def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
+    if (room < 0).any():
+        return remaining[:0]
+    taken = []
+    for first in range(0, len(remaining), _BLOCK):
+        block = remaining[first : first + _BLOCK]
+        block = block[(extra[block] <= room).all(axis=1)]
+        total = extra[block].sum(axis=0)
+        # Most blocks fit as a whole. Units of other blocks are tried one by one.
+        if not (total <= room).all():
+            block = _fill_singly(extra, block, room)
+            total = extra[block].sum(axis=0)
+        room -= total
+        taken.append(block)
+    return np.concatenate(taken)
+
+
+def _fill_singly(extra: Matrix, block: Rows, room: Matrix) -> Rows:
+    left = room.copy()
+    taken = []
+    for unit in block:
+        if (extra[unit] <= left).all():
+            left -= extra[unit]
+            taken.append(unit)
+    return np.array(taken, dtype=np.intp)
+
+
+def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
+    """Return a lower bound for the largest of ``num_slices`` slices: the frozen bytes of all units, or an equal share
+    of the full bytes of all units, if that is more."""
+    even = -(-table.full.sum(axis=0) // num_slices)
+    return int(max(table.frozen.sum(axis=0).max(), even.max()))
+
+
+def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
+    """Return the number of equal parts of each unit, so that one part fits into a slice with all other units frozen.
+
+    If the frozen bytes leave less of the budget than an eighth of the frozen bytes, parts get the size of this eighth:
+    such windows stall training anyway, and smaller parts would only make them longer.
+
+    Args:
+        rounding_bytes: largest excess of a part over an equal share, in bytes, ``[units, ranks]``.
+    """
+    frozen, extra = table.frozen.sum(axis=0), table.full - table.frozen
+    room = np.maximum(np.maximum(budget_bytes - frozen, -(-frozen // 8)), 1)
+    parts = -(-extra // np.maximum(room - rounding_bytes, -(-room // 2)))
+    return [int(count) for count in np.clip(np.where(extra <= room, 1, parts).max(axis=1), 1, max_parts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +174,16 @@ class SparseWindow:
             activations=context.activations if self.order.uses_activations else None,
         )
 
-    def _pack(self, table: UnitBytes, budget: int) -> Packing:
-        found = pack(table, budget, self.max_window_iterations)
+    def _pack(self, table: UnitBytes, budget: int) -> _Packing:
+        found = _Packing.of(table, budget, self.max_window_iterations)
         # The budget cannot be kept, so training will wait: the largest slice is made as small as possible instead.
         if found is None:
-            low = max(budget, least_peak_bytes(table, self.max_window_iterations) - 1)
-            return smallest_packing(table, low, _dense(table), self.max_window_iterations)
+            low = max(budget, _least_peak_bytes(table, self.max_window_iterations) - 1)
+            return _Packing.smallest(table, low, _dense(table), self.max_window_iterations)
         num_slices = max(len(found.slices), self.min_window_iterations)
         # Otherwise early slices would fill the budget, and any variation of bandwidth would stall training.
         if self.balance or num_slices > len(found.slices):
-            return smallest_packing(table, least_peak_bytes(table, num_slices) - 1, found, num_slices)
+            return _Packing.smallest(table, _least_peak_bytes(table, num_slices) - 1, found, num_slices)
         return found
 
     def _check(self) -> None:
@@ -95,7 +202,7 @@ class SparseWindow:
 
 def _cut(demand: Demand, ordered: Iterable[OperatorId], budget: int, max_parts: int) -> list[Unit]:
     row_of = {operator: row for row, operator in enumerate(demand.operators)}
-    parts = num_parts(demand.operator_bytes, demand.rounding_bytes, budget, max_parts)
+    parts = _num_parts(demand.operator_bytes, demand.rounding_bytes, budget, max_parts)
     return [
         Unit(operator=operator, part=part, num_parts=parts[row_of[operator]])
         for operator in ordered
@@ -103,6 +210,6 @@ def _cut(demand: Demand, ordered: Iterable[OperatorId], budget: int, max_parts: 
     ]
 
 
-def _dense(table: UnitBytes) -> Packing:
+def _dense(table: UnitBytes) -> _Packing:
     whole = int(table.full.sum(axis=0).max())
-    return Packing(slices=(tuple(range(len(table.full))),), budget_bytes=whole)
+    return _Packing(slices=(tuple(range(len(table.full))),), budget_bytes=whole)

@@ -4,7 +4,10 @@ The same function computes the needs of the next layout and the holdings of the 
 iteration every rank holds exactly what its layout needs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,10 +17,207 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.state.holdings import Holdings, Medium, Needs
-from megatron_ft.planning.state.optimizer_shards import BufferLayout, cut_evenly
-from megatron_ft.planning.state.owners import assign_owners
+from megatron_ft.planning.state.intervals import distinct
 from megatron_ft.planning.state.parallel_layout import ParallelLayout
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
+
+# A buffer contains parameters in the reverse order of the module. It consists of buckets, and every bucket is cut into
+# equal parts, one for each data-parallel rank (``_ParamAndGradBuffer`` and
+# ``DistributedOptimizer._build_model_gbuf_range`` of Megatron-Core 0.16.1).
+
+# Values of Megatron: for elements of at least 16 bits, buckets begin at multiples of 256 bytes and parameters at
+# multiples of 128 bytes.
+BUCKET_MULTIPLE = 128
+"""The size of every bucket is a multiple of this number of elements and of the number of data-parallel ranks."""
+PARAMETER_MULTIPLE = 64
+"""Every parameter starts at a multiple of this number of elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ShardRanges:
+    """Ranges of parameter elements that data-parallel ranks update, as columns in the order of the buffer."""
+
+    shard: Column
+    """Data-parallel rank that updates the range."""
+    parameter: Column
+    """Number of the parameter among the buffer's parameters, in the order of the module."""
+    start: Column
+    """First element of the range in the flattened parameter."""
+    stop: Column
+
+    @classmethod
+    def even(cls, sizes: Sequence[int], num_shards: int) -> "_ShardRanges":
+        """Cut concatenated parameters, which have ``sizes`` elements, into shards whose sizes differ by at most one."""
+        stops = np.cumsum(np.array(sizes, dtype=np.int64))
+        ranges = np.stack([stops - sizes, stops], axis=1) if len(sizes) else np.zeros((0, 2), dtype=np.int64)
+        total = int(stops[-1]) if len(sizes) else 0
+        return _cut(ranges, total * np.arange(num_shards, dtype=np.int64) // num_shards, num_shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BufferLayout:
+    """Ranges of elements that the parameters and buckets of one buffer occupy.
+
+    A running rank reads them from Megatron's buffer: ``ranges`` from its ``param_index_map`` in the order of its
+    ``params``, and ``buckets`` from its ``bucket_indices``.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    """Range of each parameter, in the order of the module."""
+    buckets: tuple[tuple[int, int], ...]
+    """Range of each bucket including its padding; a bucket begins where the previous one ends."""
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Sequence[int],
+        *,
+        padded_for: Sequence[int],
+        bucket_size: int | None = None,
+        alone: Collection[int] = (),
+    ) -> "_BufferLayout":
+        """Return the layout that Megatron-Core gives to a buffer of parameters.
+
+        Args:
+            sizes: number of elements of each parameter, in the order of the module.
+            padded_for: data-parallel sizes that must divide every bucket size; Megatron uses only the current one.
+            bucket_size: number of elements at which a bucket is full; None for one bucket.
+            alone: numbers of the parameters that get a separate bucket, such as embeddings that two stages share.
+        """
+        # Because of the padding for further sizes, a buffer does not change if the number of lanes changes.
+        multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
+        ranges: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+        buckets: list[tuple[int, int]] = []
+        bucket_start = stop = 0
+        is_open = False
+
+        def close(end: int) -> int:
+            nonlocal bucket_start, is_open
+            buckets.append((bucket_start, _padded(end, multiple)))
+            bucket_start, is_open = buckets[-1][1], False
+            return bucket_start
+
+        # Gradients are complete in the reverse order of the forward pass, so the first bucket can be reduced first.
+        for place in reversed(range(len(sizes))):
+            start = _padded(stop, PARAMETER_MULTIPLE)
+            if place in alone and is_open:
+                start = close(start)
+            stop = start + sizes[place]
+            ranges[place], is_open = (start, stop), True
+            if place in alone or (bucket_size is not None and stop - bucket_start >= bucket_size):
+                stop = close(stop)
+        if is_open:
+            close(stop)
+        return cls(ranges=tuple(ranges), buckets=tuple(buckets))
+
+    def shards(self, num_shards: int) -> _ShardRanges:
+        """Cut every bucket into equal parts for ``num_shards`` data-parallel ranks.
+
+        Raises:
+            ConfigError: the size of a bucket is not a multiple of ``num_shards``.
+        """
+        for start, stop in self.buckets:
+            if (stop - start) % num_shards:
+                raise ConfigError.of(
+                    "num_shards", num_shards, f"must divide the size of every bucket; one has {stop - start} elements"
+                )
+        buckets = np.array(self.buckets, dtype=np.int64).reshape(-1, 2)
+        steps = (buckets[:, 1] - buckets[:, 0]) // num_shards
+        # Every bucket is cut separately, so that each rank has an equal part of each reduce-scatter.
+        edges = (buckets[:, :1] + steps[:, None] * np.arange(num_shards)).ravel()
+        return _cut(np.array(self.ranges, dtype=np.int64).reshape(-1, 2), edges, num_shards)
+
+
+def _cut(ranges: Column, edges: Column, num_shards: int) -> _ShardRanges:
+    """Cut the parameter ranges ``[parameters, 2]`` at ``edges``; edge ``i`` is a start of shard ``i % num_shards``."""
+    places = np.argsort(ranges[:, 0], kind="stable")
+    ranges = ranges[places]
+    points = distinct(np.concatenate([edges, ranges.ravel()]))
+    starts, stops = points[:-1], points[1:]
+    parameter = np.searchsorted(ranges[:, 0], starts, side="right") - 1
+    inside = (parameter >= 0) & (starts < ranges[parameter, 1])
+    starts, stops, parameter = starts[inside], stops[inside], parameter[inside]
+    first = ranges[parameter, 0]
+    return _ShardRanges(
+        shard=((np.searchsorted(edges, starts, side="right") - 1) % num_shards).astype(np.int64),
+        parameter=places[parameter].astype(np.int64),
+        start=starts - first,
+        stop=stops - first,
+    )
+
+
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _assign_owners(
+    members: Sequence[int], domain_of: Mapping[int, str], num_copies: int, others: Sequence[int] = ()
+) -> Column:
+    """Return the owners of each member's shard: the member, and ``num_copies - 1`` ranks in other failure domains.
+
+    Ranks are arranged in a row, domain by domain. The owners of a shard follow each other in this row at a fixed
+    distance, which is the size of the largest domain. So no two owners of a shard are in one domain, and a rank stores
+    at most ``num_copies - 1`` shards of other members; without ``others``, every member stores exactly this number. The
+    arrangement is impossible if one domain has more than ``1 / num_copies`` of all ranks. In this case each copy goes
+    to the rank with the fewest copies. Domains are in the order of their first members, so that copies of other shards
+    do not move if one node replaces another.
+
+    Args:
+        members: ranks that have one shard each, in the order of the shards.
+        domain_of: failure domain of each rank.
+        others: ranks without a shard that can also store copies: hot spares, or ranks in further domains.
+
+    Returns:
+        Owners ``[shards, num_copies]`` of each shard, in distinct failure domains; the first one is the member.
+
+    Raises:
+        ConfigError: there are fewer failure domains than ``num_copies``.
+    """
+    ranks = [*members, *others]
+    sizes = Counter(domain_of[rank] for rank in ranks)
+    if not 1 <= num_copies <= max(1, len(sizes)):
+        raise ConfigError.of(
+            "num_state_copies", num_copies, f"must be from 1 to {len(sizes)}, the number of failure domains"
+        )
+    if num_copies == 1 or not members:
+        return np.array(members, dtype=np.int64).reshape(-1, 1)
+    # A shorter step could stay inside the largest domain.
+    step = max(sizes.values())
+    if step * num_copies > len(ranks):
+        return np.array(_least_first(members, ranks, domain_of, num_copies), dtype=np.int64)
+    order = {name: number for number, name in enumerate(sizes)}
+    row = sorted(ranks, key=lambda rank: order[domain_of[rank]])
+    place_of = {rank: place for place, rank in enumerate(row)}
+    places = np.array([place_of[rank] for rank in members], dtype=np.int64)
+    steps = step * np.arange(num_copies, dtype=np.int64)
+    owners: Column = np.array(row, dtype=np.int64)[(places[:, None] + steps) % len(row)]
+    return owners
+
+
+def _least_first(
+    members: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], num_copies: int
+) -> list[list[int]]:
+    by_domain: dict[str, list[tuple[int, int]]] = {}
+    for rank in sorted(ranks):
+        by_domain.setdefault(domain_of[rank], []).append((0, rank))
+    domains = [(queue[0], name) for name, queue in sorted(by_domain.items())]
+    heapq.heapify(domains)
+    found = []
+    for member in members:
+        owners, taken, aside = [member], {domain_of[member]}, []
+        while len(owners) < num_copies:
+            # The heap has the least busy rank of each domain. Every domain that is popped is pushed back afterwards.
+            (load, rank), name = heapq.heappop(domains)
+            if name not in taken:
+                heapq.heapreplace(by_domain[name], (load + 1, rank))
+                owners.append(rank)
+                taken.add(name)
+            aside.append((by_domain[name][0], name))
+        for entry in aside:
+            heapq.heappush(domains, entry)
+        found.append(owners)
+    return found
+
 
 WEIGHT = "weight"
 """Kind of the compute weights."""
@@ -77,6 +277,38 @@ class ModelState:
                         item_bytes=item_bytes,
                     )
 
+    def holdings(
+        self, layout: ParallelLayout, sharding: "Sharding", *, iteration: int, domain_of: Mapping[int, str]
+    ) -> Holdings:
+        """List the elements that every rank of ``layout``, also a rank that is now lost, has after ``iteration``."""
+        rows = _Rows(self, iteration)
+        rows.add_layout(layout, sharding, domain_of)
+        live = Holdings.of_needs(Needs.concatenate(self.index, rows.live), domain_of)
+        copies = Needs.concatenate(self.index, rows.copies)
+        return live.and_also(Holdings.of_needs(copies, domain_of, Medium.STATE_COPY))
+
+    def needs(
+        self,
+        layout: ParallelLayout,
+        sharding: "Sharding",
+        *,
+        iteration: int,
+        domain_of: Mapping[int, str],
+        has_copies: bool = True,
+    ) -> Needs:
+        """List the elements that every rank of ``layout`` needs so that training can continue after ``iteration``.
+
+        Args:
+            has_copies: whether to include copies of other ranks' optimizer shards; training need not wait for these.
+
+        Raises:
+            ConfigError: the layout does not match the model, the expert parallel size does not divide the ranks or
+                experts, or there are fewer failure domains than ``num_state_copies``.
+        """
+        rows = _Rows(self, iteration)
+        rows.add_layout(layout, sharding, domain_of)
+        return Needs.concatenate(self.index, rows.live + (rows.copies if has_copies else []))
+
 
 BufferKey = tuple[int, int, bool, str]
 """Pipeline stage, chunk, whether the parameters belong to experts, and dtype of the weights."""
@@ -95,7 +327,7 @@ class Sharding:
     padded_for_lanes: tuple[int, ...] = ()
     """Further numbers of lanes for which buckets are padded, so that a change to such a number leaves buffers as they
     are."""
-    buffers: Mapping[BufferKey, BufferLayout] | None = None
+    buffers: Mapping[BufferKey, _BufferLayout] | None = None
     """Buffer layouts that were read from running ranks; the layouts of other buffers are computed."""
     expert_parallel_size: int = 1
     """Expert parallel size (EP) of Megatron, used only without ``placements``."""
@@ -106,40 +338,6 @@ class Sharding:
     cuts_replicas: bool = True
     """Whether the optimizer state of an expert is divided over the ranks with its replicas, with ``num_state_copies``
     owners of each part; otherwise every replica has the whole optimizer state."""
-
-
-def state_needs(
-    model: ModelState,
-    layout: ParallelLayout,
-    sharding: Sharding,
-    *,
-    iteration: int,
-    domain_of: Mapping[int, str],
-    has_copies: bool = True,
-) -> Needs:
-    """List the elements that every rank of ``layout`` needs so that training can continue after ``iteration``.
-
-    Args:
-        has_copies: whether to include copies of other ranks' optimizer shards; training need not wait for these.
-
-    Raises:
-        ConfigError: the layout does not match the model, the expert parallel size does not divide the ranks or experts,
-            or there are fewer failure domains than ``num_state_copies``.
-    """
-    rows = _Rows(model, iteration)
-    rows.add_layout(layout, sharding, domain_of)
-    return Needs.concatenate(model.index, rows.live + (rows.copies if has_copies else []))
-
-
-def state_holdings(
-    model: ModelState, layout: ParallelLayout, sharding: Sharding, *, iteration: int, domain_of: Mapping[int, str]
-) -> Holdings:
-    """List the elements that every rank of ``layout``, also a rank that is now lost, has after ``iteration``."""
-    rows = _Rows(model, iteration)
-    rows.add_layout(layout, sharding, domain_of)
-    live = Holdings.of_needs(Needs.concatenate(model.index, rows.live), domain_of)
-    copies = Needs.concatenate(model.index, rows.copies)
-    return live.and_also(Holdings.of_needs(copies, domain_of, Medium.STATE_COPY))
 
 
 class _Rows:
@@ -214,7 +412,7 @@ class _Rows:
         if not buffers.sharding.is_distributed:
             self._add_whole(parameters, part, ranks, self._kinds)
             return
-        owners = assign_owners(ranks.tolist(), domain_of, buffers.sharding.num_state_copies, spares)
+        owners = _assign_owners(ranks.tolist(), domain_of, buffers.sharding.num_state_copies, spares)
         # Megatron keeps one buffer for each dtype, whose buckets are cut independently.
         for dtype in sorted({parameter.dtype for parameter in parameters}):
             members = [parameter for parameter in parameters if parameter.dtype == dtype]
@@ -240,8 +438,8 @@ class _Rows:
                 missing = sharding.num_state_copies - len({domain_of[rank] for rank in ranks})
                 # A different turn for each expert spreads the copies over different ranks.
                 others = _of_other_domains(ranks, plan.ranks, domain_of, missing, turn=layer + expert)
-                owners = assign_owners(ranks, domain_of, sharding.num_state_copies, others)
-                shards = cut_evenly([parameter.num_elements for parameter in parameters], len(ranks))
+                owners = _assign_owners(ranks, domain_of, sharding.num_state_copies, others)
+                shards = _ShardRanges.even([parameter.num_elements for parameter in parameters], len(ranks))
                 for kind in self._kinds:
                     tensor = self._numbers(parameters, 0, kind)[shards.parameter]
                     self._add_owned(owners, shards.shard, tensor, shards.start, shards.stop)
@@ -281,14 +479,14 @@ class _Buffers:
     sizes: set[int]
     """Data-parallel sizes for which the buffers are padded."""
 
-    def layout(self, parameters: Sequence[Parameter], dtype: str) -> BufferLayout:
+    def layout(self, parameters: Sequence[Parameter], dtype: str) -> _BufferLayout:
         """Return the layout of the buffer with ``parameters``, which are in the order of the module."""
         given = (self.sharding.buffers or {}).get((*self.where, dtype))
         if given is not None:
             return given
         # Megatron divides only this buffer into buckets: communication of other chunks is not on the critical path.
         is_first = self.where[:2] == (0, 0)
-        return BufferLayout.of(
+        return _BufferLayout.of(
             [parameter.num_elements for parameter in parameters],
             padded_for=sorted(self.sizes),
             bucket_size=self.sharding.bucket_size if is_first else None,

@@ -57,50 +57,50 @@ class Matched:
     sets: tuple[Column, ...]
     """Sets of possible senders, to which ``Pieces.senders`` refers; ranks are ascending."""
 
+    @classmethod
+    def of(cls, needs: Needs, holdings: Holdings) -> "Matched":
+        """Find for every needed element the rank's own holding or, without one, the ranks that can send the element.
 
-def match(needs: Needs, holdings: Holdings) -> Matched:
-    """Find for every needed element the rank's own holding or, without one, the ranks that can send the element.
-
-    Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of other
-    ranks. For these, and for storage, the fastest medium with the element is used.
-    """
-    # Positions of two indices are not comparable.
-    index = needs.index
-    assert index is holdings.index, "needs and holdings have different indices"
-    highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
-    if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
-        raise ConfigError.of(
-            "number of elements", index.num_positions, f"must be below 2**63 if multiplied by {highest + 1} ranks"
+        Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of
+        other ranks. For these, and for storage, the fastest medium with the element is used.
+        """
+        # Positions of two indices are not comparable.
+        index = needs.index
+        assert index is holdings.index, "needs and holdings have different indices"
+        highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
+        if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
+            raise ConfigError.of(
+                "number of elements", index.num_positions, f"must be below 2**63 if multiplied by {highest + 1} ranks"
+            )
+        sets = _Sets()
+        kept: list[Pieces] = []
+        remote: list[Pieces] = []
+        missing: list[Pieces] = []
+        for iteration in distinct(needs.iteration).tolist():
+            wanted = needs.iteration == iteration
+            sound = holdings.take(holdings.iteration == iteration)
+            left = _lines(index, needs.rank[wanted], needs.tensor[wanted], needs.start[wanted], needs.stop[wanted])
+            left = union(*left)
+            by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
+            for medium, own in by_medium.items():
+                # Elements on storage have to be read. This counts as a transfer, so that the limit of staging applies.
+                if medium is Medium.STORAGE or not len(own):
+                    continue
+                cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
+                inside, outside = split(*left, *cover)
+                kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
+                left = outside[1:]
+            # The fastest medium comes first; elements that it lacks are searched in the next one.
+            for others in by_medium.values():
+                found, left = _match_others(index, left, others, iteration, sets)
+                remote += found
+            missing.append(_pieces(index, *left, iteration, -1))
+        return cls(
+            kept=Pieces.concatenate(kept),
+            remote=Pieces.concatenate(remote),
+            missing=Pieces.concatenate(missing),
+            sets=tuple(sets.ranks),
         )
-    sets = _Sets()
-    kept: list[Pieces] = []
-    remote: list[Pieces] = []
-    missing: list[Pieces] = []
-    for iteration in distinct(needs.iteration).tolist():
-        wanted = needs.iteration == iteration
-        sound = holdings.take(holdings.iteration == iteration)
-        left = _lines(index, needs.rank[wanted], needs.tensor[wanted], needs.start[wanted], needs.stop[wanted])
-        left = union(*left)
-        by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
-        for medium, own in by_medium.items():
-            # Elements on storage have to be read. This counts as a transfer, so that the limit of staging applies.
-            if medium is Medium.STORAGE or not len(own):
-                continue
-            cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
-            inside, outside = split(*left, *cover)
-            kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
-            left = outside[1:]
-        # The fastest medium comes first; elements that it lacks are searched in the next one.
-        for others in by_medium.values():
-            found, left = _match_others(index, left, others, iteration, sets)
-            remote += found
-        missing.append(_pieces(index, *left, iteration, -1))
-    return Matched(
-        kept=Pieces.concatenate(kept),
-        remote=Pieces.concatenate(remote),
-        missing=Pieces.concatenate(missing),
-        sets=tuple(sets.ranks),
-    )
 
 
 _Line = tuple[Column, Column]

@@ -6,18 +6,200 @@ the plan depends only on holdings and needs, and not on the order of their rows.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_ft.planning.state.balance import share
+from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.declined import Declined, MissingState
 from megatron_ft.planning.state.holdings import STORAGE, Holdings, Medium, Needs
-from megatron_ft.planning.state.intervals import distinct, expand, union
-from megatron_ft.planning.state.rounds import cut_and_stage
-from megatron_ft.planning.state.sources import Matched, Pieces, match
+from megatron_ft.planning.state.intervals import Rows, distinct, expand, union
+from megatron_ft.planning.state.sources import Matched, Pieces
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
+
+# A *set* consists of ranks that hold the same elements; its *demand* is the number of bytes that these ranks together
+# must send. Let ``t`` be ``_Shares.slack``. If a rank sends bytes of a set, no other rank of this set sends more than
+# ``t`` bytes less in total. Let ``b`` be the bytes of the busiest sender in the best assignment. It follows that the
+# busiest of ``m`` senders sends at most ``b + (m - 1) * t`` bytes, and also at most
+# ``(1 + e) * b + t * log(m) / log(1 + e)`` bytes for every ``e > 0``. This also holds with sets of only one rank.
+
+RELATIVE_SLACK = 0.01
+"""Difference between two ranks of a set, as a fraction of the busiest sender's bytes, that is accepted: to reduce it
+further is not worth another pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shares:
+    """Bytes that each rank sends for each set."""
+
+    senders: tuple[Column, ...]
+    """Sending ranks of each set, ascending."""
+    amounts: tuple[Column, ...]
+    """Bytes that each of these ranks sends, all above 0; their sum is the demand of the set."""
+    slack: int
+    """Bytes by which the total of a set's sender may exceed the total of another rank of the set."""
+
+    @classmethod
+    def of(cls, demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> "_Shares":
+        """Distribute the demand of each set over its ranks.
+
+        At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
+        than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
+        busy ranks of its set. Demands are spread again as long as the totals of a set differ by more than the slack and
+        this lowers the sum of the squared totals. Every pass lowers this integer, so the passes end.
+
+        Args:
+            demands: bytes that each set must send.
+            sets: ranks of each set, ascending; a set may consist of ``STORAGE`` alone.
+        """
+        highest = max((int(ranks[-1]) for ranks in sets if len(ranks)), default=0)
+        loads = [0] * (highest + 2)  # index -1 is storage
+        chosen: list[list[int]] = [[] for _ in sets]
+        amounts: list[list[int]] = [[] for _ in sets]
+        open_sets = []
+        for number, (demand, ranks) in enumerate(zip(demands, sets, strict=True)):
+            if not demand:
+                continue
+            if len(ranks) == 1:
+                chosen[number], amounts[number] = ranks.tolist(), [demand]
+                loads[chosen[number][0]] += demand
+            else:
+                open_sets.append(number)
+        members = {number: sets[number].tolist() for number in open_sets}
+        order = sorted(open_sets, key=lambda number: (len(members[number]), -demands[number], number))
+        for number in order:
+            chosen[number], amounts[number] = _spread(demands[number], members[number], loads, min_piece_bytes)
+            _add(loads, chosen[number], amounts[number], 1)
+        while True:
+            slack = max(2 * min_piece_bytes + 1, int(RELATIVE_SLACK * max(loads[:-1], default=0)))
+            has_changed = False
+            for number in order:
+                busiest = max(loads[rank] for rank in chosen[number])
+                if busiest - min(loads[rank] for rank in members[number]) <= slack:
+                    continue
+                before = sum(loads[rank] ** 2 for rank in members[number])
+                _add(loads, chosen[number], amounts[number], -1)
+                again = _spread(demands[number], members[number], loads, min_piece_bytes)
+                _add(loads, *again, 1)
+                # Only a decrease counts: otherwise the same bytes could move back and forth without end.
+                if sum(loads[rank] ** 2 for rank in members[number]) < before:
+                    chosen[number], amounts[number] = again
+                    has_changed = True
+                else:
+                    _add(loads, *again, -1)
+                    _add(loads, chosen[number], amounts[number], 1)
+            if not has_changed:
+                break
+        return cls(
+            senders=tuple(np.array(ranks, dtype=np.int64) for ranks in chosen),
+            amounts=tuple(np.array(of_set, dtype=np.int64) for of_set in amounts),
+            slack=slack,
+        )
+
+
+def _add(loads: list[int], ranks: Sequence[int], amounts: Sequence[int], sign: int) -> None:
+    for rank, amount in zip(ranks, amounts, strict=True):
+        loads[rank] += sign * amount
+
+
+def _spread(
+    demand: int, ranks: Sequence[int], loads: Sequence[int], min_piece_bytes: int
+) -> tuple[list[int], list[int]]:
+    # Raises the least busy ranks to one level. Returns the sending ranks, ascending, and their bytes, all above 0.
+    most = max(1, demand // max(1, min_piece_bytes))
+    # Shares are whole bytes, and ties are resolved by rank number, so that every rank computes the same shares.
+    by_load = sorted(ranks, key=lambda rank: (loads[rank], rank))[:most]
+    total, count = demand, 0
+    for rank in by_load:
+        if count and loads[rank] * count >= total:
+            break
+        total += loads[rank]
+        count += 1
+    level, rest = divmod(total, count)
+    found = [(rank, level + (place < rest) - loads[rank]) for place, rank in enumerate(by_load[:count])]
+    found = sorted((rank, amount) for rank, amount in found if amount)
+    return [rank for rank, _ in found], [amount for _, amount in found]
+
+
+# Bound of the number of rounds: every piece has at most a quarter of the limit and is put into the first round in which
+# its sender and its receiver both have space for it. A round lacks space for a piece only if one of these two ranks has
+# used more than three quarters of the limit. Let ``a >= b`` be the two largest totals of bytes that a rank sends and
+# receives. Then there are at most ``1 + (a + b) / (3/4 limit)`` rounds. No schedule has fewer than ``a / limit``
+# rounds.
+
+PIECES_PER_LIMIT = 4
+
+
+def _cut_and_stage(
+    source: Column, target: Column, num_items: Column, item_bytes: Column, limit_bytes: int
+) -> tuple[Rows, Column, Column, Column]:
+    """Cut transfers into pieces and assign a round to every piece, in the order of the transfers.
+
+    Args:
+        source: sending rank of each transfer; bytes from ``STORAGE`` count only for the target.
+        limit_bytes: most bytes that a rank may send and receive together in one round.
+
+    Returns:
+        Four columns with one entry for each piece: the number of its transfer, the first item and the end of the items
+        (exclusive) that the piece has of this transfer, and the round.
+
+    Raises:
+        ConfigError: ``limit_bytes`` is less than four times the largest of ``item_bytes``.
+    """
+    largest = int(item_bytes.max()) if len(item_bytes) else 0
+    if limit_bytes < PIECES_PER_LIMIT * largest:
+        raise ConfigError.of(
+            "limit_bytes",
+            limit_bytes,
+            f"must be at least {PIECES_PER_LIMIT * largest}, {PIECES_PER_LIMIT} times the largest item",
+        )
+    most = limit_bytes // PIECES_PER_LIMIT // np.maximum(item_bytes, 1)
+    rows, places = expand(-(-num_items // np.maximum(most, 1)))
+    starts = places * most[rows]
+    stops = np.minimum(starts + most[rows], num_items[rows])
+    sizes = (stops - starts) * item_bytes[rows]
+    return rows, starts, stops, _first_fit(source[rows], target[rows], sizes, limit_bytes)
+
+
+def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) -> Column:
+    num_ranks = int(max(source.max(), target.max())) + 1 if len(sizes) else 0
+    # This is the common case, and the loop below is the slowest part of planning.
+    if _all_at_once(source, target, sizes, num_ranks) <= limit_bytes:
+        return np.zeros(len(sizes), dtype=np.int64)
+    used: list[list[int]] = [[0] for _ in range(num_ranks)]
+    # All rounds before a rank's first open one are too full for any piece, so the search need not begin at round 0.
+    first_open = [0] * num_ranks
+    is_open_below = limit_bytes - limit_bytes // PIECES_PER_LIMIT
+    rounds = []
+    for sender, receiver, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
+        here = used[receiver]
+        # The plan does not limit the bytes that are read from storage in one round.
+        there = here if sender == STORAGE else used[sender]
+        turn = first_open[receiver]
+        if there is not here and first_open[sender] > turn:
+            turn = first_open[sender]
+        room = limit_bytes - size
+        while (turn < len(here) and here[turn] > room) or (turn < len(there) and there[turn] > room):
+            turn += 1
+        rounds.append(turn)
+        for rank, of_rank in ((receiver, here),) if there is here else ((receiver, here), (sender, there)):
+            if turn >= len(of_rank):
+                of_rank.extend([0] * (turn + 1 - len(of_rank)))
+            of_rank[turn] += size
+            while first_open[rank] < len(of_rank) and of_rank[first_open[rank]] > is_open_below:
+                first_open[rank] += 1
+    return np.array(rounds, dtype=np.int64)
+
+
+def _all_at_once(source: Column, target: Column, sizes: Column, num_ranks: int) -> int:
+    totals: npt.NDArray[np.int64] = np.zeros(num_ranks, dtype=np.int64)
+    is_sent = source != STORAGE
+    np.add.at(totals, source[is_sent], sizes[is_sent])
+    np.add.at(totals, target, sizes)
+    return int(totals.max(initial=0))
+
 
 MIN_PIECE_BYTES = 1 << 20
 """Fewest bytes for which a further sender is used: for fewer, the additional message costs more than it saves."""
@@ -193,60 +375,63 @@ class TransferPlan:
             found.update(np.ascontiguousarray(column[order]).tobytes())
         return found.hexdigest()
 
+    @classmethod
+    def of(
+        cls,
+        holdings: Holdings,
+        needs: Needs,
+        *,
+        limit_bytes: int = STAGING_BYTES,
+        min_piece_bytes: int = MIN_PIECE_BYTES,
+    ) -> "TransferPlan | Declined":
+        """Plan the transfers that give every rank its needed elements, or list needed elements that no rank holds.
 
-def plan_transfers(
-    holdings: Holdings,
-    needs: Needs,
-    *,
-    limit_bytes: int = STAGING_BYTES,
-    min_piece_bytes: int = MIN_PIECE_BYTES,
-) -> TransferPlan | Declined:
-    """Plan the transfers that give every rank its needed elements, or list needed elements that no rank holds.
+        Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains
+        it, and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and
+        transfers, not with the number of pairs of ranks.
 
-    Elements that a rank already has are not moved. Any other element comes from the fastest medium that contains it,
-    and from the holders with the fewest bytes to send. The planning time grows with the numbers of rows and transfers,
-    not with the number of pairs of ranks.
+        Args:
+            holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are
+                ignored.
+            needs: elements that ranks must have, with the same rank numbers as ``holdings``.
+            limit_bytes: most bytes that a rank may send and receive together in one round; this bounds its staging
+                memory.
+            min_piece_bytes: fewest bytes for which a further sender is used.
 
-    Args:
-        holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are ignored.
-        needs: elements that ranks must have, with the same rank numbers as ``holdings``.
-        limit_bytes: most bytes that a rank may send and receive together in one round; this bounds its staging memory.
-        min_piece_bytes: fewest bytes for which a further sender is used.
-
-    Raises:
-        ConfigError: a row is outside its tensor, or ``limit_bytes`` is less than four times the largest element.
-    """
-    holdings.validate()
-    needs.validate()
-    matched = match(needs, holdings)
-    # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
-    if len(matched.missing.rank):
-        return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
-    index = needs.index
-    source, pieces, slack = _send(index, matched, min_piece_bytes)
-    tensor = index.tensor_at(pieces.start)
-    # By position, so that rounds follow layers and the memory of a layer is free after its last round.
-    order = np.lexsort((source, pieces.rank, pieces.start, pieces.iteration))
-    source, target, tensor = source[order], pieces.rank[order], tensor[order]
-    start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
-    rows, first, last, rounds = cut_and_stage(source, target, stop - start, index.item_bytes[tensor], limit_bytes)
-    # A stable sort: within a round, sender and receiver process their pieces in the same order.
-    by_round = np.argsort(rounds, kind="stable")
-    rows = rows[by_round]
-    return TransferPlan(
-        index=index,
-        round=rounds[by_round],
-        source=source[rows],
-        target=target[rows],
-        tensor=tensor[rows],
-        start=start[rows] + first[by_round],
-        stop=start[rows] + last[by_round],
-        iteration=pieces.iteration[order][rows],
-        medium=pieces.medium[order][rows],
-        kept=matched.kept,
-        limit_bytes=limit_bytes,
-        slack_bytes=slack,
-    )
+        Raises:
+            ConfigError: a row is outside its tensor, or ``limit_bytes`` is less than four times the largest element.
+        """
+        holdings.validate()
+        needs.validate()
+        matched = Matched.of(needs, holdings)
+        # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
+        if len(matched.missing.rank):
+            return Declined(reason="no living rank holds these elements", missing=_missing(matched.missing, holdings))
+        index = needs.index
+        source, pieces, slack = _send(index, matched, min_piece_bytes)
+        tensor = index.tensor_at(pieces.start)
+        # By position, so that rounds follow layers and the memory of a layer is free after its last round.
+        order = np.lexsort((source, pieces.rank, pieces.start, pieces.iteration))
+        source, target, tensor = source[order], pieces.rank[order], tensor[order]
+        start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
+        rows, first, last, rounds = _cut_and_stage(source, target, stop - start, index.item_bytes[tensor], limit_bytes)
+        # A stable sort: within a round, sender and receiver process their pieces in the same order.
+        by_round = np.argsort(rounds, kind="stable")
+        rows = rows[by_round]
+        return cls(
+            index=index,
+            round=rounds[by_round],
+            source=source[rows],
+            target=target[rows],
+            tensor=tensor[rows],
+            start=start[rows] + first[by_round],
+            stop=start[rows] + last[by_round],
+            iteration=pieces.iteration[order][rows],
+            medium=pieces.medium[order][rows],
+            kept=matched.kept,
+            limit_bytes=limit_bytes,
+            slack_bytes=slack,
+        )
 
 
 def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[Column, Pieces, int]:
@@ -260,7 +445,7 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
     demands = np.zeros(len(matched.sets), dtype=np.int64)
     np.add.at(demands, senders, sizes)
     # Over all media and iterations at once: a rank has one network connection for all of them.
-    shares = share(demands.tolist(), matched.sets, min_piece_bytes=min_piece_bytes)
+    shares = _Shares.of(demands.tolist(), matched.sets, min_piece_bytes=min_piece_bytes)
     ends = np.cumsum(sizes)  # all demands end to end, set after set: each sender has one run of it
     begins = ends - sizes
     nothing = [np.zeros(0, dtype=np.int64)]

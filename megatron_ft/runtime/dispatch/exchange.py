@@ -28,7 +28,7 @@ class ExchangeCounter:
         self.sent_bytes += (sum(splits) - splits[rank]) * row_bytes
 
 
-class AllToAll(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """All-to-all of rows that are ordered by destination rank; the result is ordered by source rank. The backward pass
     sends the gradients of the rows back."""
 
@@ -55,7 +55,7 @@ def send_rows(
 ) -> torch.Tensor:
     """Send ``rows`` [S, H] or [S]; return the received rows, [R, H] or [R], in order of arrival. Every rank of
     ``group`` must call this."""
-    return AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
+    return _AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
 
 
 def return_rows(
@@ -63,7 +63,7 @@ def return_rows(
 ) -> torch.Tensor:
     """Send ``rows`` [R, H] or [R], in order of arrival, back to their sources: the inverse of ``send_rows``. Returns
     [S, H] or [S] in the order in which this rank sent the rows. Every rank of ``group`` must call this."""
-    return AllToAll.apply(rows, handle.recv_splits, handle.send_splits, group, counter)
+    return _AllToAll.apply(rows, handle.recv_splits, handle.send_splits, group, counter)
 
 
 def gather_counts(routing_map: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

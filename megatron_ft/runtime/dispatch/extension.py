@@ -37,13 +37,13 @@ NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
 def load(kind: str) -> ctypes.CDLL:
     """Load the library of ``kind``, ``cpp`` or ``cuda``. Build it first if it is not in the cache. Raises
     ``SoftwareError`` when sources or compiler are missing or the build fails."""
-    compiler = find_compiler(kind)
-    sources = source_files(kind)
-    flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={device_architecture()}"]
-    return ctypes.CDLL(str(build(kind, [compiler, *flags, *include_flags(), "-shared"], sources, CACHE)))
+    compiler = _find_compiler(kind)
+    sources = _source_files(kind)
+    flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={_device_architecture()}"]
+    return ctypes.CDLL(str(_build(kind, [compiler, *flags, *_include_flags(), "-shared"], sources, CACHE)))
 
 
-def source_files(kind: str) -> list[Path]:
+def _source_files(kind: str) -> list[Path]:
     """List the sources of the library ``cpp`` or ``cuda``. Raises ``SoftwareError`` outside a clone of the project."""
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
@@ -52,14 +52,14 @@ def source_files(kind: str) -> list[Path]:
     return found
 
 
-def include_flags() -> list[str]:
+def _include_flags() -> list[str]:
     """Return the compiler flags for the folders of the project's headers and of torch's headers."""
     from torch.utils.cpp_extension import include_paths
 
     return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
 
 
-def find_compiler(kind: str) -> str:
+def _find_compiler(kind: str) -> str:
     """Return the path of the compiler for ``cpp`` or ``cuda``. ``CXX`` names the C++ compiler, else it is searched in
     ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``. Raises ``SoftwareError`` when there is none."""
     if kind == "cpp":
@@ -78,13 +78,13 @@ def find_compiler(kind: str) -> str:
     return found
 
 
-def device_architecture() -> str:
+def _device_architecture() -> str:
     """Return the architecture of the current CUDA device in the form of nvcc's ``-arch``, for example ``sm_90``."""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
 
-def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
+def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
     """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library. The
     finished file is renamed to this path, so the path never has an incomplete file. Raises ``SoftwareError``."""
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"

@@ -16,7 +16,7 @@ ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Supported element types of rows. Kernels receive the index in this tuple."""
 
 
-class RowKernels(Protocol):
+class _RowKernels(Protocol):
     """Interface of the three kernels of a backend. Rows are contiguous, with a type in ``ROW_DTYPES``; indices are
     contiguous int64."""
 
@@ -50,7 +50,7 @@ class _Permute(torch.autograd.Function):
     """Copies tokens [T, H] to rows [S, H]. The gradient of a token is the sum of the gradients of its rows."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, handle: DispatchHandle, kernels: RowKernels) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, handle: DispatchHandle, kernels: _RowKernels) -> torch.Tensor:
         ctx.handle, ctx.kernels = handle, kernels
         return kernels.gather(tokens.contiguous(), handle.permutation)
 
@@ -65,7 +65,7 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, kernels: RowKernels
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, kernels: _RowKernels
     ) -> torch.Tensor:
         ctx.inverse, ctx.kernels = inverse, kernels
         return kernels.gather(rows.contiguous(), order)
@@ -80,7 +80,7 @@ class _Sum(torch.autograd.Function):
     """Sums the rows [S, H] of each token to [T, H]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, handle: DispatchHandle, kernels: RowKernels) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, handle: DispatchHandle, kernels: _RowKernels) -> torch.Tensor:
         ctx.handle, ctx.kernels = handle, kernels
         return kernels.combine(rows.contiguous(), handle.rows_of_token, None)
 
@@ -95,7 +95,7 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor, handle: DispatchHandle, kernels: RowKernels
+        ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor, handle: DispatchHandle, kernels: _RowKernels
     ) -> torch.Tensor:
         ctx.handle, ctx.kernels = handle, kernels
         rows, weights = rows.contiguous(), row_probs.to(sum_dtype(rows)).contiguous()
@@ -129,23 +129,23 @@ class _RowProbs(torch.autograd.Function):
 
 
 class RowOperations:
-    """Base class of backends: makes the differentiable operations of ``DispatchBackend`` from ``RowKernels``."""
+    """Base class of backends: makes the differentiable operations of ``DispatchBackend`` from ``_RowKernels``."""
 
-    def permute(self: RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+    def permute(self: _RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent."""
         _check_rows("tokens", tokens, handle.num_tokens)
         return _Permute.apply(tokens, handle, self)
 
-    def sort_received(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+    def sort_received(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Sort received ``rows`` [R, H] or [R], which are in order of arrival, by local expert and source rank."""
         return _reorder(self, rows, handle.receive_order, handle.receive_place)
 
-    def unsort(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+    def unsort(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Return ``rows`` [R, H] or [R] to their order of arrival: the inverse of ``sort_received``."""
         return _reorder(self, rows, handle.receive_place, handle.receive_order)
 
     def unpermute(
-        self: RowKernels, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle
+        self: _RowKernels, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle
     ) -> torch.Tensor:
         """Sum the ``rows`` [S, H] of each token to [T, H], weighted with ``probs`` [T, E] unless ``probs`` is None."""
         _check_rows("rows", rows, handle.num_sent_rows)
@@ -158,7 +158,7 @@ class RowOperations:
         return _RowProbs.apply(probs, handle)
 
 
-def _reorder(kernels: RowKernels, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def _reorder(kernels: _RowKernels, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     matrix = rows.unsqueeze(1) if rows.dim() == 1 else rows
     _check_rows("rows", matrix, len(order))
     return _Reorder.apply(matrix, order, inverse, kernels).view(rows.shape)

@@ -1,10 +1,29 @@
 """Executes a ``ReplayPlan``: loads slices and runs iterations again, until all operators are at the same iteration."""
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan
-from megatron_ft.runtime.engine import ReplayEngine
+
+
+class _ReplayEngine(Protocol):
+    """Interface of one rank's engine during the replay of a window. All ranks that replay must make the same calls."""
+
+    def load(self, index: int) -> None:
+        """Load slice ``index`` of the window. Slice 0 also restores random number generators, counters and history."""
+        ...
+
+    def replay(self, vote: Vote, frozen: Collection[OperatorId]) -> None:
+        """Run the iteration of the logged ``vote`` again. Do not update the operators in ``frozen``.
+
+        Raises:
+            RecoveryError: the new vote of this iteration differs from ``vote``.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +37,7 @@ class ReplayResult:
     replay_seconds: float
 
 
-def carry_out(plan: ReplayPlan, engine: ReplayEngine) -> ReplayResult:
+def carry_out(plan: ReplayPlan, engine: _ReplayEngine) -> ReplayResult:
     """Bring ``engine`` to the complete state after ``plan.final_iteration``. All ranks that replay must call this.
 
     Raises:

@@ -5,7 +5,7 @@ When a connection closes, gloo fails the operations in its queues (``Pair::signa
 payload, and a partly written send. A thread that waits for such an operation stays blocked until the timeout of its
 group, minutes later.
 
-``install`` replaces the two calls that can block a rank in this way: ``Work.wait``, with which every collective, send
+``install`` replaces the two calls that can block a rank in this way: ``_Work.wait``, with which every collective, send
 and receive of ``torch.distributed`` ends, and the constructor of ``ProcessGroupGloo``, which connects to all other
 ranks of a group. Both return or raise as before. They also raise ``WaitAbandoned`` after the current ``WaitLimit`` has
 ended. The operation itself may stay blocked in a thread; ``held_groups`` describes what happens to its group.
@@ -67,6 +67,16 @@ class WaitLimit:
                 f"so this rank no longer waits for it; reason of the shutdown: {end[1] or 'not given'}"
             )
 
+    @classmethod
+    def in_use(cls) -> "WaitLimit":
+        """Return the limit of waits that begin now."""
+        return _in_use
+
+    def use(self) -> None:
+        """Apply ``limit`` to all waits that begin in this process after this call."""
+        global _in_use
+        _in_use = self
+
 
 class _Call(Generic[T]):
     """A function call that a worker thread makes for another thread."""
@@ -122,17 +132,6 @@ _is_installed = False
 _idle_helpers: list[_Helper] = []
 
 
-def use(limit: WaitLimit) -> None:
-    """Apply ``limit`` to all waits that begin in this process after this call."""
-    global _in_use
-    _in_use = limit
-
-
-def in_use() -> WaitLimit:
-    """Return the limit of waits that begin now."""
-    return _in_use
-
-
 def call(function: Callable[[], T]) -> T:
     """Call ``function`` in a worker thread. Return its result, or raise its error.
 
@@ -159,7 +158,7 @@ def call(function: Callable[[], T]) -> T:
 
 
 def install() -> None:
-    """Replace ``Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes. All
+    """Replace ``_Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes. All
     process groups of the process must use gloo. A second call does nothing."""
     global _is_installed
     if _is_installed:

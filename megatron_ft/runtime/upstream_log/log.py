@@ -30,7 +30,7 @@ class _Logged:
 
 
 @dataclass(kw_only=True)
-class LogFigures:
+class _LogFigures:
     """Cost of logging on this rank."""
 
     num_tensors: int = 0
@@ -63,7 +63,7 @@ class UpstreamLog:
         device: torch.device,
     ) -> None:
         self.num_iterations = num_iterations
-        self.figures = LogFigures()
+        self.figures = _LogFigures()
         self._sends = {direction: tuple(sends[direction]) for direction in DIRECTIONS}
         is_cuda = device.type == "cuda"
         self._memory = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ft.operator_state import StateShard
-from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes, slice_pieces
+from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.capture.copier import Copier, CopyBatch, pin, unpin
 from megatron_ft.snapshot.server.client import Arena, KeeperClient
@@ -123,7 +123,7 @@ class WindowCapture:
 def _lay_out(plan: WindowPlan, shards: Sequence[StateShard]) -> list[Slice]:
     slices, offset = [], 0
     for index in range(plan.num_iterations):
-        pieces = slice_pieces(plan, index, shards)
+        pieces = Piece.of_slice(plan, index, shards)
         part = Slice(iteration=index, offset=offset, num_bytes=slice_bytes(pieces), header={}, pieces=pieces)
         slices.append(part)
         offset = part.end

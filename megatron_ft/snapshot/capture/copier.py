@@ -47,7 +47,7 @@ class CopyBatch:
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 
 
-class ThreadCopier:
+class _ThreadCopier:
     """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes."""
 
     def __init__(self) -> None:
@@ -113,8 +113,8 @@ class ThreadCopier:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
-class StreamCopier:
-    """Copies on a separate CUDA stream into pinned memory. The methods are those of ``ThreadCopier``.
+class _StreamCopier:
+    """Copies on a separate CUDA stream into pinned memory. The methods are those of ``_ThreadCopier``.
 
     Sources in host memory are copied by the host itself, in ``start``. Only the host writes to them, so their values
     belong to the same iteration as those of the device tensors, whose copies are queued at that time. The ``step`` of
@@ -165,12 +165,12 @@ class StreamCopier:
         assert self._batch is None, "a batch is still being copied"
 
 
-Copier = ThreadCopier | StreamCopier
+Copier = _ThreadCopier | _StreamCopier
 
 
 def open_copier(device: torch.device) -> Copier:
     """Return the copier for tensors on ``device``."""
-    return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
+    return _StreamCopier(device) if device.type == "cuda" else _ThreadCopier()
 
 
 def pin(memory: torch.Tensor) -> None:

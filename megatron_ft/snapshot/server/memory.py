@@ -86,7 +86,7 @@ class Memory:
                 f"{name}: cannot allocate {num_bytes} bytes: {self.used_bytes} bytes are in use, and the "
                 f"limit is {self.limit_bytes} (memory_limit_bytes of the snapshot server)"
             )
-        available = available_bytes()
+        available = _available_bytes()
         # Two threads that allocate at the same time must not both count on the same pages.
         if num_bytes > available * _USABLE_SHARE - self._missing_bytes:
             missing = f", and {self._missing_bytes} of them are already being allocated" if self._missing_bytes else ""
@@ -99,7 +99,7 @@ class Memory:
             self.used_bytes -= num_bytes
 
 
-def available_bytes() -> int:
+def _available_bytes() -> int:
     """Estimate the memory that can be allocated without swapping.
 
     Source: proc_meminfo(5), ``MemAvailable``.

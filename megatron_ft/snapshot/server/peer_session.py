@@ -32,15 +32,15 @@ class PeerSessions:
     """All connections from other nodes. Each node may have one connection that writes copies."""
 
     def __init__(self) -> None:
-        self._of_node: dict[int, list[PeerSession]] = {}
+        self._of_node: dict[int, list[_PeerSession]] = {}
         """Connections of each node that may still write copies, the oldest first."""
         self._lock = threading.Lock()
-        self._unauthenticated: dict[PeerSession, float] = {}
+        self._unauthenticated: dict[_PeerSession, float] = {}
         """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
         """Serve a new connection in a thread. If too many connections have no token yet, the oldest is closed."""
-        session = PeerSession(sock, store, self)
+        session = _PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
             if oldest is not None:
@@ -50,7 +50,7 @@ class PeerSessions:
             oldest.abort()
         session.start()
 
-    def greeted(self, session: "PeerSession") -> None:
+    def greeted(self, session: "_PeerSession") -> None:
         """Record that a connection has presented the token or has ended."""
         with self._lock:
             self._unauthenticated.pop(session, None)
@@ -68,7 +68,7 @@ class PeerSessions:
             session.abort()
         return None if since is None else since + GREETING_SECONDS - now
 
-    def replace(self, node: int, session: "PeerSession") -> None:
+    def replace(self, node: int, session: "_PeerSession") -> None:
         """End earlier connections of a node, so that only one writes. Raises ControlError if one does not end."""
         with self._lock:
             # Include connections that earlier calls could not end: a newer connection must not hide them.
@@ -84,7 +84,7 @@ class PeerSessions:
             raise ControlError(f"node={node}: an earlier connection of this node does not end")
 
 
-class PeerSession(threading.Thread):
+class _PeerSession(threading.Thread):
     """A connection from the snapshot server of another node, with the thread that serves it."""
 
     def __init__(self, sock: socket.socket, store: Store, sessions: PeerSessions) -> None:
@@ -171,7 +171,7 @@ class PeerSession(threading.Thread):
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
         if window_bytes % PAGE_BYTES:
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
-        incoming, part = read_announcement(message, self._generation)
+        incoming, part = _read_announcement(message, self._generation)
         rank = incoming.rank
         # Check the first slice before memory is allocated; later slices are checked against their window.
         if index == 0:
@@ -184,7 +184,7 @@ class PeerSession(threading.Thread):
                 self._wire.send({"op": "go"})
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
-            hashes = receive_hashed(part, payload, self._wire.receive_into)
+            hashes = _receive_hashed(part, payload, self._wire.receive_into)
             # Both ends compute the hashes, so a difference shows that memory or network has changed the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
@@ -268,7 +268,7 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
     return {"op": "slice", "window": about, **place, "record": replace(record, hashes=None).to_json()}
 
 
-def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
+def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
     """Read the message of ``announce``. Return the window without slices, and the slice without hashes.
 
     Raises:
@@ -282,7 +282,7 @@ def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWin
     return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)
 
 
-def receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
+def _receive_hashed(part: Slice, payload: memoryview, receive_into: Callable[[memoryview], None]) -> tuple[str, ...]:
     """Receive a slice into ``payload``. Each piece is hashed while its bytes are still in the processor's cache."""
     received, hashes = 0, []
     for piece in part.pieces:

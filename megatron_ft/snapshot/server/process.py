@@ -35,7 +35,7 @@ _BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperSpec:
+class _KeeperSpec:
     """Settings of a snapshot server. It reads them from standard input, as one line of JSON."""
 
     socket_path: str
@@ -50,7 +50,7 @@ class KeeperSpec:
     limited by the memory then available."""
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "KeeperSpec":
+    def from_json(cls, content: Mapping[str, Any]) -> "_KeeperSpec":
         """Read and check the settings. Raises MegatronFtError for a missing or invalid value."""
         token, limit = text(content, "token"), content.get("memory_limit_bytes")
         if len(token) < MIN_TOKEN_LENGTH:
@@ -60,17 +60,17 @@ class KeeperSpec:
         return cls(
             # ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
             socket_path=text(content, "socket_path", most=107),
-            interface=check_interface(text(content, "interface")),
+            interface=_check_interface(text(content, "interface")),
             token=token,
             node=integer(content, "node", most=MAX_RANK),
             memory_limit_bytes=None if limit is None else integer(content, "memory_limit_bytes", most=MAX_BYTES),
         )
 
 
-class Keeper:
+class _Keeper:
     """The snapshot server: accepts connections and starts one sender for each peer."""
 
-    def __init__(self, spec: KeeperSpec) -> None:
+    def __init__(self, spec: _KeeperSpec) -> None:
         """Listen for ranks and peers. Raises ControlError if an address or the socket's directory cannot be used."""
         self._spec = spec
         self._store = Store(spec.node, spec.token, Memory(spec.memory_limit_bytes))
@@ -129,7 +129,7 @@ class Keeper:
                 self._senders[node].start()
 
 
-def check_interface(interface: str) -> str:
+def _check_interface(interface: str) -> str:
     """Return ``interface`` without brackets. Raises ConfigError if it means all network interfaces."""
     # Windows contain the weights of the job, and connections are not encrypted, so listen on one chosen network only.
     if means_every_interface(interface):
@@ -155,7 +155,7 @@ def _listen_for_peers(interface: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
         # Again, for a host name can resolve to the address that means all interfaces.
-        check_interface(str(address[0]))
+        _check_interface(str(address[0]))
         listener = socket.socket(family, kind, protocol)
         listener.bind(address)
         listener.listen(_BACKLOG)
@@ -164,7 +164,7 @@ def _listen_for_peers(interface: str) -> socket.socket:
     return listener
 
 
-def _read_spec() -> KeeperSpec:
+def _read_spec() -> _KeeperSpec:
     line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
         raise ControlError("snapshot server: standard input must contain a line with its settings")
@@ -174,7 +174,7 @@ def _read_spec() -> KeeperSpec:
         raise ControlError(f"the snapshot server's settings are not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ControlError("the snapshot server's settings must be a JSON object")
-    return KeeperSpec.from_json(content)
+    return _KeeperSpec.from_json(content)
 
 
 def _die_with_parent() -> None:
@@ -198,7 +198,7 @@ def main() -> int:
     threading.excepthook = _end_with_traceback
     try:
         _die_with_parent()
-        keeper = Keeper(_read_spec())
+        keeper = _Keeper(_read_spec())
     except MegatronFtError as error:
         print(f"snapshot server: {error}", file=sys.stderr, flush=True)
         return error.exit_code

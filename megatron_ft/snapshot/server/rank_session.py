@@ -120,7 +120,7 @@ class RankSession(threading.Thread):
             raise Refused("wrong or missing token")
         if message.get("op") != "hello":
             raise ControlError(f"op={message.get('op')!r:.100}: must be hello in the first message")
-        settings = read_settings(message)
+        settings = _read_settings(message)
         if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
             raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
         with self._store.lock:
@@ -235,7 +235,7 @@ class RankSession(threading.Thread):
             request = {"op": "fetch", "rank": rank, **asdict(key)}
             try:
                 address = own.settings.peers[node]
-                segment, description = fetch_window(address, self._greeting(own), request, self._store.memory)
+                segment, description = _fetch_window(address, self._greeting(own), request, self._store.memory)
             except OSError as error:
                 raise ControlError(f"node={node}: the transfer of {key} of rank {rank} failed: {error}") from error
             offset, num_bytes = 0, segment.num_bytes
@@ -254,7 +254,7 @@ class RankSession(threading.Thread):
         return {"token": self._store.token, "node": self._store.node, **about}
 
 
-def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
+def _fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
     """Fetch a window from another server into newly allocated memory. The rank that requested it checks its hashes.
 
     Raises:
@@ -272,7 +272,7 @@ def fetch_window(address: str, greeting: Message, request: Message, memory: Memo
         wire.close()
 
 
-def read_settings(message: Message) -> Settings:
+def _read_settings(message: Message) -> Settings:
     """Read and check the first message of a rank.
 
     Raises:

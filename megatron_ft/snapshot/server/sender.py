@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server.peer_session import announce
 from megatron_ft.snapshot.server.store import OwnRank, Store
-from megatron_ft.snapshot.server.windows import HeldWindow, PeerBuffers, SendCommit, SendSlice, read_held
+from megatron_ft.snapshot.server.windows import HeldWindow, PeerBuffers, SendCommit, SendSlice
 from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
@@ -28,7 +28,7 @@ MAX_UNANSWERED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class _Work:
     """A slice or commit to send, and the rank to which it belongs."""
 
     own: OwnRank
@@ -57,7 +57,7 @@ class Sender(threading.Thread):
         """Content of the peer's buffers by rank: its last list, and what was sent since."""
         self._accepted_bytes: dict[int, int] = {}
         """Size of the windows for which the peer has allocated memory, by rank."""
-        self._unanswered: deque[Work] = deque()
+        self._unanswered: deque[_Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
         self._num_damaged = 0
@@ -99,7 +99,7 @@ class Sender(threading.Thread):
             self._failed(work, generation, error)
         return True
 
-    def _next(self) -> Work | None:
+    def _next(self) -> _Work | None:
         # Choose among the ranks that replicate to this node; the lock is held.
         if self._fenced >= self._store.own_generation:
             return None
@@ -110,7 +110,7 @@ class Sender(threading.Thread):
             buffers = self._buffers.setdefault(rank, PeerBuffers())
             action = buffers.next_action(own.windows, self._store.own_generation, self._given_up)
             if action is not None:
-                found.append(Work(own, action))
+                found.append(_Work(own, action))
         return min(found, key=lambda work: work.iteration, default=None)
 
     def _connect(self, generation: int) -> None:
@@ -120,7 +120,7 @@ class Sender(threading.Thread):
         greeting = {**about, "generation": generation, "replicates": True}
         self._wire, answer = connect(self.address, greeting)
         with self._store.lock:
-            self._generation, self._buffers = generation, read_held(answer)
+            self._generation, self._buffers = generation, PeerBuffers.read_held(answer)
             if self._stopped:
                 return
             for rank, own in self._store.ranks.items():
@@ -131,7 +131,7 @@ class Sender(threading.Thread):
                     window.acknowledged[self._node] = buffers.num_received(window)
                 own.publish()
 
-    def _send(self, work: Work) -> None:
+    def _send(self, work: _Work) -> None:
         assert self._wire is not None, "connected"
         if isinstance(work.action, SendCommit):
             self._send_commit(self._wire, work, work.action)
@@ -140,11 +140,11 @@ class Sender(threading.Thread):
         while self._unanswered and self._wire.has_arrived():
             self._take_answer()
 
-    def _send_commit(self, wire: Wire, work: Work, action: SendCommit) -> None:
+    def _send_commit(self, wire: Wire, work: _Work, action: SendCommit) -> None:
         wire.send({"op": "committed", "rank": action.window.rank, **asdict(action.window.key)})
         self._sent(work)
 
-    def _send_slice(self, wire: Wire, work: Work, action: SendSlice) -> None:
+    def _send_slice(self, wire: Wire, work: _Work, action: SendSlice) -> None:
         own, window, part = work.own, action.window, action.window.slices[action.index]
         with self._store.lock:
             if own.windows is None or own.segment is None or window not in own.windows:
@@ -167,7 +167,7 @@ class Sender(threading.Thread):
         wire.send({"op": "hashes", "hashes": self._hashes(work, part)})
         self._sent(work)
 
-    def _hashes(self, work: Work, part: Slice) -> Sequence[str]:
+    def _hashes(self, work: _Work, part: Slice) -> Sequence[str]:
         # Without hashes, because the window was dropped meanwhile, the peer refuses the bytes.
         own, window = work.own, work.action.window
         with self._store.lock:
@@ -176,7 +176,7 @@ class Sender(threading.Thread):
             )
             return part.hashes or ()
 
-    def _sent(self, work: Work) -> None:
+    def _sent(self, work: _Work) -> None:
         with self._store.lock:
             self._buffers[work.action.window.rank].note_sent(work.action)
         self._unanswered.append(work)
@@ -197,7 +197,7 @@ class Sender(threading.Thread):
                 window.acknowledged[self._node] = index + 1
             own.publish()
 
-    def _failed(self, work: Work | None, generation: int, error: ControlError | OSError) -> None:
+    def _failed(self, work: _Work | None, generation: int, error: ControlError | OSError) -> None:
         # The connection ends, and the next one begins with the peer's list of windows. It is no failure if a window was
         # dropped while it was sent.
         if not isinstance(error, Refused):
@@ -238,7 +238,7 @@ class Sender(threading.Thread):
             return None  # the connection is being given up for an error that is reported
         return None
 
-    def _damaged(self, work: Work, error: ControlError | OSError) -> None:
+    def _damaged(self, work: _Work, error: ControlError | OSError) -> None:
         # It is no problem if the window was overwritten meanwhile; otherwise the slice is sent again a few times.
         if work.own.windows is None or work.action.window not in work.own.windows:
             return
@@ -249,7 +249,7 @@ class Sender(threading.Thread):
             work.own.give_up(work.action.window)
             self._note(work, error)
 
-    def _note(self, work: Work, error: Exception) -> None:
+    def _note(self, work: _Work, error: Exception) -> None:
         # Report only one problem for each window.
         own, window = work.own, work.action.window
         if window in self._reported:

@@ -48,7 +48,7 @@ class HeldWindow(Window):
         )
 
 
-def is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
+def _is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
     """Return whether window ``old`` may be dropped after window ``by`` was committed. It may be dropped if it was
     committed before, is of an earlier generation, or starts earlier."""
     is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
@@ -158,7 +158,7 @@ class OwnWindows:
         self._is_new_commit = not window.committed and captured_in == generation
         self._num_commits += self._is_new_commit
         # The committed window survives, and newer ones of its generation, which are still being replicated.
-        self._order = [held for held in self if not is_superseded(held.key, held.committed, window.key)]
+        self._order = [held for held in self if not _is_superseded(held.key, held.committed, window.key)]
         window.committed, self.confirmed = True, window
         return window
 
@@ -246,7 +246,7 @@ class CopyWindows:
                 f"window {key.start_iteration} of generation {key.generation}: this server has no complete copy"
             )
         for number, other in enumerate(self.buffers):
-            if other is not None and is_superseded(other.key, other.committed, key):
+            if other is not None and _is_superseded(other.key, other.committed, key):
                 self.buffers[number] = None
         window.committed = True
 
@@ -337,7 +337,7 @@ class PeerBuffers:
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
         """Record a sent slice or commit as if the peer had it. If the peer refuses, the connection ends, and
-        ``read_held`` makes a new object."""
+        ``PeerBuffers.read_held`` makes a new object."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return
@@ -355,21 +355,22 @@ class PeerBuffers:
 
     def _note_committed(self, key: WindowKey) -> None:
         for number, held in enumerate(self.buffers):
-            if held is not None and is_superseded(held.key, held.committed, key):
+            if held is not None and _is_superseded(held.key, held.committed, key):
                 self.buffers[number] = None
             elif held is not None and held.key == key:
                 self.buffers[number] = replace(held, committed=True)
 
+    @classmethod
+    def read_held(cls, answer: Mapping[str, Any]) -> "dict[int, PeerBuffers]":
+        """Read the lists of windows in the peer's first answer, by rank. Raises ControlError if the answer is
+        invalid."""
+        by_rank: dict[int, list[StoredWindow]] = {}
+        for entry in items(answer, "held"):
+            if not isinstance(entry, dict):
+                raise ControlError(f"held={entry!r:.100}: must be an object")
+            by_rank.setdefault(integer(entry, "rank", most=MAX_RANK), []).append(stored_window(entry.get("window")))
+        return {rank: cls(windows) for rank, windows in by_rank.items()}
+
 
 def _age(key: WindowKey) -> tuple[int, int]:
     return key.generation, key.start_iteration
-
-
-def read_held(answer: Mapping[str, Any]) -> dict[int, PeerBuffers]:
-    """Read the lists of windows in the peer's first answer, by rank. Raises ControlError if the answer is invalid."""
-    by_rank: dict[int, list[StoredWindow]] = {}
-    for entry in items(answer, "held"):
-        if not isinstance(entry, dict):
-            raise ControlError(f"held={entry!r:.100}: must be an object")
-        by_rank.setdefault(integer(entry, "rank", most=MAX_RANK), []).append(stored_window(entry.get("window")))
-    return {rank: PeerBuffers(windows) for rank, windows in by_rank.items()}

@@ -46,9 +46,9 @@ class LocalBackend:
         """Return whether a file, directory or link with this name exists, even a link without a target."""
         return os.path.lexists(self.folder / directory / name)
 
-    def open(self, directory: str, name: str) -> "LocalSource":
+    def open(self, directory: str, name: str) -> "_LocalSource":
         """Open a regular file; links are not followed. Raises OSError, or CheckpointError for other kinds of files."""
-        return LocalSource(self.folder / directory / name)
+        return _LocalSource(self.folder / directory / name)
 
     def list_directories(self) -> list[str]:
         """Return the names of the directories in the folder, without links; empty if the folder does not exist."""
@@ -85,7 +85,7 @@ class LocalBackend:
         return path
 
 
-class LocalSource:
+class _LocalSource:
     """A regular file, read by position. Device errors raise OSError, whereas a memory map would get a signal."""
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +128,7 @@ def _client_errors(where: str) -> Iterator[None]:
         raise OSError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-class RemoteBackend:
+class _RemoteBackend:
     """Storage at an fsspec URL: an object store or another file system. The methods are those of ``LocalBackend``."""
 
     def __init__(self, url: str) -> None:
@@ -188,10 +188,10 @@ class RemoteBackend:
             self._files.invalidate_cache()
             return bool(self._files.exists(self._path(directory, name)))
 
-    def open(self, directory: str, name: str) -> "RemoteSource":
+    def open(self, directory: str, name: str) -> "_RemoteSource":
         where = self.describe(directory, name)
         with _client_errors(where):
-            return RemoteSource(self._files.open(self._path(directory, name), "rb"), where)
+            return _RemoteSource(self._files.open(self._path(directory, name), "rb"), where)
 
     def list_directories(self) -> list[str]:
         try:
@@ -215,7 +215,7 @@ class RemoteBackend:
         return "/".join([self._root, *(part for part in parts if part)])
 
 
-class RemoteSource:
+class _RemoteSource:
     """An object that is read by position."""
 
     def __init__(self, file: Any, where: str) -> None:
@@ -239,8 +239,8 @@ class RemoteSource:
             self._file.close()
 
 
-Backend = LocalBackend | RemoteBackend
-Source = LocalSource | RemoteSource
+Backend = LocalBackend | _RemoteBackend
+Source = _LocalSource | _RemoteSource
 
 
 def open_backend(folder: Path | str) -> Backend:
@@ -248,4 +248,4 @@ def open_backend(folder: Path | str) -> Backend:
     text = str(folder)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
-    return RemoteBackend(text) if "://" in text else LocalBackend(Path(text))
+    return _RemoteBackend(text) if "://" in text else LocalBackend(Path(text))

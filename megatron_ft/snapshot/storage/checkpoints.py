@@ -21,7 +21,7 @@ from typing import Literal
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.strict_json import parse_json
 
 LATEST_NAME = "latest"
@@ -30,7 +30,7 @@ _SET_ASIDE_PREFIX = {"damaged": "damaged_", "foreign": "foreign_"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class StoredCheckpoint:
+class _StoredCheckpoint:
     """A checkpoint directory. Checkpoints are ordered by iteration and attempt, the oldest first."""
 
     iteration: int
@@ -72,7 +72,7 @@ def is_named(path: Path) -> bool:
     return _DIRECTORY.fullmatch(path.name) is not None
 
 
-def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
+def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
     """List the checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
     if not folder.is_dir():
         return []
@@ -83,7 +83,7 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
         if match and entry.is_dir(follow_symlinks=False):
             path = Path(entry.path)
             complete = (path / MANIFEST_NAME).is_file()
-            found.append(StoredCheckpoint(int(match[1]), int(match[2] or 0), path, complete))
+            found.append(_StoredCheckpoint(int(match[1]), int(match[2] or 0), path, complete))
     return sorted(found)
 
 
@@ -116,7 +116,9 @@ def start_directory(folder: Path, iteration: int) -> Path:
     return path
 
 
-def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
+def newest_valid(
+    folder: Path, check: Callable[[Path], Manifest] = Manifest.verified
+) -> tuple[Path | None, list[DamageReport]]:
     """Return the newest checkpoint that passes ``check``, and a report on each newer checkpoint that does not.
 
     Reports also name directories without a manifest, which an unfinished save has left, and directories whose name and

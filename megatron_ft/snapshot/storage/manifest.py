@@ -59,7 +59,7 @@ class Manifest:
         """Check that names, sizes and checksums are valid. Raises CheckpointError."""
         seen: set[str] = set()
         for entry in self.files:
-            check_name(entry.name)
+            _check_name(entry.name)
             if entry.name in seen or entry.name == MANIFEST_NAME:
                 raise CheckpointError(f"manifest lists {entry.name!r} twice")
             seen.add(entry.name)
@@ -100,6 +100,53 @@ class Manifest:
         manifest.validate()
         return manifest
 
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Read the manifest in ``directory``. Raises CheckpointError, which names the directory, if it cannot be
+        read."""
+        path = directory / MANIFEST_NAME
+        try:
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: must be a regular file")
+            # Before it is read into memory.
+            if status.st_size > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{path}: {status.st_size} bytes: must be at most {MAX_MANIFEST_BYTES}")
+            return Manifest.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{directory}: has no {MANIFEST_NAME}; the checkpoint is incomplete, or was not written by this project"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except CheckpointError as error:
+            message = str(error)
+            raise CheckpointError(message if message.startswith(str(path)) else f"{path}: {message}") from None
+
+    @classmethod
+    def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1) -> "Manifest":
+        """Compare the files of a checkpoint with its manifest, and return the manifest.
+
+        Every caller checks the names and sizes of all files. It computes the checksums of every ``_num_parts``-th file,
+        starting at ``part``, so that ranks can share the reading.
+
+        Raises:
+            CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names
+                it.
+        """
+        manifest = Manifest.read(directory)
+        _check_listing(directory, manifest.files)
+        # By size, so that taking every n-th file gives all ranks about as many bytes to read.
+        by_size = sorted(manifest.files, key=lambda entry: (-entry.num_bytes, entry.name))
+        for entry in by_size[part::num_parts]:
+            _check_content(directory, entry)
+        return manifest
+
+    def write(self, directory: Path) -> None:
+        """Write and sync the manifest, which completes the checkpoint in ``directory``."""
+        self.validate()
+        write_atomically(directory, MANIFEST_NAME, self.to_bytes())
+
 
 def parse_object(content: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises CheckpointError unless it is UTF-8, with distinct keys and finite numbers."""
@@ -112,56 +159,10 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return body
 
 
-def check_name(name: str) -> None:
+def _check_name(name: str) -> None:
     """Check that ``name`` is a relative path inside the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write and sync the manifest, which completes the checkpoint in ``directory``."""
-    manifest.validate()
-    write_atomically(directory, MANIFEST_NAME, manifest.to_bytes())
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest in ``directory``. Raises CheckpointError, which names the directory, if it cannot be read."""
-    path = directory / MANIFEST_NAME
-    try:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: must be a regular file")
-        # Before it is read into memory.
-        if status.st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: {status.st_size} bytes: must be at most {MAX_MANIFEST_BYTES}")
-        return Manifest.from_bytes(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory}: has no {MANIFEST_NAME}; the checkpoint is incomplete, or was not written by this project"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except CheckpointError as error:
-        message = str(error)
-        raise CheckpointError(message if message.startswith(str(path)) else f"{path}: {message}") from None
-
-
-def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> Manifest:
-    """Compare the files of a checkpoint with its manifest, and return the manifest.
-
-    Every caller checks the names and sizes of all files. It computes the checksums of every ``num_parts``-th file,
-    starting at ``part``, so that ranks can share the reading.
-
-    Raises:
-        CheckpointError: a file is missing, unlisted, not a regular file, or has other content; the message names it.
-    """
-    manifest = read_manifest(directory)
-    _check_listing(directory, manifest.files)
-    # By size, so that taking every n-th file gives all ranks about as many bytes to read.
-    by_size = sorted(manifest.files, key=lambda entry: (-entry.num_bytes, entry.name))
-    for entry in by_size[part::num_parts]:
-        _check_content(directory, entry)
-    return manifest
 
 
 def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:

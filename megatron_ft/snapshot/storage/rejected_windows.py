@@ -42,6 +42,36 @@ class RejectedWindow:
             raise ValueError(f"digest={window.digest[:80]!r}: must be 32 hexadecimal digits")
         return window
 
+    def add_to(self, run_dir: Path) -> None:
+        """Add a window to the list and sync the file. Readers see the old or new list. Call it in one process only.
+
+        Raises:
+            CheckpointError: the file cannot be read or written; its content is unchanged.
+        """
+        rejected = [asdict(entry) for entry in [*RejectedWindow.read_all(run_dir), self]]
+        try:
+            write_atomically(run_dir, REJECTED_NAME, json.dumps(rejected, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise CheckpointError(f"{run_dir / REJECTED_NAME}: cannot be written: {error}") from error
+
+    @classmethod
+    def read_all(cls, run_dir: Path) -> "list[RejectedWindow]":
+        """Read the list of rejected windows of a run, the oldest first; empty if the file does not exist.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ``RejectedWindow.add_to`` has not written it.
+        """
+        path = run_dir / REJECTED_NAME
+        try:
+            content = parse_json(path.read_bytes())
+            if not isinstance(content, list):
+                raise ValueError("must be a list")
+            return [RejectedWindow.from_json(entry) for entry in content]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {error}; delete the file to try rejected windows again") from error
+
 
 def window_digest(manifests: Sequence[str]) -> str:
     """Return a checksum of the manifests of all ranks' parts of a window: 32 hexadecimal digits.
@@ -50,34 +80,3 @@ def window_digest(manifests: Sequence[str]) -> str:
     """
     # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
-
-
-def read_rejected(run_dir: Path) -> list[RejectedWindow]:
-    """Read the list of rejected windows of a run, the oldest first; empty if the file does not exist.
-
-    Raises:
-        CheckpointError: the file cannot be read, or ``add_rejected`` has not written it.
-    """
-    path = run_dir / REJECTED_NAME
-    try:
-        content = parse_json(path.read_bytes())
-        if not isinstance(content, list):
-            raise ValueError("must be a list")
-        return [RejectedWindow.from_json(entry) for entry in content]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}; delete the file to try rejected windows again") from error
-
-
-def add_rejected(run_dir: Path, window: RejectedWindow) -> None:
-    """Add a window to the list and sync the file. Readers see the old or new list. Call it in one process only.
-
-    Raises:
-        CheckpointError: the file cannot be read or written; its content is unchanged.
-    """
-    rejected = [asdict(entry) for entry in [*read_rejected(run_dir), window]]
-    try:
-        write_atomically(run_dir, REJECTED_NAME, json.dumps(rejected, indent=1).encode() + b"\n")
-    except OSError as error:
-        raise CheckpointError(f"{run_dir / REJECTED_NAME}: cannot be written: {error}") from error

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from megatron_ft.config.identity import Difference, JobIdentity, Settings, differences
+from megatron_ft.config.identity import Difference, JobIdentity, Settings
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.checkpoints import list_checkpoints, other_iteration
-from megatron_ft.snapshot.storage.manifest import Manifest, read_manifest
+from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
@@ -84,7 +84,7 @@ def other_window(window: Window, where: str, settings: Settings, *, ignores_data
 
 
 def _differences(stored: Settings, present: Settings, *, ignores_data: bool) -> list[Difference]:
-    return [found for found in differences(stored, present) if not (ignores_data and found.concern == "data")]
+    return [found for found in Difference.between(stored, present) if not (ignores_data and found.concern == "data")]
 
 
 def _newest_checkpoint(folder: Path, identity: JobIdentity) -> tuple[Path, Manifest] | None:
@@ -92,7 +92,7 @@ def _newest_checkpoint(folder: Path, identity: JobIdentity) -> tuple[Path, Manif
         if not stored.complete:
             continue
         try:
-            manifest = read_manifest(stored.path)
+            manifest = Manifest.read(stored.path)
         except CheckpointError:
             continue
         run_id, run_name, version = manifest.run_id, manifest.run_name, manifest.format_version

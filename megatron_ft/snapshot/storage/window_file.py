@@ -72,20 +72,6 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
     return len(head) + window.num_bytes
 
 
-def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
-    """Open a rank's window file, given as a path or URL, and check its manifest and size, but not the payload.
-
-    Args:
-        expect: fields of the window and the values that they must have, e.g. ``{"run_id": "a", "rank": 3}``.
-
-    Raises:
-        CheckpointError: the file is invalid, or a field differs from ``expect``. The message begins with the path.
-    """
-    parent, _, name = str(path).rpartition("/")
-    backend = open_backend(parent or ".")
-    return WindowFile(backend.describe("", name), lambda: backend.open("", name), expect or {})
-
-
 class WindowFile:
     """An open window file. Bytes are read on request and verified before they are returned."""
 
@@ -168,6 +154,20 @@ class WindowFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: {error}") from error
             yield view
+
+    @classmethod
+    def open(cls, path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
+        """Open a rank's window file, given as a path or URL, and check its manifest and size, but not the payload.
+
+        Args:
+            expect: fields of the window and the values that they must have, e.g. ``{"run_id": "a", "rank": 3}``.
+
+        Raises:
+            CheckpointError: the file is invalid, or a field differs from ``expect``. The message begins with the path.
+        """
+        parent, _, name = str(path).rpartition("/")
+        backend = open_backend(parent or ".")
+        return cls(backend.describe("", name), lambda: backend.open("", name), expect or {})
 
 
 def _head(window: Window) -> bytes:

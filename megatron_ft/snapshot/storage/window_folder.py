@@ -32,13 +32,6 @@ def persist_url(config: JobConfig, run_dir: Path) -> str:
     return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
 
-def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
-    """Open the folder of this run's persisted windows; return None if the run has no such folder."""
-    if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
-        return None
-    return WindowFolder(persist_url(config, run_dir))
-
-
 class WindowFolder:
     """Persisted windows of a run in one folder, given as a path or URL."""
 
@@ -62,7 +55,7 @@ class WindowFolder:
         """Open a rank's file. The start iteration, generation and rank in the file must be those in its path.
 
         Raises:
-            CheckpointError: the same cases as in ``open_window``.
+            CheckpointError: the same cases as in ``WindowFile.open``.
         """
         expect = {"start_iteration": stored.start_iteration, "generation": stored.generation, "rank": rank}
         directory, name = window_name(stored), rank_name(rank)
@@ -72,7 +65,7 @@ class WindowFolder:
         """Check that a window is complete, and return rank ``part``'s part of it.
 
         Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
-        ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
+        ``_num_parts``-th file, starting at ``part``, so that callers can share the reading.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -96,7 +89,7 @@ class WindowFolder:
         newer than the oldest of them.
 
         Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
-        call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        call it; ``part`` and ``_num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
@@ -168,6 +161,13 @@ class WindowFolder:
             self._backend.move(window_name(stored), target)
         except OSError as error:
             raise CheckpointError(f"{self.describe(stored)}: cannot be renamed: {error}") from error
+
+    @classmethod
+    def of_run(cls, config: JobConfig, run_dir: Path) -> "WindowFolder | None":
+        """Open the folder of this run's persisted windows; return None if the run has no such folder."""
+        if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
+            return None
+        return cls(persist_url(config, run_dir))
 
 
 def _check_same(window: Window, first: Window, world_size: int, where: str) -> None:

@@ -28,28 +28,109 @@ class Element:
 
     def render(self) -> str:
         """Return the element as text that both HTML and XML parsers can read."""
-        attributes = "".join(f' {name}="{html.escape(clean(value))}"' for name, value in self.attributes)
+        attributes = "".join(f' {name}="{html.escape(_clean(value))}"' for name, value in self.attributes)
         if self.name in _VOID:
             return f"<{self.name}{attributes}/>"
         inside = "".join(_render(child) for child in self.children)
         return f"<{self.name}{attributes}>{inside}</{self.name}>"
 
+    @classmethod
+    def cross(cls, x: float, y: float, words: str, size: float = 4.5) -> "Element":
+        """Make the mark of a failure. The browser shows ``words`` while the pointer is on the mark."""
+        path = f"M{x - size:.2f} {y - size:.2f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
+        return Element.of("path", Element.of("title", words), d=path, class_="failure")
 
-def element(tag: str, /, *children: "Element | str | None", **attributes: "str | float | None") -> Element:
-    """Make an element. A child or an attribute that is ``None`` is left out.
+    @classmethod
+    def drawing(
+        cls,
+        name: str,
+        *shapes: "Element | None",
+        width: int,
+        height: int,
+        title: str,
+        description: str,
+        role: str = "img",
+    ) -> "Element":
+        """Make an SVG of fixed size that contains ``shapes``.
 
-    In an attribute's name, a final underscore is removed and other underscores become hyphens. Numbers are formatted by
-    ``short``.
-    """
-    pairs = tuple(
-        (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else short(value))
-        for key, value in attributes.items()
-        if value is not None
-    )
-    return Element(tag, pairs, tuple(child for child in children if child is not None))
+        Args:
+            name: Name of the drawing, unique on the page.
+            description: Describes the drawing for readers who do not see it.
+            role: ``group`` if the drawing contains links, ``img`` otherwise.
+        """
+        return Element.of(
+            "div",
+            Element.of(
+                "svg",
+                Element.of("title", title, id=f"{name}-title"),
+                Element.of("desc", description, id=f"{name}-description"),
+                *shapes,
+                viewBox=f"0 0 {width} {height}",
+                role=role,
+                aria_labelledby=f"{name}-title {name}-description",
+            ),
+            class_="plot",
+        )
+
+    @classmethod
+    def of(cls, tag: str, /, *children: "Element | str | None", **attributes: "str | float | None") -> "Element":
+        """Make an element. A child or an attribute that is ``None`` is left out.
+
+        In an attribute's name, a final underscore is removed and other underscores become hyphens. Numbers are
+        formatted by ``short``.
+        """
+        pairs = tuple(
+            (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else short(value))
+            for key, value in attributes.items()
+            if value is not None
+        )
+        return cls(tag, pairs, tuple(child for child in children if child is not None))
+
+    @classmethod
+    def line(cls, x1: float, y1: float, x2: float, y2: float, class_: str) -> "Element":
+        return Element.of("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+    @classmethod
+    def swatch(cls, class_: str) -> "Element":
+        """Make the coloured square of a legend entry."""
+        shape = Element.of("rect", x=0, y=1, width=22, height=10, class_=class_)
+        return Element.of("svg", shape, viewBox="0 0 22 12", aria_hidden="true")
+
+    @classmethod
+    def table(
+        cls,
+        caption: str,
+        header: Sequence[str],
+        rows: "Sequence[Sequence[Element | str]]",
+        *,
+        numbers: Set[int] = frozenset(),
+        words: int | None = None,
+    ) -> "Element":
+        """Make an HTML table.
+
+        Args:
+            numbers: Columns, counted from 0, that are aligned to the right.
+            words: Column, counted from 0, that contains long text.
+        """
+
+        def cell(name: str, column: int, content: Element | str) -> Element:
+            scope = "col" if name == "th" else None
+            class_ = "number" if column in numbers else "words" if column == words else None
+            return Element.of(name, content, class_=class_, scope=scope)
+
+        head = Element.of("tr", *(cell("th", column, title) for column, title in enumerate(header)))
+        body = [Element.of("tr", *(cell("td", column, content) for column, content in enumerate(row))) for row in rows]
+        inside = Element.of(
+            "table",
+            Element.of("caption", caption),
+            Element.of("thead", head),
+            Element.of("tbody", *body),
+            class_="few" if len(header) == 2 and words is None else None,
+        )
+        return Element.of("div", inside, class_="table")
 
 
-def clean(text: str) -> str:
+def _clean(text: str) -> str:
     """Replace each character that a page cannot or must not show."""
     return _UNSHOWN.sub("\ufffd", text)
 
@@ -60,39 +141,7 @@ def short(value: float) -> str:
 
 
 def _render(child: Element | str) -> str:
-    return child.render() if isinstance(child, Element) else html.escape(clean(child), quote=False)
-
-
-def table(
-    caption: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[Element | str]],
-    *,
-    numbers: Set[int] = frozenset(),
-    words: int | None = None,
-) -> Element:
-    """Make an HTML table.
-
-    Args:
-        numbers: Columns, counted from 0, that are aligned to the right.
-        words: Column, counted from 0, that contains long text.
-    """
-
-    def cell(name: str, column: int, content: Element | str) -> Element:
-        scope = "col" if name == "th" else None
-        class_ = "number" if column in numbers else "words" if column == words else None
-        return element(name, content, class_=class_, scope=scope)
-
-    head = element("tr", *(cell("th", column, title) for column, title in enumerate(header)))
-    body = [element("tr", *(cell("td", column, content) for column, content in enumerate(row))) for row in rows]
-    inside = element(
-        "table",
-        element("caption", caption),
-        element("thead", head),
-        element("tbody", *body),
-        class_="few" if len(header) == 2 and words is None else None,
-    )
-    return element("div", inside, class_="table")
+    return child.render() if isinstance(child, Element) else html.escape(_clean(child), quote=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +168,18 @@ class Scale:
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [number * step for number in range(first, last + 1)]
 
+    def y_axis(self, left: float, right: float, *, label: str, most: int = 6) -> Element:
+        """Draw figures left of ``left`` and grid lines to ``right``. ``label`` is written above the axis."""
+        parts = [
+            part
+            for tick in self.ticks(most)
+            for part in (
+                Element.line(left, self(tick), right, self(tick), "grid"),
+                text(figure(tick), left - 8, self(tick) + 4, "tick", "end"),
+            )
+        ]
+        return Element.of("g", *parts, text(label, left - 8, self.end - 36, "label", "start"))
+
 
 def _round_step(least: float) -> float | None:
     # Returns the smallest step of 1, 2 or 5 times a power of ten that is at least ``least``; None if there is none.
@@ -136,50 +197,9 @@ def figure(value: float) -> str:
     return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}"
 
 
-def drawing(
-    name: str, *shapes: Element | None, width: int, height: int, title: str, description: str, role: str = "img"
-) -> Element:
-    """Make an SVG of fixed size that contains ``shapes``.
-
-    Args:
-        name: Name of the drawing, unique on the page.
-        description: Describes the drawing for readers who do not see it.
-        role: ``group`` if the drawing contains links, ``img`` otherwise.
-    """
-    return element(
-        "div",
-        element(
-            "svg",
-            element("title", title, id=f"{name}-title"),
-            element("desc", description, id=f"{name}-description"),
-            *shapes,
-            viewBox=f"0 0 {width} {height}",
-            role=role,
-            aria_labelledby=f"{name}-title {name}-description",
-        ),
-        class_="plot",
-    )
-
-
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "start") -> Element:
     """Make an SVG text with its baseline at ``y``."""
-    return element("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
-
-
-def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Element:
-    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
-
-
-def cross(x: float, y: float, words: str, size: float = 4.5) -> Element:
-    """Make the mark of a failure. The browser shows ``words`` while the pointer is on the mark."""
-    path = f"M{x - size:.2f} {y - size:.2f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
-    return element("path", element("title", words), d=path, class_="failure")
-
-
-def swatch(class_: str) -> Element:
-    """Make the coloured square of a legend entry."""
-    shape = element("rect", x=0, y=1, width=22, height=10, class_=class_)
-    return element("svg", shape, viewBox="0 0 22 12", aria_hidden="true")
+    return Element.of("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
 
 def x_axis(
@@ -196,22 +216,9 @@ def x_axis(
     for tick in scale.ticks(most):
         x = scale(tick)
         if top is not None:
-            parts.append(line(x, top, x, y, "grid"))
+            parts.append(Element.line(x, top, x, y, "grid"))
         parts.append(text(words(tick), x, y + 16, "tick", "middle"))
     middle = (scale.begin + scale.end) / 2
-    return element(
-        "g", line(scale.begin, y, scale.end, y, "axis"), *parts, text(label, middle, y + 34, "label", "middle")
+    return Element.of(
+        "g", Element.line(scale.begin, y, scale.end, y, "axis"), *parts, text(label, middle, y + 34, "label", "middle")
     )
-
-
-def y_axis(scale: Scale, left: float, right: float, *, label: str, most: int = 6) -> Element:
-    """Draw figures left of ``left`` and grid lines to ``right``. ``label`` is written above the axis."""
-    parts = [
-        part
-        for tick in scale.ticks(most)
-        for part in (
-            line(left, scale(tick), right, scale(tick), "grid"),
-            text(figure(tick), left - 8, scale(tick) + 4, "tick", "end"),
-        )
-    ]
-    return element("g", *parts, text(label, left - 8, scale.end - 36, "label", "start"))

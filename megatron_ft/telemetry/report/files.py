@@ -9,7 +9,6 @@ from typing import Any, TypeVar, get_type_hints
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.events import Metrics, PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, decode, parse_json
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
 
@@ -83,29 +82,30 @@ class RunFiles:
     plans: tuple[PlacementPlan, ...] = ()
     """Newest placement of each pipeline stage; empty if the run's folder contains none."""
 
+    @classmethod
+    def read(cls, run_dir: Path) -> "RunFiles":
+        """Read the folder of a run, which may still be running.
 
-def read_run(run_dir: Path) -> RunFiles:
-    """Read the folder of a run, which may still be running.
-
-    Raises:
-        DataError: there is no such run, or a line is damaged; the message names file and line. An unfinished last line
-            is no error.
-    """
-    try:
-        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))
-        metrics = tuple(read_lines(run_dir / METRICS_FILE, _bounded(to_metrics)))
-        path = run_dir / DECISIONS_FILE
-        return RunFiles(
-            folder=run_dir.resolve().name,
-            events=events,
-            metrics=metrics,
-            decisions=tuple(read_lines(path, _bounded(Decision.of))) if path.exists() else (),
-            plans=_newest_plans(run_dir, events),
-        )
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"run_dir={run_dir}: must be the folder of a run with intact files metrics.jsonl and events.jsonl: {error}"
-        ) from None
+        Raises:
+            DataError: there is no such run, or a line is damaged; the message names file and line. An unfinished last
+                line is no error.
+        """
+        try:
+            events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(Record.read)))
+            metrics = tuple(read_lines(run_dir / METRICS_FILE, _bounded(to_metrics)))
+            path = run_dir / DECISIONS_FILE
+            return cls(
+                folder=run_dir.resolve().name,
+                events=events,
+                metrics=metrics,
+                decisions=tuple(read_lines(path, _bounded(Decision.of))) if path.exists() else (),
+                plans=_newest_plans(run_dir, events),
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"run_dir={run_dir}: must be the folder of a run with intact files metrics.jsonl and events.jsonl: "
+                f"{error}"
+            ) from None
 
 
 def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
@@ -168,19 +168,19 @@ def follow(
     """
     while True:
         # Sizes are read before the page is written, so that records appended meanwhile cause another page.
-        seen, began = sizes(run_dir), clock()
+        seen, began = _sizes(run_dir), clock()
         if write():
             return True
         # Writing the page of a long run takes long. The pause limits this to ``MAX_SHARE`` of the time.
         due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
         until = max(due, clock() + patience_seconds)
-        while clock() < due or sizes(run_dir) == seen:
+        while clock() < due or _sizes(run_dir) == seen:
             if clock() >= until:
                 return False
             wait(POLL_SECONDS)
 
 
-def sizes(run_dir: Path) -> tuple[int, ...]:
+def _sizes(run_dir: Path) -> tuple[int, ...]:
     """Return the sizes in bytes of the files that grow during a run. The size of a missing file is 0."""
 
     def size(path: Path) -> int:

@@ -8,7 +8,7 @@ from megatron_ft.events import ExpertLoad, PlacementInForce, Record
 from megatron_ft.formatting import seconds, size
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.telemetry.expert_load import bin_loads, herfindahl, max_over_even_share, relative_load
-from megatron_ft.telemetry.report.drawing import Element, drawing, element, short, swatch, table, text
+from megatron_ft.telemetry.report.drawing import Element, short, text
 
 WIDTH = 1000
 NUM_BESIDE = 2
@@ -22,7 +22,7 @@ NUM_OPEN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class _Panel:
     title: str
     num_rows: int
     num_columns: int
@@ -36,7 +36,7 @@ class Panel:
     """Whether to leave a gap between neighbouring cells if the cells are large enough."""
 
 
-def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
+def _runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
     """Merge neighbouring cells of the same class into (class, row, first column, number of columns). Skip cells without
     a class."""
     for row, classes in enumerate(rows):
@@ -48,7 +48,7 @@ def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, in
                 begin = column
 
 
-def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
+def _panels(name: str, maps: Sequence[_Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
     """Draw all maps. The first ``NUM_OPEN`` are shown; the rest is folded under the title ``more``.
 
     Args:
@@ -58,10 +58,10 @@ def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, mo
     rest = [maps[begin : begin + NUM_OPEN] for begin in range(NUM_OPEN, len(maps), NUM_OPEN)]
     if rest:
         sheets = [_sheet(f"{name}-{number}", some, title, description) for number, some in enumerate(rest, 2)]
-        yield element("details", element("summary", more), *sheets)
+        yield Element.of("details", Element.of("summary", more), *sheets)
 
 
-def _sheet(name: str, maps: Sequence[Panel], title: str, description: str) -> Element:
+def _sheet(name: str, maps: Sequence[_Panel], title: str, description: str) -> Element:
     shapes: list[Element] = []
     y = 0.0
     for begin in range(0, len(maps), NUM_BESIDE):
@@ -70,19 +70,19 @@ def _sheet(name: str, maps: Sequence[Panel], title: str, description: str) -> El
             shapes += _panel(panel, place * WIDTH / NUM_BESIDE + LEFT, y + TOP)
         y += TOP + max(_height(panel) for panel in beside) + BOTTOM
     named = f"{title}: {maps[0].title} to {maps[-1].title}" if len(maps) > 1 else f"{title}: {maps[0].title}"
-    return drawing(name, *shapes, width=WIDTH, height=int(y), title=named, description=description)
+    return Element.drawing(name, *shapes, width=WIDTH, height=int(y), title=named, description=description)
 
 
-def _height(panel: Panel) -> float:
+def _height(panel: _Panel) -> float:
     return min(MAX_HEIGHT, MAX_CELL * panel.num_rows)
 
 
-def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
+def _panel(panel: _Panel, left: float, top: float) -> Iterator[Element]:
     width, height = WIDTH / NUM_BESIDE - LEFT - GUTTER, _height(panel)
     across, down = width / panel.num_columns, height / panel.num_rows
     gap = 1.0 if panel.has_gaps and min(across, down) >= _LEAST_WITH_GAP else 0.0
     yield text(panel.title, left, top - 8, "strong")
-    yield element("rect", x=left, y=top, width=width, height=height, class_="lane")
+    yield Element.of("rect", x=left, y=top, width=width, height=height, class_="lane")
     paths: dict[str, list[str]] = {}
     for class_, row, column, count in panel.runs:
         box = short(count * across - gap)
@@ -90,7 +90,7 @@ def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
         # All cells of a class form one path, because tens of thousands of elements would make the page slow.
         paths.setdefault(class_, []).append(f"{start}h{box}v{short(down - gap)}h-{box}z")
     for class_, parts in sorted(paths.items()):
-        yield element("path", d="".join(parts), class_=class_)
+        yield Element.of("path", d="".join(parts), class_=class_)
     first, last = panel.rows
     yield text(first, left - 6, top + min(11.0, down / 2 + 4), "tick", "end")
     if panel.num_rows > 1:
@@ -111,7 +111,7 @@ _MIN_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerLoads:
+class _LayerLoads:
     """Load of the experts of one MoE layer."""
 
     number: int
@@ -137,32 +137,32 @@ class ExpertLoads:
     experts_per_row: int
     stretches: tuple[tuple[int, int], ...]
     """First and last iteration of each column."""
-    layers: tuple[LayerLoads, ...]
+    layers: tuple[_LayerLoads, ...]
 
-
-def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
-    """Compute the expert loads of a run; None if no record contains any. Only the newest record of an iteration
-    counts."""
-    loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
-    if not loads:
-        return None
-    newest = loads[-1]
-    # Records are stored by iteration, so that the newest record of a repeated iteration counts.
-    of_its_shape = {record.iteration: record for record in loads if _shape(record) == _shape(newest)}
-    if len({len(row) for row in newest.layers}) != 1:
-        return None
-    num_layers, num_experts = len(newest.layers), len(newest.layers[0])
-    per_row = -(-num_experts // MAX_ROWS)
-    most = MAX_CELLS // (num_layers * -(-num_experts // per_row))
-    stretches = list(_stretches(sorted(of_its_shape), min(MAX_COLUMNS, max(_MIN_COLUMNS, most))))
-    totals = [_total([of_its_shape[iteration] for iteration in stretch]) for stretch in stretches]
-    numbers = _shape(newest)[1] or tuple(range(1, num_layers + 1))
-    return ExpertLoads(
-        num_experts=num_experts,
-        experts_per_row=per_row,
-        stretches=tuple((stretch[0], stretch[-1]) for stretch in stretches),
-        layers=tuple(_layer(number, [total[place] for total in totals]) for place, number in enumerate(numbers)),
-    )
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> "ExpertLoads | None":
+        """Compute the expert loads of a run; None if no record contains any. Only the newest record of an iteration
+        counts."""
+        loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
+        if not loads:
+            return None
+        newest = loads[-1]
+        # Records are stored by iteration, so that the newest record of a repeated iteration counts.
+        of_its_shape = {record.iteration: record for record in loads if _shape(record) == _shape(newest)}
+        if len({len(row) for row in newest.layers}) != 1:
+            return None
+        num_layers, num_experts = len(newest.layers), len(newest.layers[0])
+        per_row = -(-num_experts // MAX_ROWS)
+        most = MAX_CELLS // (num_layers * -(-num_experts // per_row))
+        stretches = list(_stretches(sorted(of_its_shape), min(MAX_COLUMNS, max(_MIN_COLUMNS, most))))
+        totals = [_total([of_its_shape[iteration] for iteration in stretch]) for stretch in stretches]
+        numbers = _shape(newest)[1] or tuple(range(1, num_layers + 1))
+        return cls(
+            num_experts=num_experts,
+            experts_per_row=per_row,
+            stretches=tuple((stretch[0], stretch[-1]) for stretch in stretches),
+            layers=tuple(_layer(number, [total[place] for total in totals]) for place, number in enumerate(numbers)),
+        )
 
 
 def _shape(record: ExpertLoad) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -184,10 +184,10 @@ def _total(records: Sequence[ExpertLoad]) -> list[list[int]]:
     ]
 
 
-def _layer(number: int, totals: Sequence[Sequence[int]]) -> LayerLoads:
+def _layer(number: int, totals: Sequence[Sequence[int]]) -> _LayerLoads:
     newest = totals[-1]
     shares = relative_load(newest)
-    return LayerLoads(
+    return _LayerLoads(
         number=number,
         columns=tuple(tuple(bin_loads(relative_load(tokens), MAX_ROWS)) for tokens in totals),
         busiest=max(range(len(newest)), key=newest.__getitem__),
@@ -213,7 +213,7 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     """Draw for each layer how its tokens spread over the experts, from the first iterations to the newest."""
     if loads is None:
         return
-    yield element("h2", "Expert load", id="expert-load")
+    yield Element.of("h2", "Expert load", id="expert-load")
     maps = [_load_panel(loads, layer) for layer in loads.layers]
     first, last = loads.stretches[0][0], loads.stretches[-1][1]
     per_row = (
@@ -221,9 +221,11 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     )
     down = f"experts 0 to {loads.num_experts - 1} from top to bottom{per_row}"
     words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
-    yield element("p", f"{words} Colours show an expert's tokens divided by the mean over experts.")
-    yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
-    yield from panels(
+    yield Element.of("p", f"{words} Colours show an expert's tokens divided by the mean over experts.")
+    yield Element.of(
+        "ul", *(Element.of("li", Element.swatch(class_), words) for _, class_, words in _LEVELS), class_="legend"
+    )
+    yield from _panels(
         "expert-load",
         maps,
         title="Load of experts",
@@ -243,26 +245,26 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     header = ("layer", "busiest expert", "its load", "lowest load", "HHI")
     first, last = loads.stretches[-1]
     span = f"iterations {first:,} to {last:,}" if last > first else f"iteration {first:,}"
-    found = table(f"Tokens of an expert divided by the mean, {span}", header, rows, numbers={0, 1, 2, 3, 4})
-    yield element("details", element("summary", "Present unevenness"), found)
+    found = Element.table(f"Tokens of an expert divided by the mean, {span}", header, rows, numbers={0, 1, 2, 3, 4})
+    yield Element.of("details", Element.of("summary", "Present unevenness"), found)
     even = f"{1 / loads.num_experts:.3f}"
     words = f"HHI: sum of squared shares; {even} is even, 1 means that one expert has all tokens."
-    yield element("p", words, class_="soft")
+    yield Element.of("p", words, class_="soft")
 
 
-def level(load: float) -> str:
+def _level(load: float) -> str:
     """Return the CSS class of the colour for a load, which is tokens divided by the mean."""
     return next(class_ for end, class_, _ in _LEVELS if load < end or end == float("inf"))
 
 
-def _load_panel(loads: ExpertLoads, layer: LayerLoads) -> Panel:
+def _load_panel(loads: ExpertLoads, layer: _LayerLoads) -> _Panel:
     num_rows = len(layer.columns[0])
-    rows = ([level(column[row]) for column in layer.columns] for row in range(num_rows))
-    return Panel(
+    rows = ([_level(column[row]) for column in layer.columns] for row in range(num_rows))
+    return _Panel(
         title=f"layer {layer.number}",
         num_rows=num_rows,
         num_columns=len(layer.columns),
-        runs=tuple(runs_of(rows)),
+        runs=tuple(_runs_of(rows)),
         rows=("0", str(loads.num_experts - 1)),
         columns=(f"iteration {loads.stretches[0][0]:,}", f"{loads.stretches[-1][1]:,}"),
     )
@@ -280,25 +282,27 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
     if not placements:
         return
     newest = placements[-1]
-    yield element("h2", "Placement", id="placement")
-    yield element("p", f"Used since iteration {newest.iteration:,} ({newest.reason}).")
-    yield element("ul", *(element("li", line, class_="words") for line in newest.stages[:64]))
+    yield Element.of("h2", "Placement", id="placement")
+    yield Element.of("p", f"Used since iteration {newest.iteration:,} ({newest.reason}).")
+    yield Element.of("ul", *(Element.of("li", line, class_="words") for line in newest.stages[:64]))
     maps = [_placement_panel(plan, layer) for plan in plans for layer in range(len(plan.layer_numbers))]
     num_cells = sum(plan.num_experts * len(plan.ranks) * len(plan.slots) for plan in plans)
     if not maps:
-        yield element(
+        yield Element.of(
             "p",
             "The slots are not drawn, because the run's folder does not contain this placement's plan.",
             class_="soft",
         )
     elif num_cells > MAX_PLACEMENT_CELLS:
-        yield element("p", "The slots are not drawn, because there are too many.", class_="soft")
+        yield Element.of("p", "The slots are not drawn, because there are too many.", class_="soft")
     else:
-        yield element("p", _PLACEMENT_WORDS)
-        yield element(
-            "ul", *(element("li", swatch(class_), words) for class_, words in _PLACEMENT_LEGEND), class_="legend"
+        yield Element.of("p", _PLACEMENT_WORDS)
+        yield Element.of(
+            "ul",
+            *(Element.of("li", Element.swatch(class_), words) for class_, words in _PLACEMENT_LEGEND),
+            class_="legend",
         )
-        yield from panels(
+        yield from _panels(
             "placement-map",
             maps,
             title="Placement",
@@ -306,18 +310,18 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
             "above sums up the maps.",
             more="Layers not shown above",
         )
-        yield element("details", element("summary", "Ranks and failure domains"), _ranks(plans))
-    yield element("details", element("summary", "History of the placement"), _changes(placements))
+        yield Element.of("details", Element.of("summary", "Ranks and failure domains"), _ranks(plans))
+    yield Element.of("details", Element.of("summary", "History of the placement"), _changes(placements))
 
 
-def _placement_panel(plan: PlacementPlan, layer: int) -> Panel:
+def _placement_panel(plan: PlacementPlan, layer: int) -> _Panel:
     held = [Counter(experts) for experts in plan.slots[layer]]
     cells = (
         ("held-1" if of_rank[expert] == 1 else "held-2", expert, column, 1)
         for column, of_rank in enumerate(held)
         for expert in sorted(of_rank)
     )
-    return Panel(
+    return _Panel(
         title=f"layer {plan.layer_numbers[layer]}",
         num_rows=plan.num_experts,
         num_columns=max(1, len(plan.ranks)),
@@ -336,7 +340,7 @@ def _ranks(plans: Sequence[PlacementPlan]) -> Element:
             few, most = min(held, default=0), max(held, default=0)
             rows.append((str(rank), str(stage), domain, str(most) if few == most else f"{few} to {most}"))
     header = ("rank", "stage", "failure domain", "filled slots per layer")
-    return table("Columns of the map", header, rows, numbers={0, 1, 3}, words=2)
+    return Element.table("Columns of the map", header, rows, numbers={0, 1, 3}, words=2)
 
 
 def _changes(placements: Sequence[PlacementInForce]) -> Element:
@@ -344,7 +348,7 @@ def _changes(placements: Sequence[PlacementInForce]) -> Element:
     more = len(placements) - len(shown)
     caption = "Placements that the run has used" + (f"; {more:,} earlier ones are left out" if more else "")
     header = ("from iteration", "why", "moved", "took", "busiest rank over mean, before", "after", "predicted gain")
-    return table(caption, header, [_change(record) for record in shown], numbers={0, 2, 3, 4, 5, 6}, words=1)
+    return Element.table(caption, header, [_change(record) for record in shown], numbers={0, 2, 3, 4, 5, 6}, words=1)
 
 
 def _change(record: PlacementInForce) -> tuple[str, ...]:

@@ -9,18 +9,18 @@ from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.records import OtherRecord
-from megatron_ft.telemetry.goodput import Goodput, instant, measure
+from megatron_ft.telemetry.goodput import Goodput, instant
 from megatron_ft.telemetry.read import newest_of_each
 from megatron_ft.telemetry.report.files import RunFiles
-from megatron_ft.telemetry.report.maps import ExpertLoads, expert_loads
-from megatron_ft.telemetry.report.recoveries import Recovery, find_recoveries
+from megatron_ft.telemetry.report.maps import ExpertLoads
+from megatron_ft.telemetry.report.recoveries import Recovery
 
 _HIGHEST = 1e30
 """Limit of the losses that are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class _Outcome:
     """Outcome of the run according to its records."""
 
     level: str
@@ -48,7 +48,7 @@ class RunReport:
     model: str | None
     size: str | None
     """Description of the number of ranks and nodes and of the device, at the newest start."""
-    outcome: Outcome
+    outcome: _Outcome
     iteration: int | None
     """Newest reported iteration."""
     train_iterations: int | None
@@ -77,37 +77,41 @@ class RunReport:
     newest_unix_seconds: float | None
     """Time of the newest record."""
 
-
-def build(files: RunFiles) -> RunReport:
-    """Compute the content of the page."""
-    newest = newest_of_each(files.metrics)
-    started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
-    # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost of a
-    # failure.
-    found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
-    times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
-    return RunReport(
-        name=started.run_name if started else files.folder,
-        model=started.model if started else None,
-        size=_size(files.events, started),
-        outcome=_outcome(files.events),
-        iteration=newest[-1].iteration if newest else None,
-        train_iterations=started.train_iterations if started else None,
-        loss=tuple(_points(newest)),
-        evaluations=tuple(_evaluations(files.events)),
-        marks=tuple(_marks(files.events, found)),
-        recoveries=found,
-        alerts=tuple(record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)),
-        goodput=measure((*files.metrics, *files.events)),
-        loads=expert_loads(files.events),
-        placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
-        plans=files.plans,
-        others=tuple(record for record in files.events if isinstance(record, OtherRecord)),
-        num_jobs=num_jobs,
-        num_events=len(files.events),
-        num_metrics=len(files.metrics),
-        newest_unix_seconds=max(times, default=None),
-    )
+    @classmethod
+    def of(cls, files: RunFiles) -> "RunReport":
+        """Compute the content of the page."""
+        newest = newest_of_each(files.metrics)
+        started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
+        # All metrics are used, not only the newest of each iteration, because iterations that ran again show the cost
+        # of a failure.
+        found, num_jobs = Recovery.find(files.events, files.decisions, files.metrics)
+        times = [
+            at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None
+        ]
+        return cls(
+            name=started.run_name if started else files.folder,
+            model=started.model if started else None,
+            size=_size(files.events, started),
+            outcome=_outcome(files.events),
+            iteration=newest[-1].iteration if newest else None,
+            train_iterations=started.train_iterations if started else None,
+            loss=tuple(_points(newest)),
+            evaluations=tuple(_evaluations(files.events)),
+            marks=tuple(_marks(files.events, found)),
+            recoveries=found,
+            alerts=tuple(
+                record for record in files.events if isinstance(record, events.AlertRaised | events.AlertCleared)
+            ),
+            goodput=Goodput.measure((*files.metrics, *files.events)),
+            loads=ExpertLoads.of(files.events),
+            placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
+            plans=files.plans,
+            others=tuple(record for record in files.events if isinstance(record, OtherRecord)),
+            num_jobs=num_jobs,
+            num_events=len(files.events),
+            num_metrics=len(files.metrics),
+            newest_unix_seconds=max(times, default=None),
+        )
 
 
 def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:
@@ -122,18 +126,18 @@ def _size(records: Sequence[Record], started: RunStarted | None) -> str | None:
     return f"{num_ranks} rank{'s' * (num_ranks != 1)}{nodes}{device}"
 
 
-def _outcome(records: Sequence[Record]) -> Outcome:
+def _outcome(records: Sequence[Record]) -> _Outcome:
     kinds = (RunStarted, events.RunFinished, events.RunStopped)
     last = next((record for record in reversed(records) if isinstance(record, kinds)), None)
     if isinstance(last, events.RunFinished):
-        return Outcome(level="good", text=f"finished: {last.reason}")
+        return _Outcome(level="good", text=f"finished: {last.reason}")
     if isinstance(last, events.RunStopped):
         meaning = EXIT_CODES.get(last.exit_code)
         code = f"exit code {last.exit_code}" + (f", {meaning}" if meaning else "")
-        return Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
+        return _Outcome(level="bad", text=f"stopped: {last.reason} ({code})")
     if last is None:
-        return Outcome(level="open", text="nothing reported yet")
-    return Outcome(level="open", text="no end reported: the run continues, or it ended without a record")
+        return _Outcome(level="open", text="nothing reported yet")
+    return _Outcome(level="open", text="no end reported: the run continues, or it ended without a record")
 
 
 def _points(metrics: Sequence[Metrics]) -> Iterator[tuple[int, float]]:

@@ -179,6 +179,36 @@ class Recovery:
         head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
         return head if started is None else head + started.declined
 
+    @classmethod
+    def find(
+        cls, records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
+    ) -> "tuple[tuple[Recovery, ...], int]":
+        """Find all recoveries and changes of membership, oldest first. Return them and the number of jobs.
+
+        Args:
+            records: All events of the run, in the order of writing.
+            decisions: Decisions of the controller, in the order of writing.
+            metrics: Metrics of all attempts, in the order of writing.
+        """
+        folding = _Folding()
+        for record in records:
+            folding.take(record)
+        recoveries = folding.recoveries
+        by_generation = {(recovery.job, recovery.generation): recovery for recovery in recoveries}
+        for decision in decisions:
+            # Generations count from 0 in every job, so the time of a decision determines its job.
+            begun = [
+                job for job, at in enumerate(folding.starts) if at is not None and at <= decision.time_unix_seconds
+            ]
+            recovery = by_generation.get((max(begun, default=0), decision.generation + 1))
+            if recovery is not None:
+                recovery.decision = decision
+                if decision.nodes and len(decision.nodes) <= MAX_RANKS:
+                    recovery.nodes_after = decision.nodes
+        _join_layouts(recoveries)
+        _add_times(recoveries, metrics)
+        return tuple(recoveries), folding.job + 1
+
 
 def ranges(numbers: Sequence[int]) -> str:
     """Format numbers as ranges: ``1, 4-7``."""
@@ -189,34 +219,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def find_recoveries(
-    records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
-) -> tuple[tuple[Recovery, ...], int]:
-    """Find all recoveries and changes of membership, oldest first. Return them and the number of jobs.
-
-    Args:
-        records: All events of the run, in the order of writing.
-        decisions: Decisions of the controller, in the order of writing.
-        metrics: Metrics of all attempts, in the order of writing.
-    """
-    folding = _Folding()
-    for record in records:
-        folding.take(record)
-    recoveries = folding.recoveries
-    by_generation = {(recovery.job, recovery.generation): recovery for recovery in recoveries}
-    for decision in decisions:
-        # Generations count from 0 in every job, so the time of a decision determines its job.
-        begun = [job for job, at in enumerate(folding.starts) if at is not None and at <= decision.time_unix_seconds]
-        recovery = by_generation.get((max(begun, default=0), decision.generation + 1))
-        if recovery is not None:
-            recovery.decision = decision
-            if decision.nodes and len(decision.nodes) <= MAX_RANKS:
-                recovery.nodes_after = decision.nodes
-    _join_layouts(recoveries)
-    _add_times(recoveries, metrics)
-    return tuple(recoveries), folding.job + 1
 
 
 def _join_layouts(recoveries: Sequence[Recovery]) -> None:

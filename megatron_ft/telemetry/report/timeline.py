@@ -8,19 +8,7 @@ from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.formatting import seconds, size
 from megatron_ft.telemetry.goodput import duration, instant
-from megatron_ft.telemetry.report.drawing import (
-    CHARACTER_WIDTH,
-    Element,
-    Scale,
-    cross,
-    drawing,
-    element,
-    figure,
-    line,
-    table,
-    text,
-    x_axis,
-)
+from megatron_ft.telemetry.report.drawing import CHARACTER_WIDTH, Element, Scale, figure, text, x_axis
 from megatron_ft.telemetry.report.recoveries import Course, Recovery
 
 KINDS = {
@@ -57,7 +45,7 @@ _NONE = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class _Span:
     """Activity of a rank. Times are in seconds after the failure."""
 
     kind: str
@@ -83,7 +71,7 @@ class Lane:
     """Pipeline stage; None if no record names it."""
     fate: str
     """``new process``, ``lost`` or similar; empty for a rank that continues in its place."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
     """Seconds after the failure at which the process, or its predecessor in the same place, ended."""
     work: events.StageRecovery | None = None
@@ -102,7 +90,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
+class _Instant:
     """Moment that is the same for all ranks, such as the first failure."""
 
     seconds: float
@@ -117,7 +105,7 @@ class Timeline:
     end: float
     lanes: tuple[Lane, ...]
     """Lanes ordered by stage, then by rank. Processes that are gone come last."""
-    instants: tuple[Instant, ...]
+    instants: tuple[_Instant, ...]
     """Marked moments. The first one is the moment from which times count."""
 
     @property
@@ -131,38 +119,38 @@ class Timeline:
         seen = {span.kind for lane in self.lanes for span in lane.spans}
         return tuple(kind for kind in KINDS if kind in seen)
 
+    @classmethod
+    def of(cls, recovery: Recovery) -> "Timeline | None":
+        """Make the timeline of a recovery; None if the records have no times, or if the recovery is the start of a
+        later job."""
+        course = recovery.course
+        if course is None or recovery.is_new_job:
+            return None
+        lanes = sorted(_lanes(recovery, course.begin), key=_place)
+        margin = max(_MARGIN * (course.ready - course.begin), _LEAST_MARGIN_SECONDS)
+        last = [at for record in course.after[-1:] if (at := record.time_unix_seconds) is not None]
+        resumed = _training(course.after, course.ready, course.begin)[:1]
+        ready = max(course.ready - course.begin, *(span.begin for span in resumed), 0.0)
+        end = min(max(ready, *(at - course.begin for at in last), 0.0), ready + margin)
+        earliest = min((span.begin for span in _training(course.before, 0.0, course.begin)), default=-margin)
+        return cls(
+            begin=max(-margin, earliest) if course.before else -margin,
+            end=max(end, 1e-3),
+            lanes=tuple(replace(lane, spans=tuple(_spans(lane, recovery, course))) for lane in lanes),
+            instants=tuple(_instants(recovery, course)),
+        )
 
-def timeline_of(recovery: Recovery) -> Timeline | None:
-    """Make the timeline of a recovery; None if the records have no times, or if the recovery is the start of a later
-    job."""
-    course = recovery.course
-    if course is None or recovery.is_new_job:
-        return None
-    lanes = sorted(_lanes(recovery, course.begin), key=_place)
-    margin = max(_MARGIN * (course.ready - course.begin), _LEAST_MARGIN_SECONDS)
-    last = [at for record in course.after[-1:] if (at := record.time_unix_seconds) is not None]
-    resumed = _training(course.after, course.ready, course.begin)[:1]
-    ready = max(course.ready - course.begin, *(span.begin for span in resumed), 0.0)
-    end = min(max(ready, *(at - course.begin for at in last), 0.0), ready + margin)
-    earliest = min((span.begin for span in _training(course.before, 0.0, course.begin)), default=-margin)
-    return Timeline(
-        begin=max(-margin, earliest) if course.before else -margin,
-        end=max(end, 1e-3),
-        lanes=tuple(replace(lane, spans=tuple(_spans(lane, recovery, course))) for lane in lanes),
-        instants=tuple(_instants(recovery, course)),
-    )
 
-
-def _instants(recovery: Recovery, course: Course) -> Iterator[Instant]:
-    yield Instant(seconds=0.0, words=FAILURE if recovery.is_failure else "requested")
+def _instants(recovery: Recovery, course: Course) -> Iterator[_Instant]:
+    yield _Instant(seconds=0.0, words=FAILURE if recovery.is_failure else "requested")
     if course.decided > course.begin:
-        yield Instant(seconds=course.decided - course.begin, words="decided")
+        yield _Instant(seconds=course.decided - course.begin, words="decided")
     if course.ready > course.decided:
-        yield Instant(seconds=course.ready - course.begin, words="ready")
+        yield _Instant(seconds=course.ready - course.begin, words="ready")
     for first in course.after[:1]:
         if first.time_unix_seconds is not None:
             at = first.time_unix_seconds - course.begin
-            yield Instant(seconds=at, words=f"iteration {first.iteration} done")
+            yield _Instant(seconds=at, words=f"iteration {first.iteration} done")
 
 
 def _place(lane: Lane) -> tuple[bool, int, int]:
@@ -228,7 +216,7 @@ def _deaths(recovery: Recovery, begin: float) -> dict[int, float]:
     return dead
 
 
-def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
+def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
     if lane.previous is not None:
         end = float("inf") if lane.died_seconds is None else lane.died_seconds
         for span in _before(recovery, course):
@@ -240,23 +228,23 @@ def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
         yield from _training(course.after, course.ready, course.begin)
 
 
-def _before(recovery: Recovery, course: Course) -> list[Span]:
+def _before(recovery: Recovery, course: Course) -> list[_Span]:
     spans = _training(course.before, 0.0, course.begin)
     newest = course.before[-1].time_unix_seconds if course.before else None
     if recovery.is_failure and spans and newest is not None and course.begin > newest:
         iteration = course.before[-1].iteration + 1
         words = f"iteration {iteration} was interrupted"
-        spans.append(Span(kind="unfinished", begin=newest - course.begin, end=0.0, label=str(iteration), words=words))
+        spans.append(_Span(kind="unfinished", begin=newest - course.begin, end=0.0, label=str(iteration), words=words))
     return spans
 
 
-def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[Span]:
+def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[_Span]:
     """Return the trained iterations as spans. No span begins before ``from_seconds`` or before the previous one ends.
 
     Args:
         zero: Time from which the times of spans count.
     """
-    spans: list[Span] = []
+    spans: list[_Span] = []
     free_from = from_seconds
     for record in metrics:
         end, length = record.time_unix_seconds, duration(float(record.values.get("iteration_seconds", -1.0)))
@@ -265,20 +253,20 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
         begin = max(free_from, end - length) if length is not None else free_from
         if 0.0 < begin <= end:
             words, label = f"iteration {record.iteration} trained", str(record.iteration)
-            spans.append(Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
+            spans.append(_Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
         # Bars of one lane must not overlap, even if the clocks of two attempts disagree.
         free_from = max(free_from, end)
     return spans
 
 
-def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
+def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[_Span]:
     # List spans from the decision until the rank trains; spans drawn behind others come first.
 
-    def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
+    def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[_Span]:
         until, length = instant(end), duration(length)
         if until is not None and length is not None:
             relative, words = until - course.begin, f"{words}: {seconds(length)}"
-            yield Span(kind=kind, begin=relative - length, end=relative, label=label, words=words)
+            yield _Span(kind=kind, begin=relative - length, end=relative, label=label, words=words)
 
     for changed in recovery.every(events.MembershipChanged):
         yield from span("forms", changed.time_unix_seconds, changed.seconds, "", "the membership forms")
@@ -313,15 +301,15 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
     """Return the section of the page that shows each recovery in a part of its own."""
     if not recoveries:
         return
-    yield element("h2", "Details of each recovery", id="stories")
+    yield Element.of("h2", "Details of each recovery", id="stories")
     is_open = len(recoveries) <= NUM_OPEN
     for recovery in recoveries:
         title = (
             f"{recovery.number}. {recovery.lost}: {recovery.strategy}, continues after iteration {recovery.iteration}"
         )
-        yield element(
+        yield Element.of(
             "details",
-            element("summary", element("h3", title)),
+            Element.of("summary", Element.of("h3", title)),
             *_part(recovery),
             class_="recovery-details",
             id=f"recovery-{recovery.number}",
@@ -330,17 +318,17 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 
 
 def _part(recovery: Recovery) -> Iterator[Element]:
-    timeline = timeline_of(recovery)
+    timeline = Timeline.of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records do not contain the times of the ranks' work.", class_="soft")
+        yield Element.of("p", "No timeline: the records do not contain the times of the ranks' work.", class_="soft")
     else:
-        yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
-        legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
-        yield element("ul", *legend, class_="legend")
-        yield element("details", element("summary", "Work of each rank"), _lane_table(timeline))
+        yield _timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
+        legend = [Element.of("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
+        yield Element.of("ul", *legend, class_="legend")
+        yield Element.of("details", Element.of("summary", "Work of each rank"), _lane_table(timeline))
     if recovery.declined:
-        yield element("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
-    yield element("details", element("summary", "Recorded events"), _step_table(recovery, timeline))
+        yield Element.of("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
+    yield Element.of("details", Element.of("summary", "Recorded events"), _step_table(recovery, timeline))
 
 
 def _lane_table(timeline: Timeline) -> Element:
@@ -348,7 +336,9 @@ def _lane_table(timeline: Timeline) -> Element:
     more = len(timeline.lanes) - len(shown)
     caption = "Ranks by stage" + (f"; {more} more are not shown" if more else "")
     header = ("rank", "stage", "node", "work", "began", "took", "replayed", "forward passes", "log bytes")
-    return table(caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3)
+    return Element.table(
+        caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3
+    )
 
 
 def _lane_row(lane: Lane) -> tuple[str, ...]:
@@ -367,14 +357,14 @@ def _lane_row(lane: Lane) -> tuple[str, ...]:
 
 
 def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
-    steps = list(steps_of(recovery))
+    steps = list(_steps_of(recovery))
     zero = "the failure" if timeline is None else timeline.zero
     caption = f"Seconds after {zero}" + ("" if len(steps) <= MAX_STEPS else f"; the first {MAX_STEPS}")
     rows = [(_NONE if at is None else f"{at:.2f} s", words) for at, words in steps[:MAX_STEPS]]
-    return table(caption, ("at", "what"), rows, numbers={0}, words=1)
+    return Element.table(caption, ("at", "what"), rows, numbers={0}, words=1)
 
 
-def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
+def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
     """Return (seconds after the failure, text) of each record, sorted by time. Records without a time come last."""
     course, decision = recovery.course, recovery.decision
 
@@ -392,7 +382,7 @@ def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
     return sorted(steps, key=lambda step: float("inf") if step[0] is None else step[0])
 
 
-def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
+def _timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
     """Draw one lane per rank, ordered by stage. ``name`` must be unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
@@ -407,7 +397,7 @@ def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
         rows += (_lane(lane, x, y + index * (LANE + GAP), most) for index, lane in enumerate(group))
         y += len(group) * (LANE + GAP) + GROUP
     bottom = y - GROUP + 6
-    return drawing(
+    return Element.drawing(
         name,
         x_axis(
             x,
@@ -439,7 +429,7 @@ def _group(lanes: Sequence[Lane], y: float) -> Element:
     first = lanes[0]
     words = "gone" if first.rank is None else "ranks" if first.stage is None else f"stage {first.stage}"
     middle = (y + bottom) / 2
-    return element("g", line(66, y, 66, bottom, "axis"), text(words, 58, middle + 4, "strong", "end"))
+    return Element.of("g", Element.line(66, y, 66, bottom, "axis"), text(words, 58, middle + 4, "strong", "end"))
 
 
 def _lane(lane: Lane, x: Scale, y: float, most_bytes: int) -> Element:
@@ -447,10 +437,10 @@ def _lane(lane: Lane, x: Scale, y: float, most_bytes: int) -> Element:
     bars = sorted(lane.spans, key=lambda span: span.kind not in _BEHIND)
     end = None
     if lane.died_seconds is not None:
-        end = cross(x(lane.died_seconds), y + LANE / 2, f"{lane.name}: its process ended")
-    return element(
+        end = Element.cross(x(lane.died_seconds), y + LANE / 2, f"{lane.name}: its process ended")
+    return Element.of(
         "g",
-        element("rect", x=x.begin, y=y, width=x.end - x.begin, height=LANE, class_="lane"),
+        Element.of("rect", x=x.begin, y=y, width=x.end - x.begin, height=LANE, class_="lane"),
         text(f"{lane.name}{node}", 74, y + LANE / 2 + 4),
         text(lane.fate, x.begin - 8, y + LANE / 2 + 4, "side", "end") if lane.fate else None,
         *(bar for span in bars for bar in _bar(span, x, y)),
@@ -459,15 +449,15 @@ def _lane(lane: Lane, x: Scale, y: float, most_bytes: int) -> Element:
     )
 
 
-def _bar(span: Span, x: Scale, y: float) -> Iterator[Element]:
+def _bar(span: _Span, x: Scale, y: float) -> Iterator[Element]:
     begin, end = x(span.begin), x(span.end)
     if span.end < x.low or span.begin > x.high:
         return
     inset = 0 if span.kind in _BEHIND else 2
     width = max(1.5, end - begin - 1)
     height = LANE - 2 * inset
-    title = element("title", span.words)
-    yield element("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
+    title = Element.of("title", span.words)
+    yield Element.of("rect", title, x=begin, y=y + inset, width=width, height=height, rx=2, class_=span.kind)
     room = 22 if span.kind == "unfinished" else 6  # the mark of a failure is at its end
     if span.label and width > CHARACTER_WIDTH * len(span.label) + room:
         yield text(span.label, begin + width / 2, y + LANE / 2 + 4, "inbar", "middle")
@@ -478,7 +468,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
         return
     arrow = {"serves": "↑", "replays": "↓"}.get(lane.work.role, "")
     width = 40 * min(1.0, lane.work.bytes_moved / most)
-    yield element("rect", x=x, y=y + 7, width=max(1.0, width), height=8, class_="log")
+    yield Element.of("rect", x=x, y=y + 7, width=max(1.0, width), height=8, class_="log")
     yield text(f"{arrow} {size(lane.work.bytes_moved)}", x + 46, y + LANE / 2 + 4, "side")
 
 
@@ -490,8 +480,8 @@ def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
             continue
         at = x(moment.seconds)
         class_ = "failed-moment" if moment.words == FAILURE else "moment"
-        title = element("title", f"{moment.words}: {moment.seconds:.2f} s")
-        yield element("line", title, x1=at, y1=TOP - 8, x2=at, y2=bottom, class_=class_)
+        title = Element.of("title", f"{moment.words}: {moment.seconds:.2f} s")
+        yield Element.of("line", title, x1=at, y1=TOP - 8, x2=at, y2=bottom, class_=class_)
         half = CHARACTER_WIDTH * len(moment.words) / 2
         middle = min(at, WIDTH - half - 2)
         if middle - half > free_from:
@@ -500,5 +490,5 @@ def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
 
 
 def _legend_bar(kind: str) -> Element:
-    bar = element("rect", x=1, y=1, width=20, height=10, rx=2, class_=kind)
-    return element("svg", bar, viewBox="0 0 22 12", aria_hidden="true")
+    bar = Element.of("rect", x=1, y=1, width=20, height=10, rx=2, class_=kind)
+    return Element.of("svg", bar, viewBox="0 0 22 12", aria_hidden="true")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ft import events
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, judge, windows_behind
+from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, windows_behind
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
@@ -21,7 +21,7 @@ DISK_SECONDS = 30.0
 """Interval between checks of the free disk space."""
 
 
-def free_share(folder: Path) -> float:
+def _free_share(folder: Path) -> float:
     """Return the share of the file system of ``folder`` that is free for ordinary users.
 
     Raises:
@@ -57,7 +57,7 @@ class AlertSink(Sink):
     @classmethod
     def open(cls, context: SinkContext) -> "AlertSink":
         limits = AlertLimits(**{name: getattr(context.config.telemetry, f"alert_{name}") for name in NAMES})
-        return cls(limits, free_disk_share=partial(free_share, context.run_dir))
+        return cls(limits, free_disk_share=partial(_free_share, context.run_dir))
 
     def write(self, record: Record) -> None:
         """Update the figures from ``record`` and compare all of them with their limits.
@@ -109,7 +109,7 @@ class AlertSink(Sink):
             free_disk_share=self._free,
             slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
         )
-        for alert in judge(self._limits, figures):
+        for alert in self._limits.judge(figures):
             # An alert is reported once when a limit is crossed, not for each iteration beyond the limit.
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}

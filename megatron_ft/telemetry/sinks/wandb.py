@@ -23,7 +23,6 @@ from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
-from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
@@ -55,7 +54,7 @@ class WandbSink(Sink):
         self._run_dir = run_dir
         self._job = job
         # The files must be read before the thread starts, and before this attempt writes to them.
-        self._reported = Reported.so_far(run_dir)
+        self._reported = _Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="wandb-sink", daemon=True)
@@ -112,8 +111,8 @@ class WandbSink(Sink):
         # This runs in the thread, because the import takes seconds and ``init`` may wait for the network.
         import wandb
 
-        mode = wandb_mode(self._config.wandb, os.environ)
-        last_step = last_offline_step(self._run_dir) if mode == "offline" else 0
+        mode = _wandb_mode(self._config.wandb, os.environ)
+        last_step = _last_offline_step(self._run_dir) if mode == "offline" else 0
         run = wandb.init(
             project=self._config.wandb_project,
             entity=self._config.wandb_entity,
@@ -135,13 +134,13 @@ class WandbSink(Sink):
 
 
 class _Sender:
-    def __init__(self, run: Any, reported: "Reported", *, last_step: int) -> None:
+    def __init__(self, run: Any, reported: "_Reported", *, last_step: int) -> None:
         """Continue after iteration ``last_step``, the newest one that wandb has from earlier attempts."""
         self._run = run
-        self._steps = Steps(sent=last_step)
+        self._steps = _Steps(sent=last_step)
         # Iterations of earlier attempts that wandb lost. They are sent when this attempt begins, because only then is
         # it known which ones count.
-        self._missed: dict[int, Step] = {}
+        self._missed: dict[int, _Step] = {}
         for record in reported.records(loads_after=last_step):
             if (step := self._steps.take(record)) is not None:
                 self._missed[step.iteration] = step
@@ -169,13 +168,13 @@ class _Sender:
         self._run.finish(exit_code=exit_code)
         wandb.teardown(exit_code)
 
-    def _send(self, step: "Step") -> None:
+    def _send(self, step: "_Step") -> None:
         self._run.log({"iteration": step.iteration, **step.figures}, step=step.iteration, commit=True)
         self._steps.sent(step.iteration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class _Step:
     """All metrics of one iteration."""
 
     iteration: int
@@ -183,7 +182,7 @@ class Step:
     """Value of each metric by name."""
 
 
-class Steps:
+class _Steps:
     """Groups records into steps, oldest first. A step is complete when the next iteration is reported.
 
     An iteration that is reported again replaces its earlier report, unless ``sent`` was called for that iteration.
@@ -200,7 +199,7 @@ class Steps:
         """Note that wandb has all steps up to ``iteration``, so that they are not returned again."""
         self._sent = max(self._sent, iteration)
 
-    def take(self, record: Record) -> Step | None:
+    def take(self, record: Record) -> _Step | None:
         """Add a record. Return the step that it completes."""
         complete = None
         match record:
@@ -218,7 +217,7 @@ class Steps:
             self._figures |= _figures(record)
         return complete
 
-    def finish(self) -> Step | None:
+    def finish(self) -> _Step | None:
         """Return the step of the newest iteration with all figures reported so far."""
         is_first_time, self._highest = self._iteration > self._highest, max(self._highest, self._iteration)
         figures, self._figures = self._figures, {}
@@ -226,9 +225,9 @@ class Steps:
             if is_first_time and self._iteration <= self._sent:
                 self.run.hand_out()  # wandb's step of this iteration contains these figures
             return None
-        return Step(iteration=self._iteration, figures=figures | self.run.hand_out())
+        return _Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
-    def _resume(self, iteration: int) -> Step | None:
+    def _resume(self, iteration: int) -> _Step | None:
         # A started job continues after ``iteration``, so reports about later iterations are void.
         if self._iteration > iteration:
             self._figures = {}
@@ -254,7 +253,7 @@ def run_id(run_dir: Path) -> str:
     return path.read_text(encoding="ascii").strip()
 
 
-def last_offline_step(run_dir: Path) -> int:
+def _last_offline_step(run_dir: Path) -> int:
     """Return the newest step in the offline folders of earlier attempts; 0 if there is none.
 
     Steps only rise from attempt to attempt, so the newest folder that contains a step contains the newest step. If
@@ -273,7 +272,7 @@ def last_offline_step(run_dir: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class _Reported:
     """Records of earlier attempts: the run's files up to the length that they had when this attempt began."""
 
     run_dir: Path
@@ -281,7 +280,7 @@ class Reported:
     """Length of each file in bytes, by name."""
 
     @classmethod
-    def so_far(cls, run_dir: Path) -> "Reported":
+    def so_far(cls, run_dir: Path) -> "_Reported":
         """Return the current content of the run's files. Lines that are added later belong to this attempt."""
         paths = [path for name in (METRICS_FILE, EVENTS_FILE) if (path := run_dir / name).exists()]
         return cls(run_dir, {path.name: path.stat().st_size for path in paths})
@@ -296,7 +295,7 @@ class Reported:
         def parse(line: dict[str, JsonValue]) -> Record | None:
             iteration = line.get("iteration")
             is_old = isinstance(iteration, int) and iteration <= loads_after
-            return None if is_old and line.get("kind") == ExpertLoad.kind else read_record(line)
+            return None if is_old and line.get("kind") == ExpertLoad.kind else Record.read(line)
 
         files = (
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
@@ -306,7 +305,7 @@ class Reported:
         return heapq.merge(*known, key=lambda record: record.time_unix_seconds or 0.0)
 
 
-def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
+def _wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
     """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked`` without using the network.
 
     Raises:

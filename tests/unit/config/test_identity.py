@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.identity import JobIdentity, differences, settings_of
+from megatron_ft.config.identity import Difference, JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.strict_json import parse_json
 
@@ -37,7 +37,7 @@ def settings(fingerprint: str = "f", vocab_size: int = 384, **changes: dict[str,
     ],
 )
 def test_what_changes_what_is_computed_is_named(group: str, key: str, value: object, concern: str) -> None:
-    (found,) = differences(settings(), settings(**{group: {key: value}}))
+    (found,) = Difference.between(settings(), settings(**{group: {key: value}}))
     assert (found.concern, found.key, found.present) == (concern, f"{group}.{key}", value)
     assert str(found).startswith(f"{group}.{key}: was ") and ", now " in str(found)
 
@@ -60,15 +60,15 @@ def test_what_changes_what_is_computed_is_named(group: str, key: str, value: obj
     ],
 )
 def test_layout_reports_and_places_may_differ(group: str, values: dict[str, Any]) -> None:
-    assert differences(settings(), settings(**{group: values})) == []
+    assert Difference.between(settings(), settings(**{group: values})) == []
 
 
 def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
-    (seed,) = differences(settings(), settings("other", data={"seed": 9}))
+    (seed,) = Difference.between(settings(), settings("other", data={"seed": 9}))
     assert (seed.concern, seed.key, seed.stored, seed.present) == ("data", "data.seed", 1234, 9)
-    (tokens,) = differences(settings(), settings("other"))
+    (tokens,) = Difference.between(settings(), settings("other"))
     assert tokens.key == "data.fingerprint" and "the files contain different tokens" in str(tokens)
-    length = differences(settings(), settings("other", model={"seq_length": 64}))
+    length = Difference.between(settings(), settings("other", model={"seq_length": 64}))
     assert {(found.concern, found.key) for found in length} == {
         ("data", "model.seq_length"),
         ("model", "model.seq_length"),
@@ -77,27 +77,27 @@ def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
 
 def test_a_longer_run_keeps_its_schedule_only_if_the_key_is_set() -> None:
     """The default decay ends with the run: a longer one has another learning rate at every iteration."""
-    (found,) = differences(settings(), settings(training={"train_iterations": 100}))
+    (found,) = Difference.between(settings(), settings(training={"train_iterations": 100}))
     assert (found.key, found.stored, found.present) == ("optimizer.lr_decay_iterations", 60, 100)
     assert "optimizer.lr_decay_iterations=60 keeps the earlier value" in str(found)
     kept = settings(training={"train_iterations": 100}, optimizer={"lr_decay_iterations": 60})
-    assert differences(settings(), kept) == []
+    assert Difference.between(settings(), kept) == []
     constant = {"lr_decay_style": "constant"}
     longer = settings(training={"train_iterations": 100}, optimizer=constant)
-    assert differences(settings(optimizer=constant), longer) == []
+    assert Difference.between(settings(optimizer=constant), longer) == []
 
 
 def test_a_key_that_came_later_counts_as_null() -> None:
     older = settings()
     del older["model"]["model.kv_channels"], older["model"]["model.hidden_size"]
-    (found,) = differences(older, settings())
+    (found,) = Difference.between(older, settings())
     assert (found.key, found.stored, found.present) == ("model.hidden_size", None, 128)
 
 
 def test_settings_survive_json() -> None:
     import json
 
-    assert differences(parse_json(json.dumps(settings())), settings()) == []
+    assert Difference.between(parse_json(json.dumps(settings())), settings()) == []
 
 
 def test_files_belong_to_the_run_with_their_id() -> None:

@@ -2,28 +2,28 @@
 
 import pytest
 
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time, parse_membership_change
+from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
 from megatron_ft.errors import ConfigError
 
 
 @pytest.mark.parametrize("text", ["lose(nodes=[1,2],before_iteration=5)", " lose( before_iteration=5, nodes=[1, 2] ) "])
 def test_an_entry_says_who_leaves_before_which_iteration(text: str) -> None:
-    assert parse_membership_change(text) == MembershipChange(lose=(1, 2), before_iteration=5)
+    assert MembershipChange.parse(text) == MembershipChange(lose=(1, 2), before_iteration=5)
 
 
 def test_nodes_join_and_change_places() -> None:
-    joining = parse_membership_change("join(nodes=[2],before_iteration=9)")
-    both = parse_membership_change("change(lose=[0],join=[3],before_iteration=12)")
+    joining = MembershipChange.parse("join(nodes=[2],before_iteration=9)")
+    both = MembershipChange.parse("change(lose=[0],join=[3],before_iteration=12)")
     assert joining == MembershipChange(join=(2,), before_iteration=9)
     assert both == MembershipChange(lose=(0,), join=(3,), before_iteration=12)
-    lost = parse_membership_change("lose(nodes=[2,3],before_iteration=1)")
+    lost = MembershipChange.parse("lose(nodes=[2,3],before_iteration=1)")
     assert list(nodes_over_time(4, [lost, joining, both])) == [(0, 1, 2, 3), (0, 1), (0, 1, 2), (1, 2, 3)]
     assert both.summary() == "nodes [0] leave and nodes [3] join before iteration 12"
 
 
 def test_a_node_can_come_back_in_the_change_that_loses_it() -> None:
-    again = parse_membership_change("change(lose=[0,2],join=[2],before_iteration=4)")
-    nothing = parse_membership_change("change(lose=[],join=[],before_iteration=4)")
+    again = MembershipChange.parse("change(lose=[0,2],join=[2],before_iteration=4)")
+    nothing = MembershipChange.parse("change(lose=[],join=[],before_iteration=4)")
     assert list(nodes_over_time(3, [again, nothing])) == [(0, 1, 2), (1, 2), (1, 2)]
     assert again.summary() == "nodes [0, 2] leave and nodes [2] join before iteration 4"
     assert nothing.summary() == "the placement is planned again before iteration 4"
@@ -44,7 +44,7 @@ def test_what_has_happened_is_written_as_a_script(
 ) -> None:
     change = MembershipChange.between(before, after, joining, before_iteration=7)
     assert change.to_text() == text
-    assert parse_membership_change(text) == change
+    assert MembershipChange.parse(text) == change
     assert change.after(before) == tuple(sorted(set(after)))
 
 
@@ -78,4 +78,4 @@ def test_what_has_happened_is_written_as_a_script(
 )
 def test_anything_else_is_refused_by_name(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"testing\.membership_schedule(?s:.*)({word})"):
-        parse_membership_change(text)
+        MembershipChange.parse(text)

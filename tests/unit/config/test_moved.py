@@ -10,7 +10,7 @@ import yaml
 import pretrain_moe
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.moved import MOVED, with_present_keys
-from megatron_ft.config.overrides import flag_error, known_keys
+from megatron_ft.config.overrides import _known_keys, flag_error
 from megatron_ft.config.requirements import value_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
@@ -28,7 +28,7 @@ def refusal(*overrides: str) -> str:
 
 
 def test_present_keys_exist_and_old_ones_do_not() -> None:
-    assert set(MOVED.values()) <= known_keys().keys() and not MOVED.keys() & known_keys().keys()
+    assert set(MOVED.values()) <= _known_keys().keys() and not MOVED.keys() & _known_keys().keys()
     assert len(set(MOVED.values())) == len(MOVED)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, unmet, value_of
+from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
@@ -45,14 +45,14 @@ def job(changes: dict[str, Any]) -> JobConfig:
 def test_a_job_that_meets_all_requirements_is_accepted_and_can_use_its_replicas() -> None:
     config = job({})
     validate(config)
-    assert unmet(config, REPLICAS) == [] and why_no_replicas(config) == ""
+    assert Requirement.unmet(config, REPLICAS) == [] and why_no_replicas(config) == ""
 
 
 @pytest.mark.parametrize("requirement", REPLICAS, ids=lambda requirement: requirement.key)
 def test_checks_and_planning_name_the_same_key(requirement: Requirement) -> None:
     key = requirement.key
     config = job({key: VIOLATIONS[key]})
-    assert unmet(config, REPLICAS) == [requirement]
+    assert Requirement.unmet(config, REPLICAS) == [requirement]
     assert why_no_replicas(config).startswith(f"{key}=")
     if key != "parallel.context_parallel_size":  # refused earlier: it needs Transformer Engine
         if key == "placement.algorithm":

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.checks.recovery import check_upstream_log
+from megatron_ft.config.checks.recovery import _check_upstream_log
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], message: str)
 
 
 def test_scales_that_remember_are_refused_whatever_else_becomes_of_fp8() -> None:
-    check_upstream_log(job(DELAYED))
+    _check_upstream_log(job(DELAYED))
     with pytest.raises(ConfigError, match=r"^precision\.fp8_recipe=delayed: must not be delayed.*fp8=hybrid"):
-        check_upstream_log(job(KEEP | DELAYED))
-    check_upstream_log(job(KEEP | DELAYED | {"precision.fp8_recipe": "tensorwise"}))
+        _check_upstream_log(job(KEEP | DELAYED))
+    _check_upstream_log(job(KEEP | DELAYED | {"precision.fp8_recipe": "tensorwise"}))

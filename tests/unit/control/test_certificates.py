@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, new_token
 from megatron_ft.errors import ConfigError
 from tests.helpers.authority import make_authority
@@ -33,12 +33,12 @@ def call(folders: dict[str, str]) -> Iterator[Callable[[str | None], dict[str, o
         {"echo": lambda request: request},
         interface="127.0.0.1",
         token=TOKEN,
-        certificates=read_certificates(folders["server"]),
+        certificates=Certificates.read(folders["server"]),
     )
     served.start()
 
     def calling(folder: str | None) -> dict[str, object]:
-        client = RpcClient(served.address, "Test", token=TOKEN, certificates=read_certificates(folder))
+        client = RpcClient(served.address, "Test", token=TOKEN, certificates=Certificates.read(folder))
         try:
             return client.call("echo", {"n": 1}, timeout_seconds=5)
         finally:
@@ -64,7 +64,7 @@ def test_the_token_alone_is_not_enough(
 def test_a_server_without_a_certificate_is_not_called(folders: dict[str, str]) -> None:
     served = RpcServer("Test", {"echo": lambda request: request}, interface="127.0.0.1", token=TOKEN)
     served.start()
-    client = RpcClient(served.address, "Test", token=TOKEN, certificates=read_certificates(folders["agent"]))
+    client = RpcClient(served.address, "Test", token=TOKEN, certificates=Certificates.read(folders["agent"]))
     with pytest.raises(RpcError):
         client.call("echo", {}, timeout_seconds=3)
     client.close()
@@ -87,8 +87,8 @@ def test_what_cannot_serve_is_refused(
     subprocess.run(["cp", "-a", folders["agent"], str(copy)], check=True)
     spoil(copy)
     with pytest.raises(ConfigError, match=word):
-        read_certificates(str(copy))
+        Certificates.read(str(copy))
 
 
 def test_a_private_key_is_not_printed(folders: dict[str, str]) -> None:
-    assert "private_key" not in repr(read_certificates(folders["agent"]))
+    assert "private_key" not in repr(Certificates.read(folders["agent"]))

@@ -21,9 +21,8 @@ from megatron_ft.control.messages import (
     End,
     Kill,
     Order,
+    Report,
     Stop,
-    decode_order,
-    decode_report,
     event_from_json,
     event_to_json,
     to_message,
@@ -44,11 +43,11 @@ def large_record(num_bytes: int) -> dict[str, Any]:
 
 def test_a_record_that_is_taken_can_be_passed_on() -> None:
     item = large_record(MAX_RECORD_BYTES)
-    decode_report(item)
+    Report.decode(item)
     origin = (2**31, 2**31, 2**62)
     assert len(encode({"op": "record", "record": item["record"], "origin": origin})) <= MAX_FRAME_BYTES
     with pytest.raises(ControlError, match=f"has {MAX_RECORD_BYTES + 1} bytes: must have at most {MAX_RECORD_BYTES}"):
-        decode_report(large_record(MAX_RECORD_BYTES + 1))
+        Report.decode(large_record(MAX_RECORD_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -61,13 +60,13 @@ def test_a_record_that_is_taken_can_be_passed_on() -> None:
 )
 def test_what_goes_into_the_journal_is_limited(item: dict[str, Any]) -> None:
     with pytest.raises(ControlError, match=f"must have at most {MAX_REPORT_BYTES}"):
-        decode_report(item)
+        Report.decode(item)
 
 
 @pytest.mark.parametrize("number", [10**30, -(10**30)])
 def test_numbers_are_those_of_a_machine(number: int) -> None:
     with pytest.raises(ControlError, match="returncode"):
-        decode_report({**exited(0), "returncode": number})
+        Report.decode({**exited(0), "returncode": number})
 
 
 def test_who_hands_in_too_much_is_told_the_limit_and_nothing_is_kept(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_a_report_is_read_whole_or_refused_by_one_error(report: dict[str, Any], 
     name = data.draw(st.sampled_from([*report, "unknown"]))
     changed = {**report, name: data.draw(JUNK)}
     try:
-        found = decode_report(changed)
+        found = Report.decode(changed)
     except ControlError as error:
         assert len(str(error)) < 500
         return
@@ -126,7 +125,7 @@ def test_a_report_is_read_whole_or_refused_by_one_error(report: dict[str, Any], 
 @pytest.mark.parametrize("name", ["rank", "start", "generation", "at_seconds", "returncode", "done"])
 def test_a_missing_field_is_named(name: str) -> None:
     with pytest.raises(ControlError, match=f"malformed report exited: {name}: is missing"):
-        decode_report({key: value for key, value in exited(0).items() if key != name})
+        Report.decode({key: value for key, value in exited(0).items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -141,11 +140,11 @@ def test_a_missing_field_is_named(name: str) -> None:
 )
 def test_orders_arrive_as_they_were_given(order: Order) -> None:
     sent = json.loads(json.dumps(to_message(order)))
-    assert decode_order(sent) == order
+    assert Order.decode(sent) == order
     with pytest.raises(ControlError, match=f"malformed order {order.op}: more: is not a field"):
-        decode_order({**sent, "more": 1})
+        Order.decode({**sent, "more": 1})
     with pytest.raises(ControlError, match="unknown order 'dance'"):
-        decode_order({**sent, "op": "dance"})
+        Order.decode({**sent, "op": "dance"})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.serialize import from_dict, to_dict
-from megatron_ft.control.node.agent import Agent
+from megatron_ft.control.node.agent import _Agent
 from megatron_ft.framing import FrameReader
 
 
@@ -17,7 +17,7 @@ def started(device: str, folder: Path) -> dict[str, str]:
     (folder / "logs").mkdir()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        agent: Any = Agent.__new__(Agent)
+        agent: Any = _Agent.__new__(_Agent)
         agent._ranks = SimpleNamespace(expect=lambda *args, **kwargs: None)
         agent._socket_path = folder / "agent.sock"
         agent._forkserver = SimpleNamespace(sock=ours)

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_ft.control import report
 from megatron_ft.control.controller.job_result import JobResult
-from megatron_ft.control.launcher import exit_code_of
+from megatron_ft.control.launcher import _exit_code_of
 from megatron_ft.control.membership.state import Decision, Failure, MembershipPolicy, Outcome, State, Step
-from megatron_ft.control.report import failed_records, failure_screen, lost_records, restart_records, resume_advice
+from megatron_ft.control.report import _failed_records, failure_screen, lost_records, restart_records, resume_advice
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import RanksRestarted
@@ -86,7 +86,7 @@ def test_a_thousand_ranks_fit_on_a_screen() -> None:
 
 def test_events_name_the_first_and_leave_out_those_we_ended() -> None:
     end = ended(2, died(1, 2.0, error="E"), died(2, 1.0, -11), died(0, 3.0, -9, by_us=True))
-    records = failed_records(end, POLICY)
+    records = _failed_records(end, POLICY)
     assert [(record.rank, record.node, record.first, record.signal) for record in records] == [
         (2, 1, True, "SIGSEGV"),
         (1, 0, False, None),
@@ -119,12 +119,12 @@ def test_a_failure_after_restarts_says_what_was_survived() -> None:
 
 
 def test_exit_codes() -> None:
-    assert exit_code_of(ended(0, died(0, 1.0)), run_finished=False) == RankFailed.exit_code
-    assert exit_code_of(ended(0, died(0, 1.0, exit_code=6)), run_finished=False) == TrainingStopped.exit_code
+    assert _exit_code_of(ended(0, died(0, 1.0)), run_finished=False) == RankFailed.exit_code
+    assert _exit_code_of(ended(0, died(0, 1.0, exit_code=6)), run_finished=False) == TrainingStopped.exit_code
     lost = JobResult(Outcome.FAILED, "", Failure(node=0, at_seconds=1.0))
-    assert exit_code_of(lost, run_finished=False) == ControlError.exit_code
+    assert _exit_code_of(lost, run_finished=False) == ControlError.exit_code
     stopped = JobResult(Outcome.INTERRUPTED, "", None)
-    assert [exit_code_of(stopped, run_finished=finished) for finished in (False, True)] == [130, 0]
+    assert [_exit_code_of(stopped, run_finished=finished) for finished in (False, True)] == [130, 0]
 
 
 def test_the_advice_repeats_the_command_without_its_faults() -> None:
@@ -144,7 +144,7 @@ def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:
     assert "rank 0, 0.500 s later" in screen
     assert "rank-00003.log" in screen, "its log keeps the number it was started with"
     assert "(restarts of all ranks: 0, changes of nodes without a restart: 1):\n  generation 0: rank 0 was" in screen
-    assert [(event.rank, event.node) for event in failed_records(end, POLICY)] == [(1, 1), (0, 1)]
+    assert [(event.rank, event.node) for event in _failed_records(end, POLICY)] == [(1, 1), (0, 1)]
 
 
 def test_only_deaths_are_events_when_others_go_on() -> None:
@@ -158,7 +158,7 @@ def test_only_deaths_are_events_when_others_go_on() -> None:
 def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
     end = ended(2, died(2, 10.0, -9, hung="gave no sign for 2 s"))
     assert "gave no sign for 2 s, was killed by SIGKILL" in failure_screen(end, RUN, "")
-    (event,) = failed_records(end, POLICY)
+    (event,) = _failed_records(end, POLICY)
     assert (event.error, event.signal) == ("gave no sign for 2 s", "SIGKILL")
     deaths = (Failure(rank=2, at_seconds=10.0, iteration=4, detail="rank 2 gave no sign for 2 s"),)
     step = Step(State(generation=1, survived=(deaths,)), Decision.REFORM, deaths[0].detail)

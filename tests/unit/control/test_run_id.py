@@ -5,31 +5,31 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.run_id import RUN_ID_NAME, make_run_id, read_run_id
-from megatron_ft.control.rundir import claim
+from megatron_ft.control.run_id import RUN_ID_NAME, RunId
+from megatron_ft.control.rundir import RunDir
 from megatron_ft.errors import ConfigError
 
 
 def claimed(runs: Path, name: str) -> Path:
-    run = claim(RunConfig(dir=str(runs), name=name, resume="auto"), model_name="tiny", config_yaml="a: 1\n")
+    run = RunDir.claim(RunConfig(dir=str(runs), name=name, resume="auto"), model_name="tiny", config_yaml="a: 1\n")
     run.release()
     return run.path
 
 
 def test_every_run_has_its_own_and_keeps_it(tmp_path: Path) -> None:
-    first, second = (read_run_id(claimed(tmp_path, name)) for name in ("first", "second"))
+    first, second = (RunId.read(claimed(tmp_path, name)) for name in ("first", "second"))
     assert first.run_id != second.run_id and not first.is_older
     (claimed(tmp_path, "first") / "checkpoints" / "iter_0000007").mkdir()
-    assert read_run_id(claimed(tmp_path, "first")) == first
+    assert RunId.read(claimed(tmp_path, "first")) == first
     (tmp_path / "first").rename(tmp_path / "renamed")
-    assert read_run_id(claimed(tmp_path, "renamed")) == first
+    assert RunId.read(claimed(tmp_path, "renamed")) == first
 
 
 def test_a_run_that_is_older_than_the_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "old" / "checkpoints" / "iter_0000007").mkdir(parents=True)
-    assert read_run_id(claimed(tmp_path, "old")).is_older
+    assert RunId.read(claimed(tmp_path, "old")).is_older
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    assert not read_run_id(claimed(tmp_path, "empty")).is_older
+    assert not RunId.read(claimed(tmp_path, "empty")).is_older
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_run_that_is_older_than_the_file_says_so(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_and_never_replaced(tmp_path: Path, content: bytes) -> None:
     path = claimed(tmp_path, "first") / RUN_ID_NAME
     path.write_bytes(content)
-    for read in (lambda: read_run_id(path.parent), lambda: make_run_id(path.parent, is_older=False)):
+    for read in (lambda: RunId.read(path.parent), lambda: RunId.make(path.parent, is_older=False)):
         with pytest.raises(ConfigError, match=f"first/{RUN_ID_NAME}: must contain the random id of the run"):
             read()
     with pytest.raises(ConfigError, match=RUN_ID_NAME):
@@ -54,4 +54,4 @@ def test_a_damaged_file_is_named_and_never_replaced(tmp_path: Path, content: byt
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{RUN_ID_NAME}: must contain the random id of the run"):
-        read_run_id(tmp_path)
+        RunId.read(tmp_path)

@@ -8,14 +8,14 @@ import pytest
 
 from megatron_ft.config.run import RunConfig
 from megatron_ft.control import rundir
-from megatron_ft.control.rundir import RunDir, claim, has_complete_state, has_state, is_claimed
+from megatron_ft.control.rundir import RunDir, _has_state, has_complete_state, is_claimed
 from megatron_ft.errors import ConfigError
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 from tests.helpers.disk import note_steps
 
 
 def claimed(runs: Path, name: str | None = None, resume: str = "never", yaml: str = "a: 1\n") -> RunDir:
-    return claim(RunConfig(dir=str(runs), name=name, resume=resume), model_name="tiny", config_yaml=yaml)
+    return RunDir.claim(RunConfig(dir=str(runs), name=name, resume=resume), model_name="tiny", config_yaml=yaml)
 
 
 def test_runs_without_a_name_are_numbered(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_save_that_never_finished_is_no_state_to_continue_from(tmp_path: Path)
     """The advice after an interrupted job names ``run.resume=must`` only where that will not be refused."""
     folder = tmp_path / "checkpoints" / "iter_0000005"
     folder.mkdir(parents=True)
-    assert has_state(tmp_path) and not has_complete_state(tmp_path)
+    assert _has_state(tmp_path) and not has_complete_state(tmp_path)
     (folder / MANIFEST_NAME).touch()
     assert has_complete_state(tmp_path)
     (tmp_path / "other" / "windows" / "window_0000012").mkdir(parents=True)

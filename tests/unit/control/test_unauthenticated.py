@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections, peer_of
+from megatron_ft.control.unauthenticated import UnauthenticatedConnections, _peer_of, max_connections
 from megatron_ft.testing.attacks import crowd, headers_without_body
 from tests.unit.control.controller.test_controller import eventually
 
@@ -86,7 +86,7 @@ def test_calls_without_the_token_do_not_make_a_friend(server: RpcServer, token: 
     ],
 )
 def test_peers_are_read_as_grpc_writes_them(text: str, peer: tuple[str, int] | None) -> None:
-    assert peer_of(text) == peer
+    assert _peer_of(text) == peer
 
 
 def test_a_server_leaves_descriptors_for_all_else() -> None:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data, resolve_vocab_size
+from megatron_ft.corpus.check import SplitPlan, check_data, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.corpus.sources import plan_split
 from megatron_ft.corpus.tokenizers import ByteTokenizer
 from megatron_ft.errors import ConfigError, DataError, MegatronFtError
 
@@ -61,7 +60,7 @@ def test_dry_run_writes_nothing_and_counts_all_the_same(config: JobConfig) -> No
 
 
 def test_train_and_valid_share_no_token_to_predict(config: JobConfig) -> None:
-    train, valid = (plan_split(config.data, 32, split, ByteTokenizer()) for split in ("train", "valid"))
+    train, valid = (SplitPlan.of(config.data, 32, split, ByteTokenizer()) for split in ("train", "valid"))
     for left, right in zip(train.spans, valid.spans, strict=True):
         assert left.first_token + left.num_tokens == right.first_token
         assert left.first_token + left.num_samples * 32 + 1 <= right.first_token

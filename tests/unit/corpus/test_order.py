@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.corpus.order import Place, SampleOrder, check_weights, permute
+from megatron_ft.corpus.order import Place, SampleOrder, _permute, check_weights
 from megatron_ft.errors import ConfigError
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
@@ -15,30 +15,30 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 700), key=st.text(max_size=8))
 def test_permute_is_a_bijection(size: int, key: str) -> None:
-    assert sorted(permute(position, size, key) for position in range(size)) == list(range(size))
+    assert sorted(_permute(position, size, key) for position in range(size)) == list(range(size))
 
 
 @given(size=st.integers(1, 1 << 48), data=st.data())
 def test_permute_stays_inside_and_keeps_positions_apart(size: int, data: st.DataObject) -> None:
     positions = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=20))
-    images = {permute(position, size, "key") for position in positions}
+    images = {_permute(position, size, "key") for position in positions}
     assert len(images) == len(positions)
     assert min(images) >= 0 and max(images) < size
 
 
 def test_permutations_look_shuffled() -> None:
     size = 10_000
-    images = [permute(position, size, "a") for position in range(size)]
+    images = [_permute(position, size, "a") for position in range(size)]
     fixed = sum(image == position for position, image in enumerate(images))
     neighbours = sum(abs(images[i] - images[i + 1]) == 1 for i in range(size - 1))
     halves = sum(image < size // 2 for image in images[: size // 2])
-    shared = sum(image == permute(position, size, "b") for position, image in enumerate(images))
+    shared = sum(image == _permute(position, size, "b") for position, image in enumerate(images))
     assert fixed < 12 and neighbours < 12 and shared < 12
     assert abs(halves - size // 4) < 200  # four standard deviations of 50
 
 
 def test_every_permutation_of_three_appears() -> None:
-    seen = Counter(tuple(permute(position, 3, str(key)) for position in range(3)) for key in range(1200))
+    seen = Counter(tuple(_permute(position, 3, str(key)) for position in range(3)) for key in range(1200))
     assert len(seen) == 6
     assert min(seen.values()) > 130
 

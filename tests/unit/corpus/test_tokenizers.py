@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.config.data import DataConfig
-from megatron_ft.corpus.tokenizers import ByteTokenizer, build_tokenizer, losses
-from megatron_ft.corpus.vocabulary import byte_letters
+from megatron_ft.corpus.tokenizers import ByteTokenizer, build_tokenizer, byte_letters, losses
 from megatron_ft.errors import ConfigError, DataError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

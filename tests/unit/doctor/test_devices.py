@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from megatron_ft.doctor.devices import (
-    built_with_cuda,
+    _built_with_cuda,
+    _smallest_memory,
     check_devices,
     check_environment,
     observe_devices,
-    smallest_memory,
 )
 from megatron_ft.planning.devices import DeviceFacts
 from tests.helpers.machines import DEVICES, GIB, NEEDS, judged
@@ -104,7 +104,7 @@ def test_the_drivers_files(tmp_path: Path) -> None:
     ],
 )
 def test_the_build_of_pytorch_is_read_from_its_version_file(text: str, expected: bool) -> None:
-    assert built_with_cuda(text) is expected
+    assert _built_with_cuda(text) is expected
 
 
 def test_the_version_file_of_the_installed_pytorch_is_understood() -> None:
@@ -114,6 +114,6 @@ def test_the_version_file_of_the_installed_pytorch_is_understood() -> None:
 
 
 def test_the_answer_of_nvidia_smi() -> None:
-    assert smallest_memory("143771\n81559\n") == 81559 << 20
-    assert smallest_memory("No devices were found\n") is None
-    assert smallest_memory("[N/A]\n") is None
+    assert _smallest_memory("143771\n81559\n") == 81559 << 20
+    assert _smallest_memory("No devices were found\n") is None
+    assert _smallest_memory("[N/A]\n") is None

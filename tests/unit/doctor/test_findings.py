@@ -2,9 +2,13 @@
 
 import pytest
 
-from megatron_ft.doctor.findings import Finding, amount, error, exit_code, info, render, warning
+from megatron_ft.doctor.findings import Finding, amount, exit_code, render
 
-FACT, DOUBT, FAULT = info("disk", "9 GiB free"), warning("clocks", "jumps", "find out"), error("ports", "taken", "wait")
+FACT, DOUBT, FAULT = (
+    Finding.info("disk", "9 GiB free"),
+    Finding.warning("clocks", "jumps", "find out"),
+    Finding.error("ports", "taken", "wait"),
+)
 
 
 def test_exit_codes() -> None:

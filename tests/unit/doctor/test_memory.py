@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.memory import cgroup_limit, check_memory, observe_memory
+from megatron_ft.doctor.memory import MemoryFacts, _cgroup_limit
 from tests.helpers.machines import GIB, MEMORY, NEEDS, judged
 
 CUDA = {"device": "cuda"}
@@ -47,7 +47,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
-    (finding,) = judged(check_memory(replace(MEMORY, **facts), replace(NEEDS, **needs)))
+    (finding,) = judged(replace(MEMORY, **facts).check(replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
     assert finding.fix
 
@@ -67,13 +67,13 @@ FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("cause", FINE)
 def test_and_goes_without(cause: str) -> None:
     facts, needs = FINE[cause]
-    assert judged(check_memory(replace(MEMORY, **facts), replace(NEEDS, **needs))) == []
+    assert judged(replace(MEMORY, **facts).check(replace(NEEDS, **needs))) == []
 
 
 def test_a_hard_limit_is_not_ours_to_raise() -> None:
     for hard, expected in ((512, "in the shell"), (300, "administrator")):
         facts = replace(MEMORY, **limits(open_files=(300, hard)))
-        (finding,) = judged(check_memory(facts, NEEDS))
+        (finding,) = judged(facts.check(NEEDS))
         assert expected in finding.fix
 
 
@@ -97,7 +97,7 @@ def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/slurm/memory.stat": "inactive_file 0\n",
         },
     )
-    assert cgroup_limit(tmp_path) == (9000, 8900), "100 free there, 600 in the job's own"
+    assert _cgroup_limit(tmp_path) == (9000, 8900), "100 free there, 600 in the job's own"
 
 
 def test_a_container_of_version_1_sees_its_group_at_the_top(tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_a_container_of_version_1_sees_its_group_at_the_top(tmp_path: Path) -> N
     files = {"proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/abc\n0::/\n"}
     write(tmp_path, files | {f"{top}/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n"})
     write(tmp_path, {f"{top}/memory.usage_in_bytes": "700", f"{top}/memory.stat": "total_inactive_file 50\n"})
-    assert cgroup_limit(tmp_path) is None
+    assert _cgroup_limit(tmp_path) is None
     write(tmp_path, {f"{top}/memory.limit_in_bytes": "4096\n"})
-    assert cgroup_limit(tmp_path) == (4096, 650)
+    assert _cgroup_limit(tmp_path) == (4096, 650)
 
 
 def test_this_machine_has_memory() -> None:
-    facts = observe_memory()
+    facts = MemoryFacts.observe()
     assert 0 < facts.available_bytes <= facts.total_bytes
     assert set(facts.limits) == set(MEMORY.limits)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.doctor.needs import JobNeeds, needs_of
+from megatron_ft.doctor.needs import JobNeeds
 from megatron_ft.errors import ConfigError
 from pretrain_moe import compose, resolve_plan
 
 
 def needs(*overrides: str, nodes_here: int | None = None) -> JobNeeds:
     config, _ = compose(list(overrides))
-    return needs_of(config, resolve_plan(config), nodes_here=nodes_here)
+    return JobNeeds.of(config, resolve_plan(config), nodes_here=nodes_here)
 
 
 def test_a_local_job_has_all_its_nodes_here() -> None:

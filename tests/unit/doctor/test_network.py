@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.network import Interface, check_network, observe_network, parse_ranges
+from megatron_ft.doctor.network import Interface, NetworkFacts, _parse_ranges
 from tests.helpers.machines import NEEDS, NETWORK, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -60,7 +60,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
-    (finding,) = judged(check_network(replace(NETWORK, **facts), replace(NEEDS, **needs)))
+    (finding,) = judged(replace(NETWORK, **facts).check(replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
     assert finding.fix
 
@@ -90,41 +90,41 @@ FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("cause", FINE)
 def test_and_goes_without(cause: str) -> None:
     facts, needs = FINE[cause]
-    assert judged(check_network(replace(NETWORK, **facts), replace(NEEDS, **needs))) == []
+    assert judged(replace(NETWORK, **facts).check(replace(NEEDS, **needs))) == []
 
 
 def test_a_port_that_somebody_listens_on_is_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         needs = replace(NEEDS, interface="127.0.0.1", master_port=server.getsockname()[1])
-        taken = observe_network(needs)
+        taken = NetworkFacts.observe(needs)
         assert taken.port_is_taken
-        assert any("ss -ltnp" in finding.fix for finding in check_network(taken, needs))
-    assert observe_network(needs).bind_error is None
+        assert any("ss -ltnp" in finding.fix for finding in taken.check(needs))
+    assert NetworkFacts.observe(needs).bind_error is None
 
 
 def test_this_machine_has_a_loopback() -> None:
-    facts = observe_network(replace(NEEDS, interface="localhost"))
+    facts = NetworkFacts.observe(replace(NEEDS, interface="localhost"))
     assert set(facts.resolved) <= {"127.0.0.1", "::1"} and facts.resolved
     assert Interface(is_up=True, addresses=facts.interfaces["lo"].addresses) == facts.interfaces["lo"]
-    assert observe_network(replace(NEEDS, interface="no-such-host.invalid")).resolved == ()
+    assert NetworkFacts.observe(replace(NEEDS, interface="no-such-host.invalid")).resolved == ()
 
 
 def test_an_interface_of_a_batch_host_is_observed_by_its_addresses() -> None:
     needs = replace(NEEDS, interface="lo", is_batch_job=True)
-    facts = observe_network(needs)
+    facts = NetworkFacts.observe(needs)
     assert facts.resolved[0] == "127.0.0.1" and set(facts.resolved) == set(facts.interfaces["lo"].addresses)
     assert facts.bind_error is None
-    assert "cannot reach it" in check_network(facts, needs)[0].what
-    (about,) = check_network(replace(NETWORK, resolved=()), replace(needs, interface="ib7", master_port=0))[:1]
+    assert "cannot reach it" in facts.check(needs)[0].what
+    (about,) = replace(NETWORK, resolved=()).check(replace(needs, interface="ib7", master_port=0))[:1]
     assert (about.level, "ib7: is not an address of this machine" in about.what) == ("info", True)
 
 
 def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert observe_network(replace(NEEDS, interface="127.0.0.1")).variables == {"GLOO_SOCKET_IFNAME": "nowhere0"}
+    assert NetworkFacts.observe(replace(NEEDS, interface="127.0.0.1")).variables == {"GLOO_SOCKET_IFNAME": "nowhere0"}
 
 
 def test_ranges_of_the_kernel() -> None:
-    assert parse_ranges("8080,20000-31999\n") == ((8080, 8080), (20000, 31999))
-    assert parse_ranges("\n") == ()
+    assert _parse_ranges("8080,20000-31999\n") == ((8080, 8080), (20000, 31999))
+    assert _parse_ranges("\n") == ()

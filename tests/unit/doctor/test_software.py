@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_ft.doctor.software import check_software, missing, observe_software
+from megatron_ft.doctor.software import SoftwareFacts
 from megatron_ft.doctor.supported import PACKAGES, PYTHON, TRANSFORMER_ENGINE
-from megatron_ft.mcore.device.software import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
+from megatron_ft.mcore.device.install import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
 from tests.helpers.machines import SOFTWARE, judged
 
 ROOT = Path(__file__).parents[3]
@@ -54,7 +54,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 def found(facts: dict[str, Any], asked: dict[str, Any]) -> list[Any]:
-    return check_software(replace(SOFTWARE, **facts), **{"device": "cpu", "needs_transformer_engine": False, **asked})
+    return replace(SOFTWARE, **facts).check(**{"device": "cpu", "needs_transformer_engine": False, **asked})
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -89,10 +89,10 @@ def test_and_goes_without(cause: str) -> None:
 @pytest.mark.parametrize("name", ["torch", "hydra-core", "packaging"])
 def test_what_is_not_there_is_said_first(name: str) -> None:
     facts = replace(SOFTWARE, versions={each: SOFTWARE.versions[each] for each in SOFTWARE.versions if each != name})
-    (finding,) = missing(facts)
+    (finding,) = facts.missing()
     assert finding.what == f"{name} is not installed"
-    assert finding in check_software(facts, device="cpu", needs_transformer_engine=False)
-    assert missing(SOFTWARE) == []
+    assert finding in facts.check(device="cpu", needs_transformer_engine=False)
+    assert SOFTWARE.missing() == []
 
 
 def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
@@ -102,18 +102,18 @@ def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
 
 
 def test_this_environment_is_supported() -> None:
-    facts = observe_software()
-    assert judged(check_software(facts, device="cpu", needs_transformer_engine=False)) == []
+    facts = SoftwareFacts.observe()
+    assert judged(facts.check(device="cpu", needs_transformer_engine=False)) == []
 
 
 def test_a_package_called_apex_is_looked_at_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex/__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert observe_software().apex == "other"
+    assert SoftwareFacts.observe().apex == "other"
     (tmp_path / "apex/normalization").mkdir()
     (tmp_path / "amp_C.py").touch()
-    assert observe_software().apex == "nvidia"
+    assert SoftwareFacts.observe().apex == "nvidia"
 
 
 def test_the_matrix_is_what_the_project_installs() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.doctor.storage import NUM_FLUSHES, check_storage, mount_of, observe_storage
+from megatron_ft.doctor.storage import NUM_FLUSHES, StorageFacts, _mount_of
 from tests.helpers.machines import GIB, NEEDS, STORAGE, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -23,29 +23,29 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
-    (finding,) = judged(check_storage(replace(STORAGE, **facts), replace(NEEDS, **needs)))
+    (finding,) = judged(replace(STORAGE, **facts).check(replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
     assert finding.fix
 
 
 @pytest.mark.parametrize("facts", [{}, {"free_bytes": 13 * GIB}, {"options": ("rw", "barrier=1")}])
 def test_and_goes_without(facts: dict[str, Any]) -> None:
-    assert judged(check_storage(replace(STORAGE, **facts), NEEDS)) == []
+    assert judged(replace(STORAGE, **facts).check(NEEDS)) == []
 
 
 def test_what_it_costs_is_told_and_not_judged() -> None:
-    slow = check_storage(replace(STORAGE, flush_seconds=(0.5, 2.0, 9.0)), NEEDS)
+    slow = replace(STORAGE, flush_seconds=(0.5, 2.0, 9.0)).check(NEEDS)
     assert judged(slow) == []
     assert any("2000.000 ms, the median of 3 syncs on ext4" in finding.what for finding in slow)
 
 
 def test_a_job_that_saves_nothing_needs_no_room() -> None:
     needs = replace(NEEDS, num_checkpoints=0, persisted_bytes=0)
-    assert judged(check_storage(replace(STORAGE, free_bytes=0), needs)) == []
+    assert judged(replace(STORAGE, free_bytes=0).check(needs)) == []
 
 
 def test_a_folder_to_be_is_tried_above_and_left_clean(tmp_path: Path) -> None:
-    facts = observe_storage(replace(NEEDS, run_dir=str(tmp_path / "runs" / "later")))
+    facts = StorageFacts.observe(replace(NEEDS, run_dir=str(tmp_path / "runs" / "later")))
     assert facts.folder == str(tmp_path)
     assert (facts.failure, len(facts.flush_seconds)) == (None, NUM_FLUSHES)
     assert facts.file_system != "unknown"
@@ -53,9 +53,9 @@ def test_a_folder_to_be_is_tried_above_and_left_clean(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said() -> None:
-    facts = observe_storage(replace(NEEDS, run_dir="/proc/runs"))
+    facts = StorageFacts.observe(replace(NEEDS, run_dir="/proc/runs"))
     assert facts.failure is not None
-    assert [finding.level for finding in check_storage(facts, NEEDS)] == ["error"]
+    assert [finding.level for finding in facts.check(NEEDS)] == ["error"]
 
 
 def test_a_path_is_on_its_deepest_mount() -> None:
@@ -64,7 +64,7 @@ def test_a_path_is_on_its_deepest_mount() -> None:
         "30 22 0:26 / /scratch\\040a rw - xfs /dev/sdb rw,nobarrier\n"
         "31 30 0:27 / /scratch\\040a/deep rw - tmpfs tmpfs rw,size=1k\n"
     )
-    assert mount_of(Path("/data"), mountinfo) == ("ext4", ("rw", "relatime", "rw", "errors=remount-ro"))
-    assert mount_of(Path("/scratch a/runs"), mountinfo)[0] == "xfs"
-    assert mount_of(Path("/scratch a/deep/er"), mountinfo)[0] == "tmpfs"
-    assert mount_of(Path("/scratch a2"), mountinfo)[0] == "ext4"
+    assert _mount_of(Path("/data"), mountinfo) == ("ext4", ("rw", "relatime", "rw", "errors=remount-ro"))
+    assert _mount_of(Path("/scratch a/runs"), mountinfo)[0] == "xfs"
+    assert _mount_of(Path("/scratch a/deep/er"), mountinfo)[0] == "tmpfs"
+    assert _mount_of(Path("/scratch a2"), mountinfo)[0] == "ext4"

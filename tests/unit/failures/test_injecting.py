@@ -17,7 +17,7 @@ import pytest
 from megatron_ft.errors import ControlError
 from megatron_ft.failures import injecting
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector, NotInjected
-from megatron_ft.failures.processes import node_of, processes_of
+from megatron_ft.failures.processes import _node_of, processes_of
 from megatron_ft.failures.schedule import FailureSchedule, MembershipEvent
 
 
@@ -92,7 +92,7 @@ def job(tmp_path: Path) -> Iterator[FakeJob]:
     ],
 )
 def test_logs_say_whose_process_it_is(log: str, node: int | None) -> None:
-    assert node_of(log, ranks_per_node=2) == node
+    assert _node_of(log, ranks_per_node=2) == node
 
 
 def test_a_kill_ends_all_processes_of_its_nodes_and_no_other(job: FakeJob) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.failures.injecting import Injector, NotInjected
-from megatron_ft.failures.links import CannotCut, links_to, switch
+from megatron_ft.failures.injecting import CannotCut, Injector, NotInjected, _links_to, _switch
 
 HERE, THERE = "10.89.0.1", "10.89.0.2"
 ECHO = """
@@ -109,9 +108,9 @@ def test_a_partition_cuts_open_connections_and_new_ones_and_ends(node: Node) -> 
 
 @needs_namespaces
 def test_the_links_of_a_namespace_are_found_and_switched(node: Node) -> None:
-    assert links_to([node.process.pid]) == [node.link]
+    assert _links_to([node.process.pid]) == [node.link]
     with pytest.raises(CannotCut, match="nolink"):
-        switch(["nolink", node.link], on=False)
+        _switch(["nolink", node.link], on=False)
     state = Path("/sys/class/net") / node.link / "operstate"
     assert state.read_text().strip() == "down", "one that fails keeps no other from being switched"
 

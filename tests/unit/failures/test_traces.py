@@ -7,19 +7,19 @@ import pytest
 
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.failures.schedule import FailureSchedule, MembershipEvent
-from megatron_ft.failures.traces import MembershipTrace, parse_trace, read_trace
+from megatron_ft.failures.traces import MembershipTrace
 
 REAL = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces" / "aws_p3_bamboo.csv"
 needs_real = pytest.mark.skipif(not REAL.exists(), reason="needs the trace in ../shared/data/traces")
 
 
 def trace(*rows: str, end: str = "\r\n") -> MembershipTrace:
-    return parse_trace("t.csv", "".join(row + end for row in rows).encode())
+    return MembershipTrace.parse("t.csv", "".join(row + end for row in rows).encode())
 
 
 @needs_real
 def test_the_real_trace_has_what_its_readme_says() -> None:
-    found = read_trace(REAL)
+    found = MembershipTrace.read(REAL)
     schedule = found.schedule(most_nodes=32)
     assert len(found.instants[0].added) == schedule.num_initial_nodes == 18
     assert (schedule.num_leaves, schedule.num_joins, schedule.num_ignored_arrivals) == (167, 159, 0)
@@ -29,7 +29,7 @@ def test_the_real_trace_has_what_its_readme_says() -> None:
 
 @needs_real
 def test_the_real_trace_is_clipped_scaled_and_put_on_ten_nodes() -> None:
-    schedule = read_trace(REAL).schedule(most_nodes=10, minutes=80, scale=1 / 20)
+    schedule = MembershipTrace.read(REAL).schedule(most_nodes=10, minutes=80, scale=1 / 20)
     assert schedule.num_initial_nodes == 10 and schedule.duration_seconds == 240
     assert schedule.events[0] == MembershipEvent(seconds=102.0, leaves=(2,))
     assert schedule.events[1] == MembershipEvent(seconds=129.0, joins=(2,))
@@ -88,13 +88,13 @@ def test_repeated_rows_count_once_and_any_line_end_will_do() -> None:
 )
 def test_what_is_no_trace_is_refused_with_its_line(content: bytes, message: str) -> None:
     with pytest.raises(DataError) as raised:
-        parse_trace("t.csv", content)
+        MembershipTrace.parse("t.csv", content)
     assert message in str(raised.value)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv: cannot be read"):
-        read_trace(tmp_path / "none.csv")
+        MembershipTrace.read(tmp_path / "none.csv")
 
 
 @pytest.mark.parametrize(

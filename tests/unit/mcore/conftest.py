@@ -20,7 +20,7 @@ def megatron() -> None:
 @pytest.fixture(autouse=True)
 def own_globals() -> Iterator[None]:
     """What Megatron keeps per process (trackers and scale of auxiliary losses) starts anew with every test."""
-    from megatron_ft.mcore.moe.observation import forget_auxiliary_losses
+    from megatron_ft.mcore.training.engine import _forget_auxiliary_losses
 
     yield
-    forget_auxiliary_losses()
+    _forget_auxiliary_losses()

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
-from megatron_ft.mcore.groups import Groups, dissolve_groups, form_groups, open_store
+from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
 from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening
 
@@ -58,7 +58,7 @@ def opened() -> Iterator[Watched]:
         yield opening
     finally:
         opening.close()
-        waits.use(waits.WaitLimit())
+        waits.WaitLimit().use()
 
 
 def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
@@ -71,7 +71,7 @@ def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
             listener.close()
             opening.hang_up("rank 2 was killed")
 
-        waits.use(opening.limit)
+        opening.limit.use()
         leaving = threading.Thread(target=leave)
         leaving.start()
         with pytest.raises(waits.WaitAbandoned, match="reason of the shutdown: rank 2 was killed"):
@@ -154,7 +154,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
     def form(self) -> Groups:
-        return form_groups(
+        return Groups.form(
             ParallelConfig(),
             store=dist.HashStore(),
             rank=0,
@@ -174,7 +174,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device(monkeypatch)
     yield made
     made.close()
-    waits.use(waits.WaitLimit())
+    waits.WaitLimit().use()
     is_left = dist.is_initialized() or parallel_state.model_parallel_is_initialized()
     if is_left:
         monkeypatch.undo()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, Slowest, judge, slowest, windows_behind
+from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, Slowest, windows_behind
 
 LIMITS = AlertLimits(
     single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1, slowest_rank_over_median=2.0
@@ -22,8 +22,8 @@ LIMITS = AlertLimits(
     ],
 )
 def test_each_figure_has_its_side(name: str, in_order: float, beyond: float) -> None:
-    (calm,) = judge(LIMITS, AlertFigures(**{name: in_order}))
-    (alert,) = judge(LIMITS, AlertFigures(**{name: beyond}))
+    (calm,) = LIMITS.judge(AlertFigures(**{name: in_order}))
+    (alert,) = LIMITS.judge(AlertFigures(**{name: beyond}))
     assert not calm.is_beyond and alert.is_beyond
     assert (alert.name, alert.value, alert.limit) == (name, beyond, getattr(LIMITS, name))
 
@@ -31,8 +31,8 @@ def test_each_figure_has_its_side(name: str, in_order: float, beyond: float) -> 
 @given(some.builds(AlertFigures, **{name: some.none() | some.floats(0.0, 9.0) for name in NAMES}))
 def test_what_is_not_known_or_not_watched_is_not_judged(figures: AlertFigures) -> None:
     known = {name for name in NAMES if getattr(figures, name) is not None}
-    assert {alert.name for alert in judge(LIMITS, figures)} == known
-    assert list(judge(AlertLimits(), figures)) == []
+    assert {alert.name for alert in LIMITS.judge(figures)} == known
+    assert list(AlertLimits().judge(figures)) == []
 
 
 def test_windows_that_are_due() -> None:
@@ -54,17 +54,17 @@ def test_windows_that_are_due() -> None:
     ids=["one", "of two", "half of them", "not all are known", "none"],
 )
 def test_the_slowest_is_compared_with_the_median(seconds: tuple[float, ...], rank: int, over_median: float) -> None:
-    assert slowest(seconds) == Slowest(rank=rank, over_median=over_median)
+    assert Slowest.of(seconds) == Slowest(rank=rank, over_median=over_median)
 
 
 @pytest.mark.parametrize("seconds", [(), (1.0,), (0.0, 0.0), (0.0, 2.0)])
 def test_fewer_than_two_known_times_have_no_slowest_rank(seconds: tuple[float, ...]) -> None:
-    assert slowest(seconds) is None
+    assert Slowest.of(seconds) is None
 
 
 @given(some.lists(some.floats(1e-6, 1e3), min_size=2), some.floats(0.5, 2.0))
 def test_it_is_the_longest_and_units_do_not_matter(seconds: list[float], factor: float) -> None:
-    found, other = slowest(seconds), slowest([value * factor for value in seconds])
+    found, other = Slowest.of(seconds), Slowest.of([value * factor for value in seconds])
     assert found is not None and other is not None
     assert seconds[found.rank] == max(seconds) and found.over_median >= 1.0
     assert other.over_median == pytest.approx(found.over_median)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import TrainingStopped
-from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot, CommitPolicy, Decision, History, Vote, tally
+from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot, CommitPolicy, Decision, History, Vote
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 EXACT = st.integers(0, 2**53)
@@ -76,7 +76,7 @@ def ballot(**values: Any) -> Ballot:
 
 
 def settled(*ballots: Ballot, clip_grad: float = 1.0, num_moe_losses: int = 4) -> Vote:
-    return tally(ballots, clip_grad=clip_grad, num_moe_losses=num_moe_losses)
+    return Vote.of(ballots, clip_grad=clip_grad, num_moe_losses=num_moe_losses)
 
 
 @given(mine=BALLOTS)

@@ -7,13 +7,12 @@ import pytest
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.devices import (
+    DeviceChoice,
     DeviceFacts,
-    choose_device,
     device_index,
     gpus_needed,
     node_on_host,
     other_device,
-    usable_gpus,
 )
 
 GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8)
@@ -31,7 +30,7 @@ def choose(
     memory: int | None = None,
     elsewhere: bool = False,
 ) -> tuple[str, bool]:
-    found = choose_device(requested, facts, gpu_memory_bytes=memory, refused=refused, may_be_elsewhere=elsewhere)
+    found = DeviceChoice.of(requested, facts, gpu_memory_bytes=memory, refused=refused, may_be_elsewhere=elsewhere)
     return found.device, found.is_certain
 
 
@@ -51,7 +50,7 @@ def choose(
     ],
 )
 def test_gpus_that_pytorch_would_find(facts: DeviceFacts, expected: int) -> None:
-    assert usable_gpus(facts) == expected
+    assert facts.usable_gpus() == expected
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -98,9 +97,9 @@ def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
         (CPU_ONLY, "on cuda this job would be refused"),
         (BOTH, "on cuda this job would also be accepted"),
     ):
-        choice = choose_device("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
+        choice = DeviceChoice.of("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
         assert other_device(choice, refused).startswith(expected)
-    known = choose_device("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)
+    known = DeviceChoice.of("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)
     assert other_device(known, CPU_ONLY) == ""
 
 

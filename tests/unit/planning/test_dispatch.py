@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.dispatch import quotas, receives, schedule, sends
+from megatron_ft.planning.dispatch import _receives, _sends, quotas, schedule
 
 Matrix = npt.NDArray[np.int64]
 
@@ -69,8 +69,8 @@ def test_promises(problem: tuple[Matrix, Matrix]) -> None:
     assert (share <= high[:, None] * replicas).all()
     ranks = range(tokens.shape[1])
     assert all((result[:, rank, rank] == np.minimum(tokens[:, rank], share[:, rank])).all() for rank in ranks)
-    assert all((sends(tokens, replicas, rank) == result[:, rank]).all() for rank in ranks)
-    assert all((receives(tokens, replicas, rank) == result[:, :, rank]).all() for rank in ranks)
+    assert all((_sends(tokens, replicas, rank) == result[:, rank]).all() for rank in ranks)
+    assert all((_receives(tokens, replicas, rank) == result[:, :, rank]).all() for rank in ranks)
 
 
 def test_remainders_go_round() -> None:

@@ -9,8 +9,8 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.corpus.check import DataSummary, SourceSummary
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.job import JobPlan, plan_job
-from megatron_ft.planning.render import readable_bytes, render
+from megatron_ft.planning.job import JobPlan
+from megatron_ft.planning.render import _readable_bytes, render
 from tests.helpers.keys import grouped
 
 DATA = DataSummary(
@@ -23,7 +23,7 @@ SMALL = {"model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 
 
 def plan(device: str = "cpu", *, with_losses: bool = False, **groups: Mapping[str, object]) -> JobPlan:
-    return plan_job(from_dict({**SMALL, **groups}), DATA, device=device, with_losses=with_losses)
+    return JobPlan.of(from_dict({**SMALL, **groups}), DATA, device=device, with_losses=with_losses)
 
 
 def test_one_rank_holds_everything() -> None:
@@ -122,11 +122,11 @@ def test_text_names_what_people_look_for() -> None:
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (5 << 60, "5120.0 PiB")]
 )
 def test_bytes_are_readable(count: int, text: str) -> None:
-    assert readable_bytes(count) == text
+    assert _readable_bytes(count) == text
 
 
 def test_defaults_are_planned() -> None:
-    assert plan_job(JobConfig(), DATA, device="cpu").num_parameters == 3_511_424
+    assert JobPlan.of(JobConfig(), DATA, device="cpu").num_parameters == 3_511_424
 
 
 def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:

@@ -7,16 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.pipeline import (
-    Direction,
-    LogKey,
-    PipelineShape,
-    destination,
-    order,
-    origin,
-    receives,
-    sends,
-)
+from megatron_ft.planning.pipeline import Direction, LogKey, PipelineShape, order, receives, sends
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -68,13 +59,13 @@ def test_what_a_stage_receives_is_what_its_neighbour_sends(shape: PipelineShape)
             own = [
                 (microbatch, chunk)
                 for kind, microbatch, chunk in order(shape, stage)
-                if kind == direction and origin(shape, stage, chunk, direction) is not None
+                if kind == direction and shape.origin(stage, chunk, direction) is not None
             ]
             assert receives(shape, stage, direction) == tuple(own), "received in another order than it is needed"
             sent = []
             for microbatch, chunk in own:
-                place = origin(shape, stage, chunk, direction)
-                assert place is not None and destination(shape, *place, direction) == (stage, chunk)
+                place = shape.origin(stage, chunk, direction)
+                assert place is not None and shape.destination(*place, direction) == (stage, chunk)
                 assert place[0] == (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
                 sent.append((microbatch, place[1]))
             neighbour = (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
@@ -101,7 +92,7 @@ def test_the_stages_of_a_pipeline_finish_together(shape: PipelineShape) -> None:
         for stage, passes in enumerate(waiting):
             while passes:
                 direction, microbatch, chunk = passes[0]
-                needed = origin(shape, stage, chunk, direction)
+                needed = shape.origin(stage, chunk, direction)
                 if needed is not None and (direction, microbatch, *needed) not in there:
                     break
                 there.add((direction, microbatch, stage, chunk))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.expert_loads import ExpertLoads
-from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts, shuffled
+from megatron_ft.planning.trace import RoutingTrace, _shuffled, expert_token_counts, forced_experts
 
 
 def mixed(value: int) -> int:
@@ -88,8 +88,8 @@ def test_every_token_has_different_experts(demand: tuple[list[int], int, int], k
 
 def test_keys_name_orders_that_never_change() -> None:
     start = int.from_bytes(hashlib.blake2b(b"a", digest_size=8).digest(), "little")
-    assert shuffled(8, "a").tolist() == sorted(range(8), key=lambda i: mixed((start + i * 0x9E3779B97F4A7C15) % 2**64))
-    first, second = shuffled(1000, "a").tolist(), shuffled(1000, "b").tolist()
+    assert _shuffled(8, "a").tolist() == sorted(range(8), key=lambda i: mixed((start + i * 0x9E3779B97F4A7C15) % 2**64))
+    first, second = _shuffled(1000, "a").tolist(), _shuffled(1000, "b").tolist()
     assert sorted(first) == sorted(second) == list(range(1000))
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
 

@@ -8,19 +8,18 @@ import pytest
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.snapshot.report import SnapshotReport, report_snapshots
+from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.upstream_log import (
     UpstreamLogReport,
-    iteration_log_bytes,
+    _iteration_log_bytes,
+    _node_log_bytes,
+    _tensor_bytes,
     iterations_kept,
     largest_node_bytes,
     largest_rank_bytes,
     log_bytes,
-    node_log_bytes,
     num_entries,
     pipeline_shape,
-    report_upstream_log,
-    tensor_bytes,
     tensor_shape,
 )
 
@@ -75,13 +74,13 @@ def test_a_tensor_is_what_megatron_sends(
     parallel: dict[str, object], ranks: int, dtype: str, shape: tuple[int, int, int], num_bytes: int
 ) -> None:
     config = job(ranks_per_node=ranks, parallel=parallel, precision={"params_dtype": dtype})
-    assert (tensor_shape(config), tensor_bytes(config)) == (shape, num_bytes)
+    assert (tensor_shape(config), _tensor_bytes(config)) == (shape, num_bytes)
 
 
 def test_inner_stages_send_both_ways() -> None:
     """6 microbatches through 4 stages: the ends send 6 tensors of 4096 bytes, those between them 12."""
     config = job(ranks_per_node=4, parallel=pipeline(4))
-    assert [iteration_log_bytes(config, stage) for stage in range(4)] == [24_576, 49_152, 49_152, 24_576]
+    assert [_iteration_log_bytes(config, stage) for stage in range(4)] == [24_576, 49_152, 49_152, 24_576]
     assert [log_bytes(config, stage, 7) for stage in (0, 1)] == [7 * 24_576, 7 * 49_152]
 
 
@@ -101,16 +100,16 @@ def test_padding_microbatches_are_logged_too() -> None:
 
 def test_one_stage_logs_nothing() -> None:
     config = job(ranks_per_node=2)
-    assert log_bytes(config, 0, 9) == node_log_bytes(config, 0, 9) == 0
+    assert log_bytes(config, 0, 9) == _node_log_bytes(config, 0, 9) == 0
 
 
 def test_a_node_keeps_the_logs_of_its_ranks() -> None:
     """Three stages of two ranks over two nodes: node 0 has stage 0 and half of stage 1. 3 microbatches each."""
     config = job(num_nodes=2, ranks_per_node=3, parallel=pipeline(3))
     stages = [3 * 4096, 6 * 4096, 3 * 4096]
-    assert node_log_bytes(config, 0, 5) == 5 * (2 * stages[0] + stages[1])
-    assert node_log_bytes(config, 1, 5) == 5 * (stages[1] + 2 * stages[2])
-    assert largest_node_bytes(config, 5) == node_log_bytes(config, 0, 5) == node_log_bytes(config, 1, 5)
+    assert _node_log_bytes(config, 0, 5) == 5 * (2 * stages[0] + stages[1])
+    assert _node_log_bytes(config, 1, 5) == 5 * (stages[1] + 2 * stages[2])
+    assert largest_node_bytes(config, 5) == _node_log_bytes(config, 0, 5) == _node_log_bytes(config, 1, 5)
     assert largest_rank_bytes(config, 5) == 5 * stages[1]
 
 
@@ -126,8 +125,8 @@ def kept_job(pp: int = 3, **groups: dict[str, Any]) -> JobConfig:
 
 
 def reported(config: JobConfig) -> tuple[UpstreamLogReport | None, SnapshotReport | None]:
-    snapshot = report_snapshots(config, 257)
-    return report_upstream_log(config, snapshot), snapshot
+    snapshot = SnapshotReport.of(config, 257)
+    return UpstreamLogReport.of(config, snapshot), snapshot
 
 
 def test_the_report_states_memory_by_stage_and_by_node() -> None:

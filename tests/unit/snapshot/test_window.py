@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.pieces import Piece
-from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, check_piece
+from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, _check_piece
 from megatron_ft.testing.stored_samples import sample_window
 
 
@@ -78,14 +78,14 @@ def test_a_window_without_all_slices_is_not_whole(num_slices: int) -> None:
     ],
 )
 def test_a_bad_piece_is_refused_by_field(changes: dict[str, Any], says: str) -> None:
-    check_piece(piece())
+    _check_piece(piece())
     with pytest.raises(CheckpointError) as caught:
-        check_piece(piece(**changes))
+        _check_piece(piece(**changes))
     assert says in str(caught.value)
 
 
 def test_one_value_for_all_elements() -> None:
-    check_piece(piece(num_bytes=4))
+    _check_piece(piece(num_bytes=4))
 
 
 @pytest.mark.parametrize("digest", ["0" * 31, "G" * 32, None, 7])

@@ -11,7 +11,7 @@ from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
 from megatron_ft.planning.alerts import NAMES, AlertLimits
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.sinks.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, free_share
+from megatron_ft.telemetry.sinks.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, _free_share
 from megatron_ft.telemetry.sinks.base import SinkContext
 from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record
 
@@ -124,9 +124,9 @@ def test_limits_are_those_of_the_keys(config: JobConfig, tmp_path: Path, clock: 
 
 
 def test_the_free_share_of_a_real_disk(tmp_path: Path) -> None:
-    assert 0.0 <= free_share(tmp_path) <= 1.0
+    assert 0.0 <= _free_share(tmp_path) <= 1.0
     with pytest.raises(FileNotFoundError):
-        free_share(tmp_path / "missing")
+        _free_share(tmp_path / "missing")
 
 
 def test_alerts_reach_the_files_and_the_terminal(config: JobConfig, tmp_path: Path, clock: FakeClock) -> None:

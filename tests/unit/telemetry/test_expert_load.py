@@ -6,14 +6,14 @@ import pytest
 
 from megatron_ft.events import ExpertLoad
 from megatron_ft.telemetry.expert_load import (
+    _herfindahl_over_even,
+    _percentile,
     bin_loads,
-    herfindahl_over_even,
     load_figures,
     max_over_even_share,
-    percentile,
     relative_load,
 )
-from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, Symbols, symbols_for
+from megatron_ft.telemetry.sinks.terminal import ASCII, BLOCKS, _Symbols
 
 
 def test_relative_load() -> None:
@@ -32,7 +32,7 @@ def test_binning_keeps_the_busiest() -> None:
 
 
 @pytest.mark.parametrize("symbols", [BLOCKS, ASCII], ids=["blocks", "ascii"])
-def test_bars_rise(symbols: Symbols) -> None:
+def test_bars_rise(symbols: _Symbols) -> None:
     bars = [symbols.heights.index(symbols.bar(value / 10, 2.0)) for value in range(31)]
     assert bars == sorted(bars) and bars[0] == 0 and bars[20] == bars[30] == len(symbols.heights) - 1
     assert symbols.bar(math.nan, 2.0) == " "
@@ -51,19 +51,19 @@ def test_progress_keeps_its_width(share: float, num_done: int) -> None:
 
 
 def test_symbols_follow_the_encoding() -> None:
-    assert symbols_for("utf-8") is BLOCKS
-    assert symbols_for("ascii") is ASCII and symbols_for(None) is ASCII and symbols_for("no-such-code") is ASCII
+    assert _Symbols.of("utf-8") is BLOCKS
+    assert _Symbols.of("ascii") is ASCII and _Symbols.of(None) is ASCII and _Symbols.of("no-such-code") is ASCII
 
 
 def test_percentiles_lie_on_a_line_between_neighbours() -> None:
-    assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and percentile([1.0, 3.0], 95) == pytest.approx(2.9)
-    assert percentile([7.0], 95) == 7.0 and percentile([], 50) == 0.0
+    assert _percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and _percentile([1.0, 3.0], 95) == pytest.approx(2.9)
+    assert _percentile([7.0], 95) == 7.0 and _percentile([], 50) == 0.0
 
 
 def test_skew_is_one_where_loads_are_even_and_the_number_of_experts_where_one_has_all() -> None:
-    assert herfindahl_over_even([5, 5, 5]) == pytest.approx(1.0) and herfindahl_over_even([8, 0, 0, 0]) == 4.0
+    assert _herfindahl_over_even([5, 5, 5]) == pytest.approx(1.0) and _herfindahl_over_even([8, 0, 0, 0]) == 4.0
     assert (
-        herfindahl_over_even([3, 1]) == pytest.approx(2 * (0.75**2 + 0.25**2)) and herfindahl_over_even([0, 0]) == 0.0
+        _herfindahl_over_even([3, 1]) == pytest.approx(2 * (0.75**2 + 0.25**2)) and _herfindahl_over_even([0, 0]) == 0.0
     )
 
 

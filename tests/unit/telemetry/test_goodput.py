@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
-from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, measure
+from megatron_ft.telemetry.goodput import Goodput, GoodputMeter
 
 ZERO = 1_700_000_000.0
 SHARES = ("useful", "stalled", "again", "skipped", "recovery", "between_jobs", "other")
@@ -53,7 +53,7 @@ def committed(at: float, stalled_seconds: float) -> Record:
 
 
 def test_a_run_with_one_recovery() -> None:
-    found = measure(
+    found = Goodput.measure(
         [
             started(0.0),
             *(trained(iteration, 2.0 + iteration) for iteration in (1, 2, 3, 4)),  # up to 6 s
@@ -81,7 +81,7 @@ def test_an_undisturbed_run_is_predicted_as_one_minus_its_overhead() -> None:
         time_unix_seconds=ZERO + 5.3, iteration=6, reason="gain", stages=("plan",), seconds=0.1
     )
     ran = [trained(iteration, float(iteration) + (0.3 if iteration > 5 else 0.0)) for iteration in range(1, 11)]
-    found = measure([started(0.0), *ran, waited, moved, committed(9.9, 0.7), finished(10.3)])
+    found = Goodput.measure([started(0.0), *ran, waited, moved, committed(9.9, 0.7), finished(10.3)])
     assert shares(found) == {"useful": 9.3, "stalled": 1.0}
     assert found.num_interruptions == 0 and math.isinf(found.mtbf_seconds)
     assert found.predicted_ettr == pytest.approx(1.0 - 1.0 / 10.3) == found.ettr
@@ -89,50 +89,55 @@ def test_an_undisturbed_run_is_predicted_as_one_minus_its_overhead() -> None:
 
 
 def test_an_iteration_that_others_finish_after_a_failure_counts_and_the_recovery_is_one() -> None:
-    found = measure([started(0.0), trained(1, 1.0), failed(1.5), trained(2, 2.0), decided(4.0, 2), trained(3, 6.0)])
+    found = Goodput.measure(
+        [started(0.0), trained(1, 1.0), failed(1.5), trained(2, 2.0), decided(4.0, 2), trained(3, 6.0)]
+    )
     assert shares(found) == {"useful": 3.0, "recovery": 3.0}
     assert found.num_interruptions == 1
 
 
 def test_failures_one_after_the_other_are_one_interruption() -> None:
     records = [started(0.0), trained(1, 1.0), failed(1.5), decided(2.0, 1), failed(3.0), decided(4.0, 1)]
-    assert measure(records).num_interruptions == 1 and shares(measure(records)) == {"useful": 1.0, "recovery": 3.0}
-    found = measure([*records, trained(2, 5.5)])
+    assert Goodput.measure(records).num_interruptions == 1 and shares(Goodput.measure(records)) == {
+        "useful": 1.0,
+        "recovery": 3.0,
+    }
+    found = Goodput.measure([*records, trained(2, 5.5)])
     assert found.num_interruptions == 1 and shares(found) == {"useful": 2.0, "recovery": 3.5}
 
 
 def test_time_between_jobs_is_told_apart() -> None:
     first = [started(0.0), trained(1, 1.0), trained(2, 2.0), stopped(2.5)]
-    found = measure([*first, started(12.5, resumed=1), trained(2, 14.0), finished(14.0)])
+    found = Goodput.measure([*first, started(12.5, resumed=1), trained(2, 14.0), finished(14.0)])
     assert shares(found) == {"useful": 2.0, "again": 1.0, "recovery": 1.0, "between_jobs": 10.0}
     assert found.num_interruptions == 1 and found.mtbf_seconds == pytest.approx(3.0, abs=1e-5)
 
 
 def test_iterations_that_were_not_reported_count_as_the_next_that_was() -> None:
     reported = [trained(iteration, 2.0 * iteration, seconds=2.0) for iteration in (10, 20, 30)]
-    found = measure([started(0.0), *reported])
+    found = Goodput.measure([started(0.0), *reported])
     assert shares(found) == {"useful": 60.0} and found.num_iterations == 30 and found.num_tokens == 3000
     # 12 of the 30 are lost: the last report stood for 21 to 30, the one before it for 11 to 20
-    found = measure([started(0.0), *reported, failed(60.0), decided(61.0, 18), trained(20, 65.0, seconds=2.0)])
+    found = Goodput.measure([started(0.0), *reported, failed(60.0), decided(61.0, 18), trained(20, 65.0, seconds=2.0)])
     assert shares(found) == {"useful": 40.0, "again": 24.0, "recovery": 1.0}
     assert found.num_iterations == 20 and found.num_tokens == 2000
 
 
 def test_a_report_that_was_lost_with_its_rank_breaks_nothing() -> None:
-    found = measure([started(0.0), trained(70, 1.0), failed(2.0), decided(5.0, 71), trained(72, 6.0)])
+    found = Goodput.measure([started(0.0), trained(70, 1.0), failed(2.0), decided(5.0, 71), trained(72, 6.0)])
     assert shares(found) == {"useful": 2.0, "recovery": 4.0}
 
 
 def test_skipped_iterations_do_not_count() -> None:
     skipped = events.IterationSkipped(time_unix_seconds=ZERO + 2.0, iteration=2, reason="non_finite")
-    found = measure([started(0.0), trained(1, 1.0), trained(2, 2.0), skipped, trained(3, 3.0)])
+    found = Goodput.measure([started(0.0), trained(1, 1.0), trained(2, 2.0), skipped, trained(3, 3.0)])
     assert shares(found) == {"useful": 2.0, "skipped": 1.0}
     assert found.num_iterations == 2 and found.num_tokens == 200 and found.num_interruptions == 0
 
 
 def test_a_run_that_says_nothing_has_no_figures() -> None:
     for records in ([], [started(0.0)], [trained(1, -ZERO)]):
-        found = measure(records)
+        found = Goodput.measure(records)
         assert (found.ettr, found.predicted_ettr, found.wall_seconds) == (None, None, 0.0)
 
 
@@ -163,7 +168,7 @@ def records_of(steps: list[tuple[str, float, int, float]]) -> list[Record]:
 
 @given(STEPS)
 def test_shares_are_never_negative_and_add_up(steps: list[tuple[str, float, int, float]]) -> None:
-    found = measure(records_of(steps))
+    found = Goodput.measure(records_of(steps))
     seconds = [getattr(found, f"{name}_seconds") for name in SHARES]
     assert min(seconds) >= -1e-5 and math.fsum(seconds) == pytest.approx(found.wall_seconds, abs=1e-4)
     assert found.ettr is None or -1e-6 <= found.ettr <= 1.0 + 1e-6
@@ -176,4 +181,4 @@ def test_the_order_of_files_does_not_matter(steps: list[tuple[str, float, int, f
     records, meter = records_of(steps), GoodputMeter()
     for record in records:
         meter.take(record)
-    assert measure(chance.sample(records, len(records))) == meter.result()
+    assert Goodput.measure(chance.sample(records, len(records))) == meter.result()

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.events import RecoveryStarted
-from megatron_ft.telemetry.goodput import measure
+from megatron_ft.telemetry.goodput import Goodput
 from megatron_ft.telemetry.read import read_events, read_metrics
-from megatron_ft.telemetry.report.files import read_run
-from megatron_ft.telemetry.report.model import build
+from megatron_ft.telemetry.report.files import RunFiles
+from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
-from megatron_ft.telemetry.report.timeline import timeline_of
+from megatron_ft.telemetry.report.timeline import Timeline
 from megatron_ft.telemetry.run_figures import RunFigures
 
 RUNS = Path(__file__).parents[2] / "fixtures" / "run_folders"
@@ -36,22 +36,22 @@ def test_every_recovery_has_its_strategy() -> None:
     ],
 )
 def test_the_page_tells_the_recoveries(run: str, recoveries: list[tuple[int, str, int, int]]) -> None:
-    files = read_run(RUNS / run)
-    report = build(files)
+    files = RunFiles.read(RUNS / run)
+    report = RunReport.of(files)
     found = [(each.generation, each.strategy, each.iteration, each.num_replayed) for each in report.recoveries]
     assert [each[:3] for each in found] == [each[:3] for each in recoveries]
     assert (found[0][3] > 0) == (run != "replicas")
-    assert timeline_of(report.recoveries[0]) is not None
+    assert Timeline.of(report.recoveries[0]) is not None
     assert report.outcome.level == "good" and "Details of each recovery" in render(report)
     assert len(read_metrics(RUNS / run)) == report.iteration
 
 
 @pytest.mark.parametrize("run", ["replicas", "localized", "window"])
 def test_the_time_of_a_recovery_is_under_its_strategy(run: str) -> None:
-    files, figures, found = read_run(RUNS / run), RunFigures(), {}
+    files, figures, found = RunFiles.read(RUNS / run), RunFigures(), {}
     for record in sorted((*files.events, *files.metrics), key=lambda record: record.time_unix_seconds or 0.0):
         figures.take(record)
         found |= {name: value for name, value in figures.hand_out().items() if name.startswith("recovery/")}
     assert f"recovery/{run}_seconds" in found
-    goodput = measure((*files.events, *files.metrics))
+    goodput = Goodput.measure((*files.events, *files.metrics))
     assert goodput.num_interruptions == (2 if run == "window" else 1) and goodput.recovery_seconds > 0

@@ -14,8 +14,8 @@ from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.report.files import read_run
-from megatron_ft.telemetry.report.model import build
+from megatron_ft.telemetry.report.files import RunFiles
+from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
 
 from .conftest import FakeClock
@@ -58,7 +58,7 @@ def test_a_run_with_an_event_from_outside_has_a_page(config: JobConfig, run_dir:
         lines.write(json.dumps({"kind": "lunch_served", "menu": "<soup>", "time_unix_seconds": 1.7e9}) + "\n")
     (*_, lunch) = read_events(run_dir)
     assert lunch.kind == "lunch_served" and lunch.time_unix_seconds == 1.7e9
-    page = render(build(read_run(run_dir)))
+    page = render(RunReport.of(RunFiles.read(run_dir)))
     assert "2023-11-14 22:13:20" in page and 'lunch served: menu="&lt;soup&gt;"' in page
 
 

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 
 from megatron_ft import events
 from megatron_ft.events import Record
-from megatron_ft.telemetry.goodput import measure
+from megatron_ft.telemetry.goodput import Goodput
 from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS
 from megatron_ft.telemetry.run_figures import RunFigures
 from tests.unit.telemetry.conftest import is_listed
@@ -115,7 +115,7 @@ def test_goodput_as_it_goes_is_that_of_the_whole_and_every_name_is_listed(
     records, run = records_of(steps), RunFigures()
     for record in records:
         run.take(record)
-    found, whole = run.hand_out(), measure(records)
+    found, whole = run.hand_out(), Goodput.measure(records)
     assume(whole.useful_seconds == 0.0 or whole.useful_seconds > 1e-3)  # sums are kept in nanoseconds
     expected = (whole.ettr, whole.predicted_ettr, whole.tokens_per_second, whole.num_interruptions)
     for name, value in zip(GOODPUT, expected, strict=True):

@@ -10,8 +10,7 @@ from megatron_ft import events
 from megatron_ft.events import Note, Record
 from megatron_ft.formatting import clock, seconds, size
 from megatron_ft.telemetry.sinks.base import Outcome
-from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, PanelStyle, Symbols, TimedNote, panel
-from megatron_ft.telemetry.sinks.terminal import TerminalSink
+from megatron_ft.telemetry.sinks.terminal import ASCII, BLOCKS, TerminalSink, _panel, _PanelStyle, _Symbols, _TimedNote
 from megatron_ft.telemetry.state import RunState
 from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record, run_records
 
@@ -29,15 +28,15 @@ def some_records(last: int = 8) -> list[Record]:
 
 
 def render(
-    state: RunState, *, width: int = 100, height: int = 40, symbols: Symbols = BLOCKS, notes: int = 3
+    state: RunState, *, width: int = 100, height: int = 40, symbols: _Symbols = BLOCKS, notes: int = 3
 ) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False, legacy_windows=False)
     told = [
-        TimedNote(time_unix_seconds=1000.0, note=Note(level="good", text=f"event {number} [red]literally[/red]"))
+        _TimedNote(time_unix_seconds=1000.0, note=Note(level="good", text=f"event {number} [red]literally[/red]"))
         for number in range(notes)
     ]
-    style = PanelStyle(title="trial-001", width=width, height=height, symbols=symbols)
-    console.print(panel(state, told, style, now_seconds=1030.0))
+    style = _PanelStyle(title="trial-001", width=width, height=height, symbols=symbols)
+    console.print(_panel(state, told, style, now_seconds=1030.0))
     return console.file.getvalue().splitlines()
 
 
@@ -89,9 +88,9 @@ def test_panel_shows_whole_process_ids_in_80_columns() -> None:
     process_ids = tuple(range(4_000_000, 4_000_008))
     note = events.RanksReady(seconds=12.3, world_size=8, process_ids=process_ids).describe()
     console = Console(file=io.StringIO(), width=80, height=40, force_terminal=False, legacy_windows=False)
-    style = PanelStyle(title="t", width=80, height=40, symbols=BLOCKS)
-    told = [TimedNote(time_unix_seconds=1000.0, note=note)]
-    console.print(panel(fold(some_records()), told, style, now_seconds=1030.0))
+    style = _PanelStyle(title="t", width=80, height=40, symbols=BLOCKS)
+    told = [_TimedNote(time_unix_seconds=1000.0, note=note)]
+    console.print(_panel(fold(some_records()), told, style, now_seconds=1030.0))
     lines = console.file.getvalue().splitlines()
     assert all(str(process_id) in "\n".join(lines) for process_id in process_ids)
     assert len(lines) == len(render(fold(some_records()), width=80)) and {len(line) for line in lines} == {80}

@@ -14,7 +14,7 @@ import pytest
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
-from megatron_ft.telemetry.sinks.wandb import ID_FILE, Reported, run_id, wandb_mode
+from megatron_ft.telemetry.sinks.wandb import ID_FILE, _Reported, _wandb_mode, run_id
 from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 from tests.helpers.disk import note_steps
 
@@ -59,12 +59,12 @@ def test_mode(asked: str, environment: Mapping[str, str], login: str | None, mod
     if login is not None:
         (tmp_path / ".netrc").write_text(login + "\n")
         (tmp_path / ".netrc").chmod(0o600)
-    assert wandb_mode(asked, {"HOME": str(tmp_path)} | dict(environment)) == mode
+    assert _wandb_mode(asked, {"HOME": str(tmp_path)} | dict(environment)) == mode
 
 
 def test_the_login_file_may_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "login").write_text("machine api.wandb.ai login user password key\n")
-    assert wandb_mode("auto", {"HOME": "/nowhere", "NETRC": str(tmp_path / "login")}) == "online"
+    assert _wandb_mode("auto", {"HOME": "/nowhere", "NETRC": str(tmp_path / "login")}) == "online"
 
 
 def test_the_run_id_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +123,14 @@ def test_history_ends_where_this_attempt_begins(config: JobConfig, run_dir: Path
     sinks = open_sinks(config, run_dir, world_size=2, clock=FakeClock(), stream=io.StringIO())
     for record in [RUN_STARTED, *run_records(1, 3)]:
         sinks.write(record)
-    reported = Reported.so_far(run_dir)
+    reported = _Reported.so_far(run_dir)
     for record in run_records(4, 5):
         sinks.write(record)
     sinks.close(0, "done")
     kinds = [(record.kind, getattr(record, "iteration", None)) for record in reported.records(loads_after=2)]
     assert kinds == [("run_started", None), *(("metrics", iteration) for iteration in (1, 2, 3)), ("expert_load", 3)]
-    assert len(list(Reported.so_far(run_dir).records(loads_after=5))) == 8, "with an evaluation and the end"
-    assert list(Reported.so_far(run_dir / "none").records(loads_after=0)) == []
+    assert len(list(_Reported.so_far(run_dir).records(loads_after=5))) == 8, "with an evaluation and the end"
+    assert list(_Reported.so_far(run_dir / "none").records(loads_after=0)) == []
 
 
 @pytest.mark.slow

@@ -12,13 +12,12 @@ import yaml
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
-from megatron_ft.control.run_id import make_run_id
+from megatron_ft.control.run_id import RunId
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceFacts
-from megatron_ft.planning.placement.stage import first_plans, stage_requests
-from megatron_ft.snapshot.storage.manifest import write_manifest
+from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.testing.stored_samples import sample_window
 from tests.unit.snapshot.storage.conftest import make_checkpoint
@@ -78,7 +77,7 @@ class MadeUpRun:
         remaining = config_of(self.config, nodes)
         from megatron_ft.config.inputs import JobInputs
 
-        plans = first_plans(remaining, stage_requests(remaining, len(nodes)), JobInputs())
+        plans = first_plans(remaining, StageRequest.of_job(remaining, len(nodes)), JobInputs())
         folder = self.path / "placements"
         folder.mkdir(exist_ok=True)
         content = {"stages": [plan.to_json() for plan in plans], "loads": None}
@@ -165,11 +164,11 @@ def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: Ma
 
 def test_checkpoints_and_windows_of_another_run_are_not_promised(living: MadeUpRun, ask: Ask) -> None:
     """A job of this run would not continue from them."""
-    own, other = make_run_id(living.path, is_older=False).run_id, "6" * 32
+    own, other = RunId.make(living.path, is_older=False).run_id, "6" * 32
     for iteration, run_id in ((3, own), (5, other)):
         directory = living.path / "checkpoints" / f"iter_{iteration:07d}"
         manifest = make_checkpoint(directory, iteration)
-        write_manifest(directory, replace(manifest, run_id=run_id))
+        replace(manifest, run_id=run_id).write(directory)
     for rank in range(4):
         window, payload = sample_window(6, rank)
         window = replace(window, run_id=other, world_size=4)

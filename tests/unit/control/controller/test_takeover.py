@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.controller.journal import Journal
-from megatron_ft.control.controller.main import clock_after
+from megatron_ft.control.controller.main import _clock_after
 from megatron_ft.control.membership.events import NodeLost, StopRequested
 from megatron_ft.control.membership.state import State, Step
 from megatron_ft.control.node.controller_client import ControllerClient
@@ -44,7 +44,7 @@ class Life:
             record_decision=self.decisions.append,
             journal=journal,
             epoch=epoch,
-            clock=clock_after(journal.entries),
+            clock=_clock_after(journal.entries),
         )
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -152,9 +152,9 @@ def test_what_was_told_before_is_not_taken_in_again(tmp_path: Path) -> None:
 
 
 def test_time_goes_on_where_it_was() -> None:
-    now = clock_after([{"now": 5000.0, "unix": 0.0}])()
+    now = _clock_after([{"now": 5000.0, "unix": 0.0}])()
     assert now > 1e9, "as long as nobody was in charge"
-    soon = clock_after([{"now": 5000.0, "unix": 4e9}])()
+    soon = _clock_after([{"now": 5000.0, "unix": 4e9}])()
     assert 5000.0 <= soon < 5001.0, "a clock that was set back"
 
 

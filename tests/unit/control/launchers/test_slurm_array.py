@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ft.control.launchers.slurm_array import read_array
+from megatron_ft.control.launchers.slurm_array import _read_array
 from megatron_ft.control.slurm.nodes import Allocation
 from megatron_ft.errors import ConfigError
 
@@ -16,13 +16,13 @@ ARRAY = {
 
 
 def test_a_job_goes_by_the_arrays_id() -> None:
-    assert read_array(ARRAY, most_nodes=4) == Allocation("17", ())
+    assert _read_array(ARRAY, most_nodes=4) == Allocation("17", ())
 
 
 @pytest.mark.parametrize("missing", [name for name in ARRAY if "ARRAY" in name])
 def test_outside_of_an_array_nothing_is_started(missing: str) -> None:
     with pytest.raises(ConfigError, match=rf"launch\.node_launcher=none: needs a Slurm array.*{missing} is not set"):
-        read_array({**ARRAY, missing: ""}, most_nodes=4)
+        _read_array({**ARRAY, missing: ""}, most_nodes=4)
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_outside_of_an_array_nothing_is_started(missing: str) -> None:
 )
 def test_tasks_are_the_nodes(changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"needs an array of 4 tasks, --array=0-3"):
-        read_array({**ARRAY, **changes}, most_nodes=4)
+        _read_array({**ARRAY, **changes}, most_nodes=4)

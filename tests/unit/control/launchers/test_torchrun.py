@@ -5,13 +5,7 @@ import re
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.launchers.torchrun import (
-    check_restarts,
-    detect,
-    expand_counts,
-    expand_nodelist,
-    read_environment,
-)
+from megatron_ft.control.launchers.torchrun import RankEnvironment, _expand_counts, detect, expand_nodelist
 from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
@@ -39,27 +33,28 @@ SRUN = {
 
 
 def test_torchrun() -> None:
-    found = read_environment("torchrun", TORCHRUN)
+    found = RankEnvironment.read("torchrun", TORCHRUN)
     assert (found.rank, found.world_size, found.local_rank, found.node, found.num_nodes) == (5, 8, 1, 1, 2)
     assert (found.master_addr, found.master_port, found.attempt, found.store_is_served) == ("10.0.0.1", 29500, 2, True)
 
 
 def test_srun() -> None:
-    found = read_environment("srun", SRUN)
+    found = RankEnvironment.read("srun", SRUN)
     assert (found.rank, found.world_size, found.local_rank, found.node, found.num_nodes) == (5, 6, 1, 2, 3)
     assert found.master_addr == "gpu07"
     assert found.master_port in PORTS
     assert (
-        found.master_port == read_environment("srun", {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
+        found.master_port
+        == RankEnvironment.read("srun", {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
     )
-    assert found.master_port != read_environment("srun", {**SRUN, "SLURM_STEP_ID": "1"}).master_port
-    assert read_environment("srun", SRUN, master_port=1234).master_port == 1234
+    assert found.master_port != RankEnvironment.read("srun", {**SRUN, "SLURM_STEP_ID": "1"}).master_port
+    assert RankEnvironment.read("srun", SRUN, master_port=1234).master_port == 1234
 
 
 def test_every_job_has_a_port_that_the_documentation_names() -> None:
     """Firewalls are set by it, and above it the system gives ports to outgoing connections."""
     found = {
-        read_environment("srun", {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        RankEnvironment.read("srun", {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
         for job in range(10_000, 13_000)
         for step in (0, 1, 15)
     }
@@ -71,7 +66,7 @@ def test_every_job_has_a_port_that_the_documentation_names() -> None:
 def test_a_job_without_step_variables_is_read_from_the_job() -> None:
     job = {name.replace("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"): value for name, value in SRUN.items()}
     job["SLURM_TASKS_PER_NODE"] = job.pop("SLURM_STEP_TASKS_PER_NODE")
-    assert read_environment("srun", job).master_addr == "gpu07"
+    assert RankEnvironment.read("srun", job).master_addr == "gpu07"
 
 
 def test_who_started_this_process() -> None:
@@ -101,7 +96,7 @@ def test_who_started_this_process() -> None:
 def test_contradictions_are_refused(mode: str, change: dict[str, str | None], word: str) -> None:
     variables = {**(TORCHRUN if mode == "torchrun" else SRUN), **change}
     with pytest.raises(ConfigError) as caught:
-        read_environment(mode, {name: value for name, value in variables.items() if value is not None})
+        RankEnvironment.read(mode, {name: value for name, value in variables.items() if value is not None})
     assert word in str(caught.value)
 
 
@@ -130,10 +125,10 @@ def test_what_is_no_nodelist(text: str) -> None:
 
 
 def test_counts() -> None:
-    assert expand_counts("COUNTS", "2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("COUNTS", "8") == [8]
+    assert _expand_counts("COUNTS", "2(x3),1") == [2, 2, 2, 1]
+    assert _expand_counts("COUNTS", "8") == [8]
     with pytest.raises(ConfigError, match="^COUNTS=2x3: must look like"):
-        expand_counts("COUNTS", "2x3")
+        _expand_counts("COUNTS", "2x3")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +142,9 @@ def test_counts() -> None:
 def test_an_error_names_the_variable_that_was_read(of_step: str, of_job: str, wrong: str) -> None:
     others = {name: value for name, value in SRUN.items() if name not in (of_step, of_job)}
     with pytest.raises(ConfigError, match=f"^{of_step}={re.escape(wrong)}: "):
-        read_environment("srun", {**others, of_step: wrong, of_job: "1"})
+        RankEnvironment.read("srun", {**others, of_step: wrong, of_job: "1"})
     with pytest.raises(ConfigError, match=f"^{of_job}={re.escape(wrong)}: "):
-        read_environment("srun", {**others, of_job: wrong})
+        RankEnvironment.read("srun", {**others, of_job: wrong})
 
 
 FT_LAUNCHER = {
@@ -163,14 +158,14 @@ FT_LAUNCHER = {
 
 def test_ft_launcher_is_torchrun_by_another_name() -> None:
     assert detect(FT_LAUNCHER) == "torchrun"
-    found = read_environment("torchrun", FT_LAUNCHER)
+    found = RankEnvironment.read("torchrun", FT_LAUNCHER)
     assert (found.launcher, found.program, found.max_restarts, found.store_is_served) == (
         "torchrun",
         "ft_launcher",
         3,
         False,
     )
-    assert read_environment("torchrun", TORCHRUN).program == "torchrun"
+    assert RankEnvironment.read("torchrun", TORCHRUN).program == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +181,7 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
     ],
 )
 def test_a_start_says_what_is_not_there(mode: str, variables: dict[str, str], says: str) -> None:
-    summary = read_environment(mode, variables).summary()
+    summary = RankEnvironment.read(mode, variables).summary()
     assert re.search(says, summary), summary
     assert "no controller and no agent" in summary
 
@@ -200,14 +195,14 @@ REQUEUED = {**SRUN, "SLURM_RESTART_COUNT": "1"}
     ("mode", "variables"), [("torchrun", FT_LAUNCHER), ("srun", REQUEUED)], ids=["ft_launcher", "requeued"]
 )
 def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variables: dict[str, str]) -> None:
-    environment = read_environment(mode, variables)
+    environment = RankEnvironment.read(mode, variables)
     with pytest.raises(
         ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not keep"
     ):
-        check_restarts(environment, RunConfig())
+        environment.check_restarts(RunConfig())
     with pytest.raises(ConfigError, match=r"^run\.resume=never: must be auto or must"):
-        check_restarts(environment, RunConfig(name="first"))
-    check_restarts(environment, RunConfig(name="first", resume="auto"))
+        environment.check_restarts(RunConfig(name="first"))
+    environment.check_restarts(RunConfig(name="first", resume="auto"))
 
 
 @pytest.mark.parametrize(
@@ -216,4 +211,4 @@ def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variabl
     ids=["no restarts", "a store that lasts", "a restart with such a store", "a first srun"],
 )
 def test_others_need_no_name(mode: str, variables: dict[str, str]) -> None:
-    check_restarts(read_environment(mode, variables), RunConfig())
+    RankEnvironment.read(mode, variables).check_restarts(RunConfig())

@@ -18,7 +18,7 @@ from megatron_ft.control.membership.events import (
     Tick,
 )
 from megatron_ft.control.membership.machine import advance, describe_returncode, initial
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, State, Step, first_of
+from megatron_ft.control.membership.state import Decision, Failure, MembershipPolicy, Outcome, Phase, State, Step
 
 POLICY = MembershipPolicy(
     num_nodes=2,
@@ -368,7 +368,7 @@ def test_restarts_end_too_and_each_generation_is_whole(
         if step.decision is not Decision.RESTART:
             assert job.state.generation == before.generation
             continue
-        first = first_of(job.state.survived[-1])
+        first = Failure.first_of(job.state.survived[-1])
         assert first is not None and not first.final
         fruitless = 1 if first.iteration > furthest else fruitless + 1
         furthest = max(furthest, first.iteration)

@@ -44,7 +44,7 @@ def test_a_request_that_is_none_is_dropped(path: str, agent: socket.socket, data
 def test_of_too_many_clients_the_last_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver, "MAX_CLIENTS", 2)
     listener = forkserver.listen(tmp_path / "fork.sock")
-    server = forkserver.ForkServer(listener, lambda _: 0, watch_stdin=False)
+    server = forkserver._ForkServer(listener, lambda _: 0, watch_stdin=False)
     clients = []
     for _ in range(3):
         clients.append(connect(str(tmp_path / "fork.sock")))
@@ -62,7 +62,7 @@ def test_a_rank_that_cannot_be_forked_fails_alone(call: str, tmp_path: Path, mon
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     listener = forkserver.listen(tmp_path / "fork.sock")
-    server = forkserver.ForkServer(listener, lambda _: signal.pause() or 0, watch_stdin=False)
+    server = forkserver._ForkServer(listener, lambda _: signal.pause() or 0, watch_stdin=False)
     log = tmp_path / "rank.log"
 
     def spawn(rank: int) -> dict[str, object]:

@@ -16,7 +16,6 @@ from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.membership.events import KillRequested
 from megatron_ft.control.membership.state import Phase
 from megatron_ft.control.node import join as join_main
-from megatron_ft.control.node import join_file
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
@@ -38,7 +37,7 @@ class Console:
         self.server = RpcServer("Controller", methods, interface="127.0.0.1", token=token)
         self.server.start()
         self.content = content(run_dir, self.server.address, token, num_returns=num_returns, job_id=job_id)
-        join_file.publish(run_dir, self.content)
+        self.content.publish(run_dir)
 
 
 def content(run_dir: Path, address: str, token: str, *, num_returns: int = 0, job_id: str = JOB) -> JoinFile:
@@ -107,7 +106,7 @@ def test_a_console_that_died_is_not_joined(node: Node, launcher: Console) -> Non
 
 
 def test_another_job_of_the_run_is_not_joined(node: Node, launcher: Console) -> None:
-    join_file.publish(node.run_dir, dataclasses.replace(launcher.content, job_id="18"))
+    dataclasses.replace(launcher.content, job_id="18").publish(node.run_dir)
     with pytest.raises(ControlError, match="no launcher"):
         node.run()
 
@@ -171,16 +170,12 @@ def test_what_cannot_be_read_ends_no_node_that_has_its_console(
     assert capsys.readouterr().err.count("keeps its present launcher") == 1
     path.chmod(0o600)
     assert stays._check(launcher.content) is None
-    join_file.publish(
-        node.run_dir,
-        dataclasses.replace(
-            launcher.content, job_id="18", agent=dataclasses.replace(launcher.content.agent, token="t")
-        ),
-    )
+    dataclasses.replace(
+        launcher.content, job_id="18", agent=dataclasses.replace(launcher.content.agent, token="t")
+    ).publish(node.run_dir)
     assert stays._check(launcher.content) is None, "another job's"
-    join_file.publish(
-        node.run_dir,
-        dataclasses.replace(launcher.content, agent=dataclasses.replace(launcher.content.agent, token="t")),
+    dataclasses.replace(launcher.content, agent=dataclasses.replace(launcher.content.agent, token="t")).publish(
+        node.run_dir
     )
     assert stays._check(launcher.content) == "followed"
     node.is_over()
@@ -219,7 +214,7 @@ def test_the_controller_goes_when_nodes_have_heard_the_end() -> None:
 def test_its_processes_end_with_it_and_show_no_token(tmp_path: Path) -> None:
     token = new_token()
     controller, _ = serve(token)
-    join_file.publish(tmp_path, content(tmp_path, controller.address, token))
+    content(tmp_path, controller.address, token).publish(tmp_path)
     words = [sys.executable, "-m", "megatron_ft.control.node.join", str(tmp_path), "--node=1", f"--job={JOB}"]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
     started: list[psutil.Process] = []

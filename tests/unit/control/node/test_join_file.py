@@ -28,7 +28,7 @@ CONTENT = JoinFile(agent=SPEC, preload=["a", "b:c"], job_id="17", num_nodes=4, n
 
 def publish(run_dir: Path, **changes: Any) -> Path:
     """Publish, and change what is in the file by hand; keys of the agent's with a dot."""
-    join_file.publish(run_dir, CONTENT)
+    CONTENT.publish(run_dir)
     path = run_dir / "control" / "join.json"
     values = json.loads(path.read_text())
     for name, value in changes.items():
@@ -39,15 +39,15 @@ def publish(run_dir: Path, **changes: Any) -> Path:
 
 
 def test_a_node_is_told_all_but_its_own(tmp_path: Path) -> None:
-    assert join_file.read(tmp_path) is None
-    join_file.publish(tmp_path, CONTENT)
-    found = join_file.read(tmp_path)
+    assert join_file.JoinFile.read(tmp_path) is None
+    CONTENT.publish(tmp_path)
+    found = join_file.JoinFile.read(tmp_path)
     assert found is not None and found == CONTENT
     own = {"node": 3, "process_id": 99, "runtime_dir": "", "forkserver_socket": ""}
     assert found.spec_of(3, 99) == dataclasses.replace(SPEC, **own)
-    join_file.withdraw(tmp_path)
-    join_file.withdraw(tmp_path)
-    assert join_file.read(tmp_path) is None
+    join_file.JoinFile.withdraw(tmp_path)
+    join_file.JoinFile.withdraw(tmp_path)
+    assert join_file.JoinFile.read(tmp_path) is None
 
 
 def test_it_is_the_users_alone(tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_it_is_the_users_alone(tmp_path: Path) -> None:
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     path.chmod(0o640)
     with pytest.raises(ControlError, match="has mode 0640"):
-        join_file.read(tmp_path)
+        join_file.JoinFile.read(tmp_path)
 
 
 def test_a_later_launcher_takes_the_place_of_one_that_died(tmp_path: Path) -> None:
     publish(tmp_path)
-    join_file.publish(tmp_path, dataclasses.replace(CONTENT, agent=dataclasses.replace(SPEC, token="another")))
-    found = join_file.read(tmp_path)
+    dataclasses.replace(CONTENT, agent=dataclasses.replace(SPEC, token="another")).publish(tmp_path)
+    found = join_file.JoinFile.read(tmp_path)
     assert found is not None and found.agent.token == "another"
 
 
@@ -90,17 +90,17 @@ def test_a_number_that_the_job_does_not_have_is_refused(node: int) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     publish(tmp_path, **changes)
     with pytest.raises(ControlError, match=f"join.json: damaged: .*{message}"):
-        join_file.read(tmp_path)
+        join_file.JoinFile.read(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 5000, "\x00", '{"agent": {}}'])
 def test_what_is_no_such_file_is_said_to_be_damaged(tmp_path: Path, content: str) -> None:
     publish(tmp_path).write_text(content)
     with pytest.raises(ControlError, match="join.json: damaged: "):
-        join_file.read(tmp_path)
+        join_file.JoinFile.read(tmp_path)
 
 
 def test_no_more_is_read_than_it_may_have(tmp_path: Path) -> None:
     publish(tmp_path).write_text(" " * (MAX_BYTES + 1))
     with pytest.raises(ControlError, match=f"at most {MAX_BYTES} bytes"):
-        join_file.read(tmp_path)
+        join_file.JoinFile.read(tmp_path)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.controller.launch_spec import launch_spec
-from megatron_ft.control.node.store_endpoint import NUM_PORTS, StoreEndpoint, find_store_endpoint
+from megatron_ft.control.controller.main import _launch_spec
+from megatron_ft.control.node.store_endpoint import NUM_PORTS, StoreEndpoint
 from megatron_ft.serde import decode, encode
 
 PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) for node in (0, 1)}
@@ -16,7 +16,7 @@ PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) fo
 def order(generation: int, members: list[int], places: dict[int, StoreEndpoint]) -> tuple[str, int]:
     """Address and port of the store of a generation."""
     about = {"resume_from": None, "working_dir": "."}
-    found = launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
+    found = _launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
     return found.master_addr, found.master_port
 
 
@@ -36,7 +36,7 @@ def test_on_the_controllers_machine_it_has_a_port_that_nobody_uses_now() -> None
 
 
 def test_found_ports_differ_and_come_through_json() -> None:
-    place = find_store_endpoint("127.0.0.1")
+    place = StoreEndpoint.find("127.0.0.1")
     assert len(set(place.ports)) == NUM_PORTS
     assert decode(StoreEndpoint, encode(place)) == place
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.run import RunConfig
-from megatron_ft.control.rundir import RunDir, claim
-from megatron_ft.control.slurm.batch_job import Site
+from megatron_ft.control.rundir import RunDir
+from megatron_ft.control.slurm.batch_job import _Site
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
 from megatron_ft.testing.jobs import REPOSITORY
@@ -96,7 +96,7 @@ class Play:
 
     def claim(self) -> RunDir:
         """Have the run's folder, as a launcher that lives."""
-        return claim(
+        return RunDir.claim(
             RunConfig(dir=str(self.folder), name="run", resume="auto"), model_name="tiny", config_yaml="a: 1\n"
         )
 
@@ -266,7 +266,7 @@ def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
 def test_a_chain_without_a_name_is_refused() -> None:
     """To cancel what waits under no name would be to cancel all that the user has waiting."""
     with pytest.raises(ConfigError, match="SLURM_JOB_NAME"):
-        Site.read({**ALLOCATION, "SLURM_JOB_NAME": "", "MFT_CHAINED": "1"})
+        _Site.read({**ALLOCATION, "SLURM_JOB_NAME": "", "MFT_CHAINED": "1"})
 
 
 @pytest.mark.parametrize(
@@ -281,11 +281,11 @@ def test_a_chain_without_a_name_is_refused() -> None:
 )
 def test_a_site_that_makes_no_sense_is_refused(name: str, text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}=.*{part}"):
-        Site.read({**ALLOCATION, name: text})
+        _Site.read({**ALLOCATION, name: text})
 
 
 def test_a_site_says_little() -> None:
-    site = Site.read({**ALLOCATION, "MFT_FINAL_EXIT_CODE": ""})
+    site = _Site.read({**ALLOCATION, "MFT_FINAL_EXIT_CODE": ""})
     assert (site.num_spares, site.max_fruitless, site.on_warning, site.final_exit_code) == (0, 3, Next.REQUEUE, None)
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from megatron_ft.control.slurm import batch_host, calls
-from megatron_ft.control.slurm.calls import JobView, SlurmError, parse_array_hosts, parse_drained, parse_job
+from megatron_ft.control.slurm.calls import JobView, SlurmError, _parse_array_hosts, _parse_drained
 
 SHOWN = (
     "JobId=2 JobName=lm UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Restarts=0 ExitCode=0:0 "
@@ -15,41 +15,41 @@ SHOWN = (
 
 
 def test_a_job_whose_batch_host_has_died() -> None:
-    job = parse_job(SHOWN)
+    job = JobView.parse(SHOWN)
     assert job == JobView("RUNNING", "node0", ("node1", "node3"), excluded=("node4", "node5"))
     assert not job.has_batch_host
 
 
 def test_a_job_that_waits_has_no_nodes() -> None:
-    assert parse_job("JobId=2 JobState=PENDING NodeList=(null)") == JobView("PENDING", "", ())
+    assert JobView.parse("JobId=2 JobState=PENDING NodeList=(null)") == JobView("PENDING", "", ())
 
 
 def test_an_answer_that_is_none_is_refused() -> None:
     with pytest.raises(SlurmError, match="no JobState"):
-        parse_job("slurm_load_jobs error")
+        JobView.parse("slurm_load_jobs error")
 
 
 def test_nodes_that_are_none_are_refused() -> None:
     with pytest.raises(SlurmError, match=r"cannot read the list of nodes: NodeList=node\[1-: must be"):
-        parse_job("JobId=2 JobState=RUNNING NodeList=node[1-")
+        JobView.parse("JobId=2 JobState=RUNNING NodeList=node[1-")
     with pytest.raises(SlurmError, match=r"cannot read the list of nodes: ExcNodeList=node\[2-1\]: has a range"):
-        parse_job("JobId=2 JobState=PENDING NodeList=(null) ExcNodeList=node[2-1]")
+        JobView.parse("JobId=2 JobState=PENDING NodeList=(null) ExcNodeList=node[2-1]")
 
 
 def test_nodes_that_are_drained() -> None:
     said = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
-    assert parse_drained(said) == ["node1", "node2", "node3"]
+    assert _parse_drained(said) == ["node1", "node2", "node3"]
 
 
 def test_hosts_of_an_arrays_tasks() -> None:
-    assert parse_array_hosts("10 node3\n0 gpu-1.rack2\n") == {10: "node3", 0: "gpu-1.rack2"}
-    assert parse_array_hosts("") == {}
+    assert _parse_array_hosts("10 node3\n0 gpu-1.rack2\n") == {10: "node3", 0: "gpu-1.rack2"}
+    assert _parse_array_hosts("") == {}
 
 
 @pytest.mark.parametrize("text", ["N/A node3", "3", "[0-2] node3", "3 node3 node4", "\u0663 node3"])
 def test_what_is_no_task_and_host_is_refused(text: str) -> None:
     with pytest.raises(SlurmError, match="a line is not a task index and a host"):
-        parse_array_hosts(text)
+        _parse_array_hosts(text)
 
 
 class Slurm:

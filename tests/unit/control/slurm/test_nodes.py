@@ -12,7 +12,7 @@ import pytest
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.main import NodeSpec
 from megatron_ft.control.slurm.attempts import leave_marker
-from megatron_ft.control.slurm.nodes import Allocation, address_of, own_address, read_allocation
+from megatron_ft.control.slurm.nodes import Allocation, address_of, own_address
 from megatron_ft.errors import ConfigError, ControlError
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[03-05],big1"}
@@ -26,28 +26,28 @@ class Entry(NamedTuple):
 
 
 def test_nodes_are_numbered_in_the_order_of_the_allocation() -> None:
-    allocation = read_allocation(JOB, most_nodes=4)
+    allocation = Allocation.read(JOB, most_nodes=4)
     assert allocation == Allocation("17", ("gpu03", "gpu04", "gpu05", "big1"))
 
 
 @pytest.mark.parametrize("missing", list(JOB))
 def test_outside_of_an_allocation_nothing_is_started(missing: str) -> None:
     with pytest.raises(ConfigError, match=r"launch\.node_launcher=srun: needs a Slurm allocation"):
-        read_allocation({**JOB, missing: ""}, most_nodes=1)
+        Allocation.read({**JOB, missing: ""}, most_nodes=1)
 
 
 def test_an_allocation_whose_nodes_cannot_be_read_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^SLURM_JOB_NODELIST=gpu\[3-: must be a Slurm nodelist"):
-        read_allocation({**JOB, "SLURM_JOB_NODELIST": "gpu[3-"}, most_nodes=1)
+        Allocation.read({**JOB, "SLURM_JOB_NODELIST": "gpu[3-"}, most_nodes=1)
 
 
 def test_an_allocation_has_room_for_spares() -> None:
     with pytest.raises(ConfigError, match="needs 5 nodes, spares included; the nodes of job 17 are"):
-        read_allocation(JOB, most_nodes=5)
+        Allocation.read(JOB, most_nodes=5)
 
 
 def test_a_step_is_of_one_node_and_outlives_the_others() -> None:
-    words = read_allocation(JOB, most_nodes=4).srun(2)
+    words = Allocation.read(JOB, most_nodes=4).srun(2)
     assert words[0] == "srun"
     assert {"--jobid=17", "--nodelist=gpu05", "--nodes=1", "--ntasks=1"} < set(words)
     assert {"--no-kill", "--kill-on-bad-exit=0", "--overlap"} < set(words)

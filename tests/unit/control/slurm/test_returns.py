@@ -8,7 +8,7 @@ import pytest
 from megatron_ft.control.slurm.attempts import read_attempts, read_end
 from megatron_ft.control.slurm.returns import main
 from megatron_ft.errors import EXIT_OK, ControlError
-from megatron_ft.planning.recovery.job_attempts import Attempt, AttemptPolicy, Next, decide
+from megatron_ft.planning.recovery.job_attempts import Attempt, AttemptPolicy, Next
 
 OPTIONS = ["--array=17", "--max-fruitless=3"]
 
@@ -42,8 +42,8 @@ def test_it_counts_where_an_allocation_continues_the_run(tmp_path: Path) -> None
     (gone,) = read_attempts(tmp_path)
     assert (gone.exit_code, gone.asked, gone.iteration) == (None, None, 0)
     own = Attempt(job_id="19", hosts=("a",), exit_code=7, asked=None, iteration=0)
-    assert decide([gone, own], AttemptPolicy(num_nodes=1, max_fruitless=3), ["a"]).next is Next.AGAIN
-    assert decide([gone, own], AttemptPolicy(num_nodes=1, max_fruitless=2), ["a"]).is_final
+    assert AttemptPolicy(num_nodes=1, max_fruitless=3).decide([gone, own], ["a"]).next is Next.AGAIN
+    assert AttemptPolicy(num_nodes=1, max_fruitless=2).decide([gone, own], ["a"]).is_final
 
 
 def test_a_run_that_came_to_nothing_has_nothing_to_count(tmp_path: Path) -> None:

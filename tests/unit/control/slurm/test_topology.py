@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.slurm.topology import domains_of, read_topology, summary, with_failure_domains
+from megatron_ft.control.slurm.topology import _domains_of, _read_topology, summary, with_failure_domains
 from megatron_ft.errors import ConfigError
 from tests.helpers.keys import grouped
 from tests.helpers.programs import write_program
@@ -41,7 +41,7 @@ def job(num_nodes: int, **keys: object) -> JobConfig:
 
 
 def test_a_nodes_domain_is_its_leaf_switch() -> None:
-    assert domains_of(["node3", "node0", "node2", "node1"], TREE) == ["c", "a", "b", "a"]
+    assert _domains_of(["node3", "node0", "node2", "node1"], TREE) == ["c", "a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
 )
 def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^topology\.failure_domain_source=slurm_topology: .*{said}"):
-        domains_of(["node0", "node1", "node2", "node3"], topology)
+        _domains_of(["node0", "node1", "node2", "node3"], topology)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> 
 )
 def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_topology(site(tmp_path, script))
+        _read_topology(site(tmp_path, script))
 
 
 def test_without_scontrol_nothing_is_assumed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`scontrol show topology` failed: .*No such file"):
-        read_topology({"PATH": str(tmp_path)})
+        _read_topology({"PATH": str(tmp_path)})
 
 
 def test_lines_are_read_whole(tmp_path: Path) -> None:
     variables = {**site(tmp_path, f"[ -z ${{SLURM_TOPO_LEN+x}} ] && {printing(TREE)}"), "SLURM_TOPO_LEN": "20"}
-    assert read_topology(variables) == TREE
+    assert _read_topology(variables) == TREE
 
 
 def test_domains_are_of_the_nodes_of_the_job_and_its_spares(tmp_path: Path) -> None:

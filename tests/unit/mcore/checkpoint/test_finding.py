@@ -15,7 +15,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.snapshot.storage.checkpoints import directory_name, list_checkpoints
 from megatron_ft.snapshot.storage.files import write_file
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 RUN_ID = "5" * 32
 SETTINGS = {
@@ -56,7 +56,7 @@ def save(folder: Path, iteration: int, *, name: int | None = None, **changes: An
         software={},
         files=(entry,),
     )
-    write_manifest(path, replace(manifest, **changes))
+    replace(manifest, **changes).write(path)
     return path
 
 

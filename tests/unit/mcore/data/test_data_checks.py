@@ -41,10 +41,10 @@ def test_without_survivors_other_data_ends_the_job() -> None:
     from megatron_ft.mcore.data.data_checks import check_newcomers_data
 
     worker = SimpleNamespace(can_survive=False)
-    trainer: Any = SimpleNamespace(job=JobConfig(), context=SimpleNamespace(worker=worker, rank=2))
-    check_newcomers_data(trainer, ["a", "a", "a"], 0)
+    context: Any = SimpleNamespace(worker=worker, rank=2)
+    check_newcomers_data(JobConfig(), context, ["a", "a", "a"], 0)
     with pytest.raises(DataError, match="rank 2 and rank 1 read different data"):
-        check_newcomers_data(trainer, ["a", "a", "b"], 1)
-    worker.can_survive, trainer.context.rank = True, 0
+        check_newcomers_data(JobConfig(), context, ["a", "a", "b"], 1)
+    worker.can_survive, context.rank = True, 0
     with pytest.raises(RuntimeError, match=r"ranks \[2\] cannot join: data.train="):
-        check_newcomers_data(trainer, ["a", "a", "b"], 1)
+        check_newcomers_data(JobConfig(), context, ["a", "a", "b"], 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import ConfigError, SoftwareError
-from megatron_ft.mcore.device import install, software
-from megatron_ft.mcore.device.software import Software, check_provider, choose_transformer_impl
+from megatron_ft.mcore.device import install
+from megatron_ft.mcore.device.install import _check_provider, _choose_transformer_impl, _Software
 from megatron_ft.testing.engines import REPOSITORY
 
 PROBE = """
@@ -73,12 +73,12 @@ def test_half_installed_software_is_told_before_megatron(said: dict[str, list[ob
 
 
 def test_what_only_transformer_engine_does_is_refused_without_it() -> None:
-    check_provider(None, 1, "local")
-    check_provider("hybrid", 2, "transformer_engine")
+    _check_provider(None, 1, "local")
+    _check_provider("hybrid", 2, "transformer_engine")
     with pytest.raises(ConfigError, match=r"precision\.fp8=hybrid: needs Transformer Engine"):
-        check_provider("hybrid", 1, "local")
+        _check_provider("hybrid", 1, "local")
     with pytest.raises(ConfigError, match=r"parallel\.context_parallel_size=2: must be 1 without Transformer Engine"):
-        check_provider(None, 2, "local")
+        _check_provider(None, 2, "local")
 
 
 @pytest.mark.parametrize(
@@ -96,32 +96,32 @@ def test_what_only_transformer_engine_does_is_refused_without_it() -> None:
 def test_layers_are_chosen_by_what_is_complete(
     requested: str, device: str, version: str | None, chosen: str | None
 ) -> None:
-    there = Software(transformer_engine=version, apex=False)
+    there = _Software(transformer_engine=version, apex=False)
     if chosen is not None:
-        assert choose_transformer_impl(requested, device, there) == chosen
+        assert _choose_transformer_impl(requested, device, there) == chosen
         return
     with pytest.raises(ConfigError, match=r"training\.transformer_impl=transformer_engine: needs"):
-        choose_transformer_impl(requested, device, there)
+        _choose_transformer_impl(requested, device, there)
 
 
 @pytest.mark.parametrize(
     ("version", "fits"), [("2.8.9", False), ("2.9.0", True), ("2.11.1+cu12", True), ("2.12.0", False)]
 )
 def test_versions_of_transformer_engine(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(software.importlib, "import_module", lambda name: None)
-    monkeypatch.setattr(software.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(install.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(install.importlib.metadata, "version", lambda name: version)
     if fits:
-        assert software._transformer_engine() == version
+        assert install._transformer_engine() == version
         return
     with pytest.raises(SoftwareError, match=version):
-        software._transformer_engine()
+        install._transformer_engine()
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install.torch.cuda, "is_available", lambda: False)
-    assert [install.resolve_device(name) for name in ("auto", "cpu")] == ["cpu", "cpu"]
+    assert [install._resolve_device(name) for name in ("auto", "cpu")] == ["cpu", "cpu"]
     with pytest.raises(ConfigError, match=r"training\.device=cuda: needs a GPU"):
-        install.resolve_device("cuda")
+        install._resolve_device("cuda")
     monkeypatch.setattr(install.torch.cuda, "is_available", lambda: True)
-    assert install.resolve_device("auto") == "cuda"
+    assert install._resolve_device("auto") == "cuda"

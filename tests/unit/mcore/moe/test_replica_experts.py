@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
-from megatron_ft.mcore.moe.replica_experts import ReplicaExperts
+from megatron_ft.mcore.moe.replica_layer import _ReplicaExperts
 from megatron_ft.testing import engines
 from tests.helpers import mixtures
 
@@ -24,10 +24,10 @@ def parts() -> Iterator[tuple[Any, Any, Any]]:
         yield config, mixtures.submodules_of(config).experts.submodules, groups.pg_collection
 
 
-def of_rank(parts: tuple[Any, Any, Any], rank: int) -> ReplicaExperts:
+def of_rank(parts: tuple[Any, Any, Any], rank: int) -> _ReplicaExperts:
     """Experts 1 and 3: 1 is held by ranks 0, 1 and 2, 3 by this rank alone."""
     config, submodules, pg_collection = parts
-    return ReplicaExperts(
+    return _ReplicaExperts(
         config, submodules, expert_ids=[1, 3], holders=[[0, 1, 2], [rank]], rank=rank, pg_collection=pg_collection
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.mcore.moe.replica_layer import holders, replica_matrix
+from megatron_ft.mcore.moe.replica_layer import _replica_matrix, holders
 from megatron_ft.testing import engines
 from tests.helpers import mixtures
 
@@ -91,5 +91,5 @@ def test_copies_on_a_rank_are_one_set_of_weights() -> None:
 
 def test_slots_as_a_matrix() -> None:
     slots = ((0, 0, 2), (2, 1, 2))
-    assert replica_matrix(slots, 4).tolist() == [[2, 0], [0, 1], [1, 2], [0, 0]]
+    assert _replica_matrix(slots, 4).tolist() == [[2, 0], [0, 1], [1, 2], [0, 0]]
     assert [holders(slots, expert) for expert in range(4)] == [[0], [1], [0, 1], []]

@@ -34,10 +34,10 @@ def trace(tmp_path: Path) -> dict[str, Any]:
 
 def routed(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, Any, Any]]:
     """(layer, with gradients, map, probabilities) of every call of the routers in iteration 2."""
-    from megatron_ft.mcore.moe.trace_router import TraceRouter
+    from megatron_ft.mcore.moe.trace_router import _TraceRouter
 
     calls = []
-    original = TraceRouter.routing
+    original = _TraceRouter.routing
 
     def routing(self: Any, *args: Any, **kwargs: Any) -> Any:
         probs, routing_map = original(self, *args, **kwargs)
@@ -46,9 +46,9 @@ def routed(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[t
 
     with engines.engine_of(engines.micro_config(overrides)) as engine:
         engine.run_iteration(1)
-        monkeypatch.setattr(TraceRouter, "routing", routing)
+        monkeypatch.setattr(_TraceRouter, "routing", routing)
         engine.run_iteration(2)
-        monkeypatch.setattr(TraceRouter, "routing", original)
+        monkeypatch.setattr(_TraceRouter, "routing", original)
         for chunk in engine.model_chunks:
             for name, parameter in chunk.named_parameters():
                 assert "router" not in name or parameter.main_grad.any(), f"{name} has no gradient"

@@ -1,11 +1,11 @@
-"""``BufferLayout`` against the buffers and shard ranges that Megatron-Core makes."""
+"""``_BufferLayout`` against the buffers and shard ranges that Megatron-Core makes."""
 
 import random
 
 import pytest
 import torch
 
-from megatron_ft.planning.state.optimizer_shards import BufferLayout
+from megatron_ft.planning.state.model_state import _BufferLayout
 
 
 class _Group:
@@ -36,7 +36,7 @@ def test_layout_and_shards_are_megatrons(size: int, bucket_size: int | None, mon
     parameters[0].shared_embedding = True  # type: ignore[attr-defined]
     parameters[7].shared_embedding = True  # type: ignore[attr-defined]
     sizes = [parameter.numel() for parameter in parameters]
-    layout = BufferLayout.of(sizes, padded_for=[size], bucket_size=bucket_size, alone={0, 7})
+    layout = _BufferLayout.of(sizes, padded_for=[size], bucket_size=bucket_size, alone={0, 7})
     found = []
     for rank in range(size):
         groups = ProcessGroupCollection()

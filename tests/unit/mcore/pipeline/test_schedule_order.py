@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, origin, receives, sends
+from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, receives, sends
 
 SHAPES = [
     PipelineShape(num_stages=pp, num_microbatches=microbatches)
@@ -59,7 +59,7 @@ class Witness(P2PCommunicator):
     def _names(self, shape: PipelineShape, stage: int, way: Direction) -> list[Name]:
         names = []
         for microbatch, chunk in receives(shape, stage, way):
-            place = origin(shape, stage, chunk, way)
+            place = shape.origin(stage, chunk, way)
             assert place is not None
             names.append((*place, microbatch))
         return names
@@ -153,7 +153,7 @@ def run_megatron(shape: PipelineShape, stage: int) -> tuple[list[tuple[Pass, Any
     record: list[tuple[Pass, Any]] = []
     chunks = [Chunk(config, stage, number, record) for number in range(shape.num_chunks)]
     for chunk in chunks:
-        chunk.gets_gradients = origin(shape, stage, chunk.chunk, "backward") is not None
+        chunk.gets_gradients = shape.origin(stage, chunk.chunk, "backward") is not None
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):
         setattr(groups, name, OneOf(0, 1))
@@ -180,7 +180,7 @@ def test_megatron_computes_and_sends_in_this_order(shape: PipelineShape, monkeyp
         record, witness = run_megatron(shape, stage)
         assert [computed for computed, _ in record] == list(order(shape, stage))
         for (way, microbatch, chunk), given in record:
-            place = origin(shape, stage, chunk, way)
+            place = shape.origin(stage, chunk, way)
             assert given == (None if place is None else (*place, microbatch)), "computed from another tensor"
         for way, sent in witness.sent.items():
             expected = [(stage, chunk, microbatch) for microbatch, chunk in sends(shape, stage, way)]

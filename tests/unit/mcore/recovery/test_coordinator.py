@@ -7,7 +7,8 @@ import pytest
 
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError, RankLost
-from megatron_ft.mcore.recovery import coordinator
+from megatron_ft.mcore.recovery.coordinator import Coordinator
+from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 from tests.helpers.keys import grouped
 
 
@@ -25,15 +26,19 @@ def test_no_rank_is_lost_on_a_device_whose_connections_stay(keys: dict[str, Any]
     job = from_dict(grouped(num_nodes=2, **keys))
     trainer = SimpleNamespace(job=job, engine=SimpleNamespace(iteration=0), device=SimpleNamespace(type="cuda"))
     with pytest.raises(ConfigError, match=rf"^{why}.* cannot be used with training.device=cuda"):
-        coordinator._check(trainer)  # type: ignore[arg-type]
+        _coordinator(trainer)._check()
 
 
-def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _coordinator(trainer: Any) -> Coordinator:
+    return Coordinator(lambda context: trainer, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def _failing(error: BaseException) -> Any:
     """A rank whose first re-formation raises ``error`` and whose second one forms; what it said in between."""
     said: list[Any] = []
     errors = [error]
 
-    def reconfigure(trainer: Any, following: Any) -> None:
+    def reconfigure(following: Any) -> None:
         trainer.context.generation = following.generation
         if errors:
             raise errors.pop()
@@ -42,21 +47,21 @@ def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
         said.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
         return SimpleNamespace(generation=3, target=SimpleNamespace(iteration=4))
 
-    monkeypatch.setattr(coordinator, "reconfigure", reconfigure)
     worker = SimpleNamespace(can_survive=True, survive=survive)
     trainer = SimpleNamespace(
         context=SimpleNamespace(worker=worker, generation=1, rank=0),
         hang_up=lambda _: None,
+        reconfigure=reconfigure,
         membership_start=SimpleNamespace(has_state=False),
     )
     following = SimpleNamespace(generation=2, target=SimpleNamespace(iteration=4))
-    coordinator._form(trainer, following)  # type: ignore[arg-type]
+    _coordinator(trainer)._form(following)  # type: ignore[arg-type]
     return said
 
 
-def test_a_broken_collective_leads_to_the_next_membership(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_collective_leads_to_the_next_membership() -> None:
     """A rank that has not been given its state says so."""
-    assert _failing(RuntimeError("Connection closed by peer"), monkeypatch) == [
+    assert _failing(RuntimeError("Connection closed by peer")) == [
         (2, False, "RuntimeError: Connection closed by peer")
     ]
 
@@ -70,9 +75,9 @@ def test_a_broken_collective_leads_to_the_next_membership(monkeypatch: pytest.Mo
     ],
     ids=str,
 )
-def test_a_rank_whose_own_process_fails_is_lost_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_own_process_fails_is_lost_alone(error: Exception) -> None:
     with pytest.raises(RankLost, match="cannot continue in generation 2: "):
-        _failing(error, monkeypatch)
+        _failing(error)
 
 
 def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
@@ -82,19 +87,22 @@ def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
         if not saves.pop(0):
             raise RuntimeError("Connection closed by peer")
 
-    return SimpleNamespace(
+    trainer = object.__new__(ElasticTrainer)
+    vars(trainer).update(
         is_save_due=True,
         save=save,
         run=lambda: None,
         collectives=SimpleNamespace(any=lambda flag: flag),
         context=SimpleNamespace(generation=1, worker=SimpleNamespace(can_survive=True)),
     )
+    return trainer
 
 
 def test_an_abandoned_save_is_due_until_another_has_begun() -> None:
     saves = [False, True]
     trainer = _trainer_with_a_save_due(saves=saves)
-    assert "Connection closed by peer" in (coordinator._attempt(trainer) or "")
+    coordinator = _coordinator(trainer)
+    assert "Connection closed by peer" in (coordinator._attempt() or "")
     assert trainer.is_save_due
-    assert coordinator._attempt(trainer) is None and not trainer.is_save_due
-    assert coordinator._attempt(trainer) is None and saves == []
+    assert coordinator._attempt() is None and not trainer.is_save_due
+    assert coordinator._attempt() is None and saves == []

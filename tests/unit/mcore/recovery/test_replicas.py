@@ -1,10 +1,9 @@
 """What the ranks of a membership report of the one before."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from megatron_ft.mcore.recovery import replicas
+from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 
 
 def test_an_abandoned_save_is_reported_once(tmp_path: Path) -> None:
@@ -13,8 +12,9 @@ def test_an_abandoned_save_is_reported_once(tmp_path: Path) -> None:
     whole.mkdir()
     (whole / "manifest.json").touch()
     reported: list[Any] = []
-    trainer: Any = SimpleNamespace(abandoned_saves=[torn, whole], report=reported.append)
-    replicas._report_abandoned_saves(trainer)
-    replicas._report_abandoned_saves(trainer)
+    trainer = object.__new__(ElasticTrainer)
+    vars(trainer).update(abandoned_saves=[torn, whole], report=reported.append)
+    trainer._report_abandoned_saves()
+    trainer._report_abandoned_saves()
     assert [(record.iteration, record.path) for record in reported] == [(4, str(torn)), (6, str(whole))]
     assert ["checkpoint was complete" in record.error for record in reported] == [False, True]

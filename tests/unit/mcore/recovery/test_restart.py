@@ -14,7 +14,7 @@ from megatron_ft.control.node.worker_client import InProcessClient, RankContext,
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryStarted
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.recovery.restart import check_start_over, newest_iteration, select_restore_source
+from megatron_ft.mcore.recovery.restart import _check_start_over, _newest_iteration, select_restore_source
 from megatron_ft.mcore.snapshot.local_window import CONFIG
 from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
 from tests.unit.snapshot.storage.conftest import make_checkpoint
@@ -104,10 +104,10 @@ def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
     assert source == "nothing"
     (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
     assert "has records of iterations up to 3, but no saved state" in chosen.declined[0]
-    assert newest_iteration(tmp_path / "none") == 0
+    assert _newest_iteration(tmp_path / "none") == 0
 
 
 def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"piece 7; and 12 more\. Repair"):
-        check_start_over([f"piece {index}" for index in range(20)], run_dir=tmp_path, start_over=False)
-    check_start_over([], run_dir=tmp_path, start_over=False)
+        _check_start_over([f"piece {index}" for index in range(20)], run_dir=tmp_path, start_over=False)
+    _check_start_over([], run_dir=tmp_path, start_over=False)

@@ -44,7 +44,7 @@ class Run:
         self.boundaries = Boundaries()
         pg = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
         cpu = torch.device("cpu")
-        self.engine = SimpleNamespace(boundaries=self.boundaries, pg=pg, device=cpu, iteration=0)
+        self.engine = SimpleNamespace(boundaries=self.boundaries, pg=pg, device=cpu, iteration=0, config=self.config)
         self.snapshots: Any = SimpleNamespace(plan=plan, kept=None)
         self.said: list[Record] = []
         self.report = self.said.append
@@ -58,7 +58,7 @@ class Run:
                     self.send(float(iteration * 10 + number))
             self.boundaries.commit(vote(iteration))
             self.engine.iteration = iteration
-            keep_log(self)  # type: ignore[arg-type]
+            keep_log(self.engine, self.snapshots, self.report)  # type: ignore[arg-type]
 
     def send(self, value: float) -> None:
         if self.boundaries.log is not None:

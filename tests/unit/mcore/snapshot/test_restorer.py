@@ -16,7 +16,7 @@ from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow
 from megatron_ft.snapshot.storage.run_settings import SETTINGS as WRITTEN_WITH
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -121,7 +121,7 @@ def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypa
     reason = rejected + "iteration 31 was replayed to other results"
     assert chosen.declined == (reason,)
     assert refuse(tmp_path, monkeypatch) == 20
-    assert [window.start_iteration for window in read_rejected(tmp_path)] == [30, 20]
+    assert [window.start_iteration for window in RejectedWindow.read_all(tmp_path)] == [30, 20]
     window, chosen, _ = choose(tmp_path, tmp_path / "iter_0000010")
     assert window is None and (chosen.strategy, chosen.iteration, len(chosen.declined)) == ("checkpoint", 10, 2)
 
@@ -196,7 +196,7 @@ def test_a_plan_or_header_that_cannot_be_read_costs_no_restart(tmp_path: Path, d
     assert window is not None and window.window.start_iteration == 20
     assert "window of iteration 30" in chosen.declined[0]
     assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["load persisted"]
-    assert not read_rejected(tmp_path)
+    assert not RejectedWindow.read_all(tmp_path)
 
 
 def test_what_auto_came_to_is_compared() -> None:

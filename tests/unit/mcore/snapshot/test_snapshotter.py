@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, engine: Any, served: Served, **overrides: object) -> None:
         from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-        from megatron_ft.planning.snapshot.peers import assign_peers
+        from megatron_ft.planning.snapshot.peers import PeerAssignment
 
         self.engine = engine
         self.client = served.client()
@@ -36,7 +36,7 @@ class Run:
             engine.config,
             engine,
             client=self.client,
-            assignment=assign_peers(["node0"], 0),
+            assignment=PeerAssignment.of(["node0"], 0),
             node=0,
             header=lambda index: {},
             report=self.said.append,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_ft.mcore.snapshot.stats import SnapshotStats
+from megatron_ft.mcore.snapshot.snapshotter import _SnapshotStats
 from megatron_ft.snapshot.capture.capture import CaptureFigures
 from megatron_ft.snapshot.server.client import PERSISTED_BYTES, REPLICATED_BYTES
 
@@ -17,14 +17,14 @@ class FakeArena:
         return self.words[word]
 
 
-def told(costs: SnapshotStats, figures: CaptureFigures) -> tuple[float, int | None, int | None, int | None]:
+def told(costs: _SnapshotStats, figures: CaptureFigures) -> tuple[float, int | None, int | None, int | None]:
     record = costs.record(9, start_iteration=4, num_iterations=3, figures=figures)
     assert (record.iteration, record.start_iteration, record.num_iterations) == (9, 4, 3)
     return record.stalled_seconds, record.captured_bytes, record.replicated_bytes, record.persisted_bytes
 
 
 def test_each_window_has_what_came_since_the_one_before() -> None:
-    costs, arena, figures = SnapshotStats(), FakeArena(1000, 500), CaptureFigures(num_bytes=10, stalled_seconds=0.5)
+    costs, arena, figures = _SnapshotStats(), FakeArena(1000, 500), CaptureFigures(num_bytes=10, stalled_seconds=0.5)
     keeper: Any = arena
     costs.watch(keeper)
     assert told(costs, figures) == (0.5, 10, 0, 0), "what the keeper did for an earlier process is not of this one"
@@ -35,7 +35,7 @@ def test_each_window_has_what_came_since_the_one_before() -> None:
 
 
 def test_figures_that_begin_anew_lose_nothing_and_are_never_negative() -> None:
-    costs, keeper = SnapshotStats(), FakeArena(0, 0)
+    costs, keeper = _SnapshotStats(), FakeArena(0, 0)
     arena: Any = keeper
     costs.watch(arena)
     assert told(costs, CaptureFigures(num_bytes=10, stalled_seconds=1.0)) == (1.0, 10, 0, 0)

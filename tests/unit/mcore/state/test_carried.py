@@ -32,7 +32,7 @@ def train_state(seen: str) -> Any:
 def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
     """A rank in an evacuation before iteration 5: one that is still moving experts, or one that has ``moved``."""
     from megatron_ft.mcore.moe.migration import PreviousPlacement
-    from megatron_ft.mcore.state import carried as module
+    from megatron_ft.mcore.recovery import replicas as module
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
     monkeypatch.setattr(module, "take_state", lambda *_: {"router": "new"})
@@ -43,7 +43,8 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
         host=None if moved else train_state("before"),
         is_evacuation=True,
     )
-    return SimpleNamespace(
+    trainer = object.__new__(module.ElasticTrainer)
+    vars(trainer).update(
         membership_start=None,
         previous_placement=former,
         placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
@@ -61,15 +62,15 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
         context=SimpleNamespace(rank=rank, generation=generation),
         rounded_off=4,
     )
+    return trainer
 
 
 def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another has come through: both go on from the placement before."""
-    from megatron_ft.mcore.state.carried import carry
     from megatron_ft.mcore.state.rank_status import RankStatus
 
-    through = carry(trainer_at(monkeypatch, moved=True), TARGET)
-    moving = carry(trainer_at(monkeypatch, moved=False, rank=1), TARGET)
+    through = trainer_at(monkeypatch, moved=True).carry(TARGET)
+    moving = trainer_at(monkeypatch, moved=False, rank=1).carry(TARGET)
     assert through is not None and moving is not None
     names = [[held.placement.plans[0].to_json() for held in carried.holdings] for carried in (through, moving)]
     assert names == [["old", "new"], ["old"]]
@@ -83,27 +84,27 @@ def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.Mo
 
 def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the placement that had taken over in it gone back from later."""
-    from megatron_ft.mcore.state.carried import MembershipStart, carry
+    from megatron_ft.mcore.state.carried import MembershipStart
 
     trainer = trainer_at(monkeypatch, moved=False)
-    before = carry(trainer_at(monkeypatch, moved=True), TARGET)
+    before = trainer_at(monkeypatch, moved=True).carry(TARGET)
     trainer.membership_start = MembershipStart(iteration=4, carried=before)
-    assert carry(trainer, TARGET) is before
+    assert trainer.carry(TARGET) is before
     assert trainer.previous_placement is None
 
 
 def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer has its part of this one alone."""
-    from megatron_ft.mcore.state.carried import MembershipStart, carry
+    from megatron_ft.mcore.state.carried import MembershipStart
 
-    before = carry(trainer_at(monkeypatch, moved=True), TARGET)
+    before = trainer_at(monkeypatch, moved=True).carry(TARGET)
     assert before is not None
     before.state = {"gone": "old"}
     for carried, generations in ((before, [1, 1, 2]), (None, [2])):
         trainer = trainer_at(monkeypatch, moved=True, generation=2)
         trainer.previous_placement = None
         trainer.membership_start = MembershipStart(iteration=4, carried=carried, changes=("join(...)",), is_formed=True)
-        found = carry(trainer, TARGET)
+        found = trainer.carry(TARGET)
         assert found is not None and [held.generation for held in found.holdings] == generations
         assert found.holdings[-1].changes == ("join(...)",)
         assert found.state == {**({} if carried is None else {"gone": "old"}), "router": "new"}

@@ -43,8 +43,8 @@ def test_it_survives_json_and_names_what_is_missing() -> None:
 
 def test_it_fits_an_engine_that_never_ran() -> None:
     """Until the first forward Megatron has the router bias in BF16: it must not round what is put back."""
-    from megatron_ft.mcore.moe.observation import routers
     from megatron_ft.mcore.state.train_state import TrainState
+    from megatron_ft.mcore.training.engine import routers
 
     overrides = {
         "precision.params_dtype": "bf16",

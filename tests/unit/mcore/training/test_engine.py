@@ -24,10 +24,10 @@ FP16 = {"precision.params_dtype": "fp16", "precision.initial_loss_scale": 64.0, 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Iterations in this list have a loss that is NaN."""
-    from megatron_ft.mcore.training import forward
+    from megatron_ft.mcore.training import engine
 
     iterations: list[int] = []
-    original = forward.forward_step
+    original = engine.forward_step
 
     def forward_step(microbatches: Any, model: torch.nn.Module, *, iteration: int) -> Any:
         output, loss = original(microbatches, model, iteration=iteration)
@@ -69,11 +69,11 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
     with engines.engine_of(config) as engine:
         for iteration in (1, 2):
             assert engine.run_iteration(iteration).decision.action == "commit"
-        engine.expert_load()
+        engine._expert_load()
         # Where the state is between two iterations: the learning rate of the next is set as it begins.
         engine.prepare(3)
         engine.abort()
-        engine.expert_load()
+        engine._expert_load()
         before = {**engines.digests(engine), **volatile_state(engine)}
         history = engine.history
         if precision:
@@ -81,7 +81,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         else:
             poisoned.append(3)
         assert engine.run_iteration(3).decision.action == "stop"
-        engine.expert_load()
+        engine._expert_load()
         assert engine.iteration == 2
         assert {**engines.digests(engine), **volatile_state(engine)} == before
         poisoned.clear()
@@ -127,7 +127,7 @@ def test_evaluation_changes_nothing() -> None:
 
 def test_a_rebuild_keeps_the_router_bias_to_the_bit() -> None:
     """A model that has not run has the bias in BF16, which has no room for the bits of the first updates."""
-    from megatron_ft.mcore.moe.observation import routers
+    from megatron_ft.mcore.training.engine import routers
 
     with engines.engine_of(engines.micro_config({**EVERYTHING, "precision.params_dtype": "bf16"})) as engine:
         engine.run_iteration(1)

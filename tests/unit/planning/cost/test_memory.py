@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.cost.memory import activation_bytes, memory_of_stage
+from megatron_ft.planning.cost.memory import RankMemory, _activation_bytes
 from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.topology import Topology
 
@@ -26,7 +26,7 @@ def job(**model: object) -> JobConfig:
 
 def values_of_mlp(config: JobConfig) -> int:
     """Values a token that one layer's MLP keeps."""
-    kept = activation_bytes(config, Topology(world_size=1), 0, VOCABULARY)
+    kept = _activation_bytes(config, Topology(world_size=1), 0, VOCABULARY)
     logits = SEQUENCE * VOCABULARY * (2 + 4)
     return (kept - logits) // (2 * SEQUENCE) - ATTENTION
 
@@ -46,10 +46,11 @@ def test_earlier_stages_keep_more_microbatches_and_no_logits() -> None:
     config = job(num_layers=4)
     config = replace(config, training=replace(config.training, global_batch_size=8))
     stages = [
-        activation_bytes(config, Topology(world_size=4, pipeline_model_parallel_size=4), stage, 0) for stage in range(4)
+        _activation_bytes(config, Topology(world_size=4, pipeline_model_parallel_size=4), stage, 0)
+        for stage in range(4)
     ]
     assert stages == [4 * stages[3], 3 * stages[3], 2 * stages[3], stages[3]]
-    last = activation_bytes(config, Topology(world_size=4, pipeline_model_parallel_size=4), 3, VOCABULARY)
+    last = _activation_bytes(config, Topology(world_size=4, pipeline_model_parallel_size=4), 3, VOCABULARY)
     assert last - stages[3] == SEQUENCE * VOCABULARY * (2 + 4)
 
 
@@ -57,7 +58,7 @@ def test_a_sharded_optimizer_keeps_masters_and_moments_once() -> None:
     config, parameters = job(), RankParameters(num_dense=80, num_expert=48)
     for is_sharded, updated in ((False, 128), (True, 80 // 4 + 48 // 2)):
         parallel = replace(config.parallel, use_distributed_optimizer=is_sharded)
-        found = memory_of_stage(
+        found = RankMemory.of_stage(
             replace(config, parallel=parallel),
             parameters,
             Topology(world_size=4, expert_model_parallel_size=2),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, PassSeconds, StageSeconds, run_iteration
+from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, PassSeconds, StageSeconds
 from megatron_ft.planning.pipeline import PipelineShape
 
 FORWARD, BACKWARD, UPDATE = 1.0, 2.0, 0.5
@@ -22,7 +22,7 @@ def even(shape: PipelineShape) -> list[StageSeconds]:
 def test_1f1b_fills_and_drains(num_stages: int, num_microbatches: int) -> None:
     """(M + PP - 1) (f + b): Narayanan et al., 2021, section 2.2."""
     shape = PipelineShape(num_stages=num_stages, num_microbatches=num_microbatches)
-    result = run_iteration(shape, even(shape))
+    result = IterationSeconds.of(shape, even(shape))
     expected = (num_microbatches + num_stages - 1) * (FORWARD + BACKWARD) + UPDATE
     assert result.makespan_seconds == pytest.approx(expected)
     assert result.num_executions == num_stages * num_microbatches
@@ -35,36 +35,36 @@ def test_interleaving_shrinks_the_bubble(num_stages: int, num_chunks: int, num_m
     """(M * V + PP - 1) (f + b), with f and b of a chunk: the bubble is that of one chunk."""
     shape = PipelineShape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
     expected = (num_microbatches * num_chunks + num_stages - 1) * (FORWARD + BACKWARD) + UPDATE
-    assert run_iteration(shape, even(shape)).makespan_seconds == pytest.approx(expected)
+    assert IterationSeconds.of(shape, even(shape)).makespan_seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_one_stage_alone_never_waits(stage: int, num_chunks: int) -> None:
     shape = PipelineShape(num_stages=4, num_chunks=num_chunks, num_microbatches=8)
-    result = run_iteration(shape, even(shape), replayed=[stage])
+    result = IterationSeconds.of(shape, even(shape), replayed=[stage])
     expected = 8 * num_chunks * (FORWARD + BACKWARD) + UPDATE
     assert result == IterationSeconds(makespan_seconds=expected, busy_seconds=expected, num_executions=8)
 
 
 def test_the_last_stages_together_are_a_shorter_pipeline() -> None:
     shape = PipelineShape(num_stages=6, num_microbatches=5)
-    result = run_iteration(shape, even(shape), replayed=[4, 5])
+    result = IterationSeconds.of(shape, even(shape), replayed=[4, 5])
     assert result.makespan_seconds == pytest.approx((5 + 1) * (FORWARD + BACKWARD) + UPDATE)
     assert result.num_executions == 10
 
 
 def test_separate_stages_replay_side_by_side() -> None:
     shape = PipelineShape(num_stages=5, num_microbatches=4)
-    alone = run_iteration(shape, even(shape), replayed=[1])
-    both = run_iteration(shape, even(shape), replayed=[1, 3])
+    alone = IterationSeconds.of(shape, even(shape), replayed=[1])
+    both = IterationSeconds.of(shape, even(shape), replayed=[1, 3])
     assert both.makespan_seconds == alone.makespan_seconds and both.num_executions == 2 * alone.num_executions
 
 
 def test_two_stages_with_sends_by_hand() -> None:
     """f0 ends at 1, is there at 1.25; last stage: f0 b0 to 4.25, b0 there at 4.5; stage 0: f1 early, b0 to 6.5."""
     shape = PipelineShape(num_stages=2, num_microbatches=2)
-    result = run_iteration(shape, even(shape), send_seconds=0.25)
+    result = IterationSeconds.of(shape, even(shape), send_seconds=0.25)
     # Stage 1: f0 1.25-2.25, b0 -4.25, f1 -5.25, b1 -7.25; stage 0: b0 4.5-6.5, b1 7.5-9.5.
     assert result.makespan_seconds == pytest.approx(9.5 + UPDATE)
 
@@ -72,7 +72,7 @@ def test_two_stages_with_sends_by_hand() -> None:
 def test_a_slow_log_holds_a_replay_up() -> None:
     """Tensors every 10 s, the third at 30: then the last forward pass, and two backward ones."""
     shape = PipelineShape(num_stages=3, num_microbatches=3)
-    result = run_iteration(shape, even(shape), replayed=[1], send_seconds=10.0)
+    result = IterationSeconds.of(shape, even(shape), replayed=[1], send_seconds=10.0)
     assert result.makespan_seconds == pytest.approx(30 + FORWARD + 2 * BACKWARD + UPDATE)
 
 
@@ -81,8 +81,8 @@ def test_the_slowest_stage_holds_a_pipeline_up_but_not_another_replay() -> None:
     stages = even(shape)
     slow = PassSeconds(forward_seconds=10 * FORWARD, backward_seconds=10 * BACKWARD)
     stages[2] = StageSeconds(chunks=(slow,), update_seconds=UPDATE)
-    assert run_iteration(shape, stages).makespan_seconds >= 4 * 30
-    assert run_iteration(shape, stages, replayed=[0]).makespan_seconds == 4 * 3 + UPDATE
+    assert IterationSeconds.of(shape, stages).makespan_seconds >= 4 * 30
+    assert IterationSeconds.of(shape, stages, replayed=[0]).makespan_seconds == 4 * 3 + UPDATE
 
 
 def test_iterations_follow_each_other() -> None:
@@ -100,10 +100,10 @@ def test_more_stages_never_replay_faster(data: st.DataObject, num_stages: int, n
     passes = st.builds(PassSeconds, forward_seconds=TIMES, backward_seconds=TIMES)
     chunks = st.tuples(*[passes] * num_chunks)
     stages = [data.draw(st.builds(StageSeconds, chunks=chunks, update_seconds=TIMES)) for _ in range(num_stages)]
-    everything = run_iteration(shape, stages)
+    everything = IterationSeconds.of(shape, stages)
     for size in range(1, num_stages):
         for replayed in combinations(range(num_stages), size):
-            result = run_iteration(shape, stages, replayed=replayed)
+            result = IterationSeconds.of(shape, stages, replayed=replayed)
             busiest = max(stages[stage].busy_seconds(shape.num_microbatches) for stage in replayed)
             assert busiest <= result.makespan_seconds <= everything.makespan_seconds
             assert result.makespan_seconds <= result.busy_seconds
@@ -114,6 +114,6 @@ def test_stages_that_are_not_there_are_refused() -> None:
     shape = PipelineShape(num_stages=2, num_microbatches=2)
     for replayed in ([], [2], [-1]):
         with pytest.raises(AssertionError):
-            run_iteration(shape, even(shape), replayed=replayed)
+            IterationSeconds.of(shape, even(shape), replayed=replayed)
     with pytest.raises(AssertionError):
-        run_iteration(shape, even(shape)[:1])
+        IterationSeconds.of(shape, even(shape)[:1])

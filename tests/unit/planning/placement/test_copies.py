@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.algorithms import ALGORITHMS
 from megatron_ft.planning.placement.allocation import allocate
-from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan, plan_copies
+from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.topology import Cluster
@@ -37,7 +37,7 @@ def test_losses_below_the_copies_lose_nothing(
 ) -> None:
     plan = place(num_nodes, ranks_per_node, 6, loads)
     copies = min(copies, num_nodes)
-    owned = plan_copies(plan, copies, expert_bytes=1000, non_expert_bytes=[(0, 999), (1, 50)])
+    owned = StateCopyPlan.of(plan, copies, expert_bytes=1000, non_expert_bytes=[(0, 999), (1, 50)])
     domains = tuple(dict.fromkeys(plan.domains))
     assert survival(owner_domains(owned), domains, [copies - 1])[0].probability == 1.0
     assert owned.num_bytes == copies * (1000 * len(loads) + 999 + 50)
@@ -46,7 +46,7 @@ def test_losses_below_the_copies_lose_nothing(
 
 def test_first_owners_compute_and_the_rest_need_not() -> None:
     plan = place(4, 1, 2, [1, 1, 1, 100])
-    owned = plan_copies(plan, 3, expert_bytes=12)
+    owned = StateCopyPlan.of(plan, 3, expert_bytes=12)
     for operator in owned.operators:
         holders = [rank for rank, experts in zip(plan.ranks, plan.slots[0], strict=True) if operator.expert in experts]
         assert [owners[0] for owners in operator.owners] == holders
@@ -55,7 +55,7 @@ def test_first_owners_compute_and_the_rest_need_not() -> None:
 
 def test_copies_with_every_holder() -> None:
     plan = place(4, 1, 2, [1, 1, 1, 5])
-    owned = plan_copies(plan, None, expert_bytes=10, non_expert_bytes=[(0, 7)])
+    owned = StateCopyPlan.of(plan, None, expert_bytes=10, non_expert_bytes=[(0, 7)])
     assert owned.num_bytes == 10 * sum(len(set(experts)) for experts in plan.slots[0]) + 4 * 7
     assert owner_domains(owned) == {*plan.all_expert_domains(), frozenset(plan.domains)}
     assert "every rank that computes with the expert" in owned.summary()
@@ -63,7 +63,7 @@ def test_copies_with_every_holder() -> None:
 
 def test_non_expert_state_is_shared_evenly() -> None:
     plan = place(3, 1, 4, [1] * 8)
-    owned = plan_copies(plan, 2, expert_bytes=0, non_expert_bytes=[(0, 3001)])
+    owned = StateCopyPlan.of(plan, 2, expert_bytes=0, non_expert_bytes=[(0, 3001)])
     per_rank = owned.bytes_per_rank()
     assert sum(per_rank.values()) == 6002
     assert max(per_rank.values()) - min(per_rank.values()) <= 2
@@ -74,4 +74,4 @@ def test_non_expert_state_is_shared_evenly() -> None:
 @pytest.mark.parametrize("copies", [0, 4])
 def test_more_copies_than_domains_are_refused(copies: int) -> None:
     with pytest.raises(ConfigError, match=f"num_state_copies={copies}"):
-        plan_copies(place(3, 1, 2, [1, 1]), copies, expert_bytes=1)
+        StateCopyPlan.of(place(3, 1, 2, [1, 1]), copies, expert_bytes=1)

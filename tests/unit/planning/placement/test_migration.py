@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.migration import (
-    Holdings,
-    MigrationPlan,
-    Transfer,
-    holdings,
-    plan_migration,
-    remap,
-)
+from megatron_ft.planning.placement.migration import Holdings, MigrationPlan, Transfer, holdings, remap
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 from megatron_ft.planning.placement.survival import survival
@@ -63,7 +56,7 @@ def moves(draw: st.DrawFn) -> tuple[PlacementPlan, PlacementPlan]:
 
 
 def moved(plan: PlacementPlan, held: Holdings) -> int:
-    return plan_migration(plan, held, 1).num_bytes
+    return MigrationPlan.between(plan, held, 1).num_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,7 +82,7 @@ def test_optimal_mapping_is_the_best_of_all(pair: tuple[PlacementPlan, Placement
 @given(pair=moves())
 def test_transfers_bring_exactly_what_is_missing(pair: tuple[PlacementPlan, PlacementPlan]) -> None:
     old, new = pair
-    migration = plan_migration(new, holdings(old), [3, 5])
+    migration = MigrationPlan.between(new, holdings(old), [3, 5])
     have = {(n, e, r) for n, by_rank in enumerate(old.slots, 1) for r, experts in enumerate(by_rank) for e in experts}
     want = {(n, e, r) for n, by_rank in enumerate(new.slots, 1) for r, experts in enumerate(by_rank) for e in experts}
     assert {(t.layer_number, t.expert, t.target_rank) for t in migration.transfers} == want - have
@@ -106,14 +99,14 @@ def test_transfers_bring_exactly_what_is_missing(pair: tuple[PlacementPlan, Plac
 def test_senders_share_over_experts_too() -> None:
     old = plan_of((((0, 1, 2), (0, 1, 2), (3,), (4,), (5,)),))
     new = plan_of((((0, 1, 2), (0, 1, 2), (0, 3), (1, 4), (2, 5)),))
-    assert sorted(plan_migration(new, holdings(old), 10).sent_bytes().values()) == [10, 20]
+    assert sorted(MigrationPlan.between(new, holdings(old), 10).sent_bytes().values()) == [10, 20]
 
 
 def test_the_same_placement_moves_nothing() -> None:
     plan = plan_of((((0, 1), (1, 2), (2, 0)),))
     shuffled = plan.replacing((((2, 0), (0, 1), (1, 2)),))
     assert remap(shuffled, holdings(plan)).slots == plan.slots
-    assert plan_migration(plan, holdings(plan), 1).transfers == ()
+    assert MigrationPlan.between(plan, holdings(plan), 1).transfers == ()
 
 
 def test_loss_and_return_of_a_node() -> None:
@@ -122,7 +115,7 @@ def test_loss_and_return_of_a_node() -> None:
     after = OverlapSearch().place(counts, Cluster.of(4, 1), num_slots_per_rank=2)
     held = holdings(before, [0, None, 2, 3])
     mapped = remap(after, held)
-    migration = plan_migration(mapped, held, 7)
+    migration = MigrationPlan.between(mapped, held, 7)
     assert {transfer.target_rank for transfer in migration.transfers} == {1}
     assert migration.num_bytes == 7 * sum(len(set(by_rank[1])) for by_rank in mapped.slots)
 
@@ -130,7 +123,7 @@ def test_loss_and_return_of_a_node() -> None:
 def test_an_expert_without_holder_cannot_move() -> None:
     plan = plan_of((((0,), (1,), (2,)),))
     with pytest.raises(ConfigError, match="expert 1 of layer 1=lost"):
-        plan_migration(plan, holdings(plan, [0, None, 2]), 1)
+        MigrationPlan.between(plan, holdings(plan, [0, None, 2]), 1)
 
 
 def test_domains_stay_together() -> None:
@@ -150,4 +143,4 @@ def test_bad_transfers_are_refused() -> None:
     with pytest.raises(ConfigError, match="must be the only one of this expert to this rank"):
         MigrationPlan(placement=plan, transfers=(stray,)).validate()
     with pytest.raises(ConfigError, match="expert_bytes"):
-        plan_migration(plan, holdings(plan), [1, 2])
+        MigrationPlan.between(plan, holdings(plan), [1, 2])

@@ -12,7 +12,7 @@ from megatron_ft.planning.placement.layout import Counts
 from megatron_ft.planning.placement.local_search import Losses, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap, overlap
 from megatron_ft.planning.placement.objective import SurvivalObjective
-from megatron_ft.planning.placement.overlap_search import OverlapSearch, align, even_out, placements
+from megatron_ft.planning.placement.overlap_search import OverlapSearch, _align, _even_out, placements
 from megatron_ft.planning.placement.survival import survival
 from megatron_ft.topology import Cluster
 
@@ -104,7 +104,7 @@ def test_layers_are_turned_against_each_other() -> None:
     losses = Losses(masks=masks, values=values)
     first = np.array([[1, 1, 0, 0], [0, 0, 1, 1]])
     second = first[:, [0, 2, 1, 3]]
-    turned = align([first, second], (1,) * 4, losses)
+    turned = _align([first, second], (1,) * 4, losses)
     assert losses.score(np.concatenate(turned)) == pytest.approx(losses.score(first))
     assert losses.score(np.concatenate([first, second])) < losses.score(first)
 
@@ -155,7 +155,7 @@ def test_a_budget_must_leave_something() -> None:
 @given(loads=st.lists(st.integers(0, 50), min_size=3, max_size=8), num_nodes=st.integers(3, 6))
 def test_relabelling_keeps_the_sets_and_evens_the_loads(loads: list[int], num_nodes: int) -> None:
     counts = overlap(allocate(loads, 3 * num_nodes, 2).replica_counts, (3,) * num_nodes)
-    evened = even_out(counts, loads)
+    evened = _even_out(counts, loads)
     assert sorted(support_masks(evened).tolist()) == sorted(support_masks(counts).tolist())
     assert (evened.sum(axis=1) == counts.sum(axis=1)).all()
     assert (domain_loads(evened, loads) ** 2).sum() <= (domain_loads(counts, loads) ** 2).sum() + 1e-9

@@ -9,8 +9,8 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import DataError
-from megatron_ft.planning.placement.report import PlacementReport, report_placement
-from megatron_ft.planning.render import render_placement
+from megatron_ft.planning.placement.report import PlacementReport
+from megatron_ft.planning.render import _render_placement
 
 EXPERT_PARAMETERS = 3 * 8 * 16
 NUM_DENSE = 100
@@ -45,7 +45,7 @@ def report(
         }
     )
     stages = (parallel or {}).get("pipeline_model_parallel_size", 1)
-    return report_placement(derive_placement(config), inputs or JobInputs(), [NUM_DENSE] * stages)
+    return PlacementReport.of(derive_placement(config), inputs or JobInputs(), [NUM_DENSE] * stages)
 
 
 def test_bytes_count_each_set_of_weights_once() -> None:
@@ -123,7 +123,7 @@ def test_every_scripted_placement_is_checked() -> None:
 
 
 def test_text_names_what_people_look_for() -> None:
-    text = render_placement(report(state_copies=2))
+    text = _render_placement(report(state_copies=2))
     parts = ("slots per rank", "2 in each MoE layer: 8 on 4 ranks for 4 experts", "lost failure domains: 1", "2 copies")
     for part in parts:
         assert part in text

@@ -13,9 +13,8 @@ from megatron_ft.planning.recovery.job_attempts import (
     Attempt,
     AttemptPolicy,
     Next,
-    decide,
+    _num_fruitless,
     in_order_of_trust,
-    num_fruitless,
     to_exclude,
 )
 
@@ -25,37 +24,37 @@ FAILED = Attempt(job_id="7", hosts=HOSTS, exit_code=7, asked=None, iteration=5)
 
 
 def test_a_run_at_its_end_ends_the_job() -> None:
-    verdict = decide([replace(FAILED, exit_code=0)], POLICY, HOSTS)
+    verdict = POLICY.decide([replace(FAILED, exit_code=0)], HOSTS)
     assert (verdict.next, verdict.is_final) == (Next.END, True)
 
 
 @pytest.mark.parametrize("code", sorted(FINAL_EXIT_CODES))
 def test_what_would_fail_alike_is_not_tried_again(code: int) -> None:
-    assert decide([replace(FAILED, exit_code=code)], POLICY, HOSTS).next is Next.END
+    assert POLICY.decide([replace(FAILED, exit_code=code)], HOSTS).next is Next.END
 
 
 def test_a_warning_requeues_and_a_request_to_end_does_not() -> None:
     warned = replace(FAILED, exit_code=130, asked=Asked.TO_GO_ON_LATER)
-    assert decide([warned], POLICY, HOSTS).next is Next.REQUEUE
-    assert decide([warned], replace(POLICY, on_warning=Next.END), HOSTS).next is Next.END
-    assert not decide([warned], replace(POLICY, on_warning=Next.END), HOSTS).is_final, "another job goes on"
+    assert POLICY.decide([warned], HOSTS).next is Next.REQUEUE
+    assert replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).next is Next.END
+    assert not replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).is_final, "another job goes on"
     for asked in (Asked.TO_END, None):  # Ctrl-C, sent to the console
-        verdict = decide([replace(FAILED, exit_code=130, asked=asked)], POLICY, HOSTS)
+        verdict = POLICY.decide([replace(FAILED, exit_code=130, asked=asked)], HOSTS)
         assert (verdict.next, verdict.is_final) == (Next.END, True)
 
 
 def test_a_console_that_failed_is_started_again_where_enough_nodes_are_left() -> None:
-    assert decide([FAILED], POLICY, HOSTS).next is Next.AGAIN
-    assert decide([replace(FAILED, exit_code=-9)], POLICY, HOSTS[:3]).next is Next.AGAIN
-    assert decide([FAILED], POLICY, HOSTS[:2]).next is Next.REQUEUE
-    assert decide([replace(FAILED, lost_hosts=("a", "b"))], POLICY, HOSTS).next is Next.REQUEUE, "Slurm sees it later"
+    assert POLICY.decide([FAILED], HOSTS).next is Next.AGAIN
+    assert POLICY.decide([replace(FAILED, exit_code=-9)], HOSTS[:3]).next is Next.AGAIN
+    assert POLICY.decide([FAILED], HOSTS[:2]).next is Next.REQUEUE
+    assert POLICY.decide([replace(FAILED, lost_hosts=("a", "b"))], HOSTS).next is Next.REQUEUE, "Slurm sees it later"
 
 
 def test_hosts_that_failed_twice_are_not_counted_on() -> None:
     earlier = replace(FAILED, failed_hosts=("a", "b"), iteration=1)
     later = replace(FAILED, failed_hosts=("b", "a"))
     assert to_exclude([earlier, later]) == ["a", "b"]
-    assert decide([earlier, later], POLICY, HOSTS).next is Next.REQUEUE
+    assert POLICY.decide([earlier, later], HOSTS).next is Next.REQUEUE
     assert to_exclude([earlier]) == []
 
 
@@ -71,17 +70,17 @@ def test_without_progress_it_ends() -> None:
     verdicts = []
     for _ in range(3):
         attempts.append(FAILED)
-        verdicts.append(decide(attempts, POLICY, HOSTS))
+        verdicts.append(POLICY.decide(attempts, HOSTS))
     assert [verdict.next for verdict in verdicts] == [Next.AGAIN, Next.AGAIN, Next.END]
     assert verdicts[-1].is_final and "beyond iteration 5" in verdicts[-1].reason
-    further = decide([*attempts[:-1], replace(FAILED, iteration=6)], POLICY, HOSTS)
+    further = POLICY.decide([*attempts[:-1], replace(FAILED, iteration=6)], HOSTS)
     assert further.next is Next.AGAIN, "progress counts anew"
 
 
 def test_warnings_without_progress_end_too() -> None:
     warned = replace(FAILED, exit_code=130, asked=Asked.TO_GO_ON_LATER, iteration=0)
-    assert decide([warned] * 2, POLICY, HOSTS).next is Next.REQUEUE
-    assert decide([warned] * 3, POLICY, HOSTS).next is Next.END
+    assert POLICY.decide([warned] * 2, HOSTS).next is Next.REQUEUE
+    assert POLICY.decide([warned] * 3, HOSTS).next is Next.END
 
 
 def test_trust() -> None:
@@ -101,7 +100,7 @@ def test_no_job_is_tried_for_ever(iterations: list[int], policy: AttemptPolicy) 
     attempts: list[Attempt] = []
     for iteration in iterations:
         attempts.append(replace(FAILED, iteration=iteration))
-        assert num_fruitless(attempts) <= policy.max_fruitless
-        if decide(attempts, policy, HOSTS).next is Next.END:
-            assert num_fruitless(attempts) == policy.max_fruitless
+        assert _num_fruitless(attempts) <= policy.max_fruitless
+        if policy.decide(attempts, HOSTS).next is Next.END:
+            assert _num_fruitless(attempts) == policy.max_fruitless
             return

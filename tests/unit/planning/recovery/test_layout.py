@@ -9,9 +9,9 @@ from scipy.optimize import linear_sum_assignment
 from megatron_ft.planning.recovery.layout import LaneLimits, choose_layout
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import Holdings
-from megatron_ft.planning.state.model_state import ModelState, Sharding, state_holdings, state_needs
+from megatron_ft.planning.state.model_state import ModelState, Sharding
 from megatron_ft.planning.state.parallel_layout import ParallelLayout
-from megatron_ft.planning.state.sources import match
+from megatron_ft.planning.state.sources import Matched
 from tests.helpers.state_models import model
 
 MANY = LaneLimits(most=99)
@@ -136,7 +136,7 @@ def test_groups_keep_their_lane_where_nothing_is_lost(period: int) -> None:
 def kept_bytes(of: ModelState, held: Holdings, layout: ParallelLayout, sharding: Sharding) -> dict[int, int]:
     """Bytes of its needs that each rank of ``layout`` has."""
     domain_of = {rank: f"node{rank}" for rank in (*layout.ranks, *layout.spares)}
-    kept = match(state_needs(of, layout, sharding, iteration=1, domain_of=domain_of), held).kept
+    kept = Matched.of(of.needs(layout, sharding, iteration=1, domain_of=domain_of), held).kept
     sizes = (kept.stop - kept.start) * of.index.item_bytes[of.index.tensor_at(kept.start)]
     return {rank: int(sizes[kept.rank == rank].sum()) for rank in layout.ranks}
 
@@ -166,7 +166,7 @@ def test_most_bytes_stay_of_all_arrangements(data: st.DataObject) -> None:
     if isinstance(chosen, Declined):
         return
     domain_of = {rank: f"node{rank}" for rank in (*former.ranks, *new)}
-    held = state_holdings(of, former, sharding, iteration=1, domain_of=domain_of).without(ranks=lost)
+    held = of.holdings(former, sharding, iteration=1, domain_of=domain_of).without(ranks=lost)
     groups = [group for stage in chosen.stages for group in stage]
     left = [chosen.spares[i : i + tensor] for i in range(0, len(chosen.spares), tensor)]
     groups += [group for group in left if len(group) == tensor]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing, plan_localized
+from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.snapshot.plan import WindowKey
 
@@ -28,7 +28,7 @@ def decide(
         for stage in range(num_stages)
         for place in range(per_stage)
     ]
-    return plan_localized(standings, num_stages=num_stages, is_ring=is_ring)
+    return LocalizedPlan.of(standings, num_stages=num_stages, is_ring=is_ring)
 
 
 def planned(*arguments: object, **options: object) -> LocalizedPlan:
@@ -76,7 +76,7 @@ def test_the_newest_window_that_anybody_knows_is_taken() -> None:
         Standing(stage=1, iteration=TARGET, voted=LOGGED, window=newer, logged=(8, 9)),
         Standing(stage=1, iteration=None),
     ]
-    plan = plan_localized(standings, num_stages=2, is_ring=False)
+    plan = LocalizedPlan.of(standings, num_stages=2, is_ring=False)
     assert isinstance(plan, LocalizedPlan) and plan.window == newer and plan.iterations == range(8, 10)
 
 
@@ -91,7 +91,7 @@ def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
         Standing(stage=1, iteration=None),
         Standing(stage=2, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
     ]
-    found = plan_localized(standings, num_stages=3, is_ring=False)
+    found = LocalizedPlan.of(standings, num_stages=3, is_ring=False)
     assert isinstance(found, Declined) and "the upstream log of rank 0 lacks iterations [7]" in found.reason
 
 
@@ -107,7 +107,7 @@ def test_declines_where_several_ranks_have_a_part_of_the_votes() -> None:
         Standing(stage=1, iteration=None, voted=LOGGED),
         Standing(stage=1, iteration=TARGET, voted=(7, 8, 9), window=WINDOW, logged=LOGGED),
     ]
-    found = plan_localized(standings, num_stages=2, is_ring=False)
+    found = LocalizedPlan.of(standings, num_stages=2, is_ring=False)
     assert isinstance(found, Declined) and "rank 2 lacks the votes of iterations 5 to 6" in found.reason
 
 
@@ -118,7 +118,7 @@ def test_the_first_rank_with_all_votes_sends_them() -> None:
         Standing(stage=1, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
         Standing(stage=0, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
     ]
-    plan = plan_localized(standings, num_stages=2, is_ring=False)
+    plan = LocalizedPlan.of(standings, num_stages=2, is_ring=False)
     assert isinstance(plan, LocalizedPlan) and plan.voter(standings) == 2
 
 
@@ -137,7 +137,7 @@ def test_a_gap_elsewhere_does_not_matter() -> None:
         )
         for stage in range(4)
     ]
-    assert isinstance(plan_localized(standings, num_stages=4, is_ring=False), LocalizedPlan)
+    assert isinstance(LocalizedPlan.of(standings, num_stages=4, is_ring=False), LocalizedPlan)
 
 
 @settings(max_examples=200, deadline=None)

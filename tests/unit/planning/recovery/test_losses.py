@@ -14,9 +14,9 @@ from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.placement.survival import survival
-from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored, cost_of_loss
+from megatron_ft.planning.recovery.losses import RecoveryMeans, Stored
 from megatron_ft.planning.recovery.means import (
     costs_of_nodes,
     idle_copies,
@@ -25,7 +25,7 @@ from megatron_ft.planning.recovery.means import (
     why_no_replicas,
     windows_serve,
 )
-from megatron_ft.planning.snapshot.report import report_snapshots
+from megatron_ft.planning.snapshot.report import SnapshotReport
 from tests.helpers.keys import grouped
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 8, "moe_layer_freq": 2}
@@ -52,12 +52,12 @@ def plans_of(config: JobConfig) -> list[PlacementPlan]:
     if config.placement.algorithm is None:
         return []
     world_size = config.launch.num_nodes * config.launch.ranks_per_node
-    return first_plans(config, stage_requests(config, world_size), JobInputs())
+    return first_plans(config, StageRequest.of_job(config, world_size), JobInputs())
 
 
 def means(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryMeans:
     plans = plans_of(config if nodes is None else config_of(config, nodes))
-    return means_of(config, plans, report_snapshots(config, 257), nodes)
+    return means_of(config, plans, SnapshotReport.of(config, 257), nodes)
 
 
 def restarting(**snapshot: Any) -> JobConfig:
@@ -75,7 +75,7 @@ def restarting(**snapshot: Any) -> JobConfig:
 
 def test_replicas_serve_one_lost_node_of_four_and_what_moves_is_counted() -> None:
     config = elastic()
-    cost = cost_of_loss(means(config), [2], place=placer(config, JobInputs()))
+    cost = means(config).cost_of_loss([2], place=placer(config, JobInputs()))
     assert (cost.rung, cost.max_iterations, cost.is_automatic, cost.is_bitwise) == ("replicas", 0, True, False)
     assert cost.moved_bytes is not None and cost.moved_bytes % means(config).expert_bytes == 0
     assert not cost.declined and not cost.lost_operators
@@ -95,7 +95,7 @@ def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: i
             for by_rank in plan.slots
             for expert in range(plan.num_experts)
         )
-        cost = cost_of_loss(held, lost)
+        cost = held.cost_of_loss(lost)
         assert (cost.rung == "replicas") == whole, lost
         served += whole
     expected = survival(plan.all_expert_domains(), plan.domains, [num_lost])[0].probability
@@ -108,14 +108,14 @@ def test_an_expert_without_holder_is_named_by_layer_and_number() -> None:
     config = elastic(6, 1)
     (plan,), held = plans_of(config), means(config)
     lost = tuple(rank for rank, experts in enumerate(plan.slots[0]) if 5 in experts)
-    cost = cost_of_loss(held, lost)
+    cost = held.cost_of_loss(lost)
     (replicas, *_) = cost.declined
     assert replicas.rung == "replicas" and f"{plan.layer_numbers[0]}.expert.5" in map(str, replicas.missing)
     assert cost.lost_operators == replicas.missing and not cost.is_automatic
 
 
 def test_too_few_nodes_left_decline() -> None:
-    cost = cost_of_loss(means(elastic(4, 3)), [0, 1])
+    cost = means(elastic(4, 3)).cost_of_loss([0, 1])
     reason = "recovery.min_nodes=3 is more than the number of remaining nodes, 2"
     assert cost.rung != "replicas" and cost.declined[0].reason == reason
 
@@ -124,9 +124,9 @@ def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
     held = means(elastic(5), (0, 1, 3, 4))
     assert held.nodes == (0, 1, 3, 4)
     assert held.placement is not None and held.placement.domains == ("node0", "node1", "node3", "node4")
-    assert cost_of_loss(held, [3]).rung == "replicas"
+    assert held.cost_of_loss([3]).rung == "replicas"
     with pytest.raises(ConfigError, match="lost node=2: must be one of the present nodes"):
-        cost_of_loss(held, [2])
+        held.cost_of_loss([2])
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], said: s
     config = elastic()
     for group, values in groups.items():
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
-    cost = cost_of_loss(means_of(config, plans_of(config), None), [1])
+    cost = means_of(config, plans_of(config), None).cost_of_loss([1])
     assert cost.rung != "replicas" and said in cost.declined[0].reason
 
 
 def test_without_min_nodes_copies_do_not_help() -> None:
-    cost = cost_of_loss(means(elastic(min_nodes=None)), [1])
+    cost = means(elastic(min_nodes=None)).cost_of_loss([1])
     assert "recovery.min_nodes=null" in cost.declined[0].reason and not cost.lost_operators
 
 
@@ -154,19 +154,19 @@ def test_without_min_nodes_copies_do_not_help() -> None:
 
 def test_dead_ranks_are_started_again_from_memory() -> None:
     held = means(restarting())
-    cost = cost_of_loss(held, [1], is_gone=False)
+    cost = held.cost_of_loss([1], is_gone=False)
     assert (cost.rung, cost.is_automatic, cost.is_bitwise) == ("memory", True, True)
     assert cost.max_iterations == 3 + 1, "an interval, and the window that is not committed yet"
 
 
 def test_a_node_that_is_gone_takes_windows_in_memory_with_it() -> None:
-    cost = cost_of_loss(means(restarting(persist_interval_windows=2)), [1])
+    cost = means(restarting(persist_interval_windows=2)).cost_of_loss([1])
     assert (cost.rung, cost.is_automatic) == ("persisted", False)
     assert "the loss of a node ends the job" in cost.declined[1].reason and cost.max_iterations == 2 * 3 + 1
 
 
 def test_nothing_is_left_where_nothing_was_put_away() -> None:
-    cost = cost_of_loss(means(restarting()), [1])
+    cost = means(restarting()).cost_of_loss([1])
     assert not cost.is_recoverable and [declined.rung for declined in cost.declined] == [
         "replicas",
         "memory",
@@ -184,31 +184,31 @@ def test_ranks_do_not_start_over_by_themselves_beside_windows_that_they_cannot_u
         (Stored(iteration=9, persisted_start=6), False),
         (Stored(iteration=1), True),
     ):
-        cost = cost_of_loss(held, [1], stored=stored)
+        cost = held.cost_of_loss([1], stored=stored)
         assert (cost.rung, cost.is_automatic) == ("nothing", is_automatic), stored
 
 
 def test_checkpoints_lose_an_interval() -> None:
-    cost = cost_of_loss(means(job(checkpoint={"save_interval_iterations": 50})), [0])
+    cost = means(job(checkpoint={"save_interval_iterations": 50})).cost_of_loss([0])
     assert (cost.rung, cost.max_iterations) == ("checkpoint", 50)
 
 
 def test_a_window_that_is_measured_first_has_no_bound() -> None:
     held = means(restarting(bandwidth_bytes_per_second=None))
-    cost = cost_of_loss(held, [0], is_gone=False)
+    cost = held.cost_of_loss([0], is_gone=False)
     assert cost.rung == "memory" and cost.max_iterations is None and cost.iterations == "<= 2 windows"
 
 
 def test_saved_state_of_the_run_replaces_bounds() -> None:
     held = means(restarting(persist_interval_windows=2))
     stored = Stored(iteration=40, memory_start=36, persisted_start=30, checkpoint=25)
-    assert cost_of_loss(held, [0], is_gone=False, stored=stored).max_iterations == 4
-    assert cost_of_loss(held, [0], stored=stored).max_iterations == 10
+    assert held.cost_of_loss([0], is_gone=False, stored=stored).max_iterations == 4
+    assert held.cost_of_loss([0], stored=stored).max_iterations == 10
     none = Stored(iteration=40, checkpoint=25)
-    cost = cost_of_loss(held, [0], stored=none)
+    cost = held.cost_of_loss([0], stored=none)
     assert (cost.rung, cost.max_iterations) == ("checkpoint", 15)
     assert [d.reason for d in cost.declined if d.rung == "persisted"] == ["the run has not saved such state yet"]
-    assert cost_of_loss(held, [0], stored=Stored(iteration=40)).max_iterations == 40
+    assert held.cost_of_loss([0], stored=Stored(iteration=40)).max_iterations == 40
 
 
 def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
@@ -216,15 +216,15 @@ def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
     windows = {"policy": WINDOWS, "num_peer_copies": 1, "persist_interval_windows": 1}
     config = elastic(6, 1, snapshot=windows, checkpoint={"save_interval_iterations": 9}, recovery={"max_restarts": 1})
     held = means(config)
-    assert cost_of_loss(held, [1]).rung == "replicas", "snapshots do not stand against it"
-    cost = cost_of_loss(held, [0, 1, 2, 3])
+    assert held.cost_of_loss([1]).rung == "replicas", "snapshots do not stand against it"
+    cost = held.cost_of_loss([0, 1, 2, 3])
     assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
     assert [d.reason for d in cost.declined[1:]] == [
         "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
     ] * 2
-    too_few = cost_of_loss(dataclasses.replace(held, min_nodes=3), [0, 1, 2, 3])
+    too_few = dataclasses.replace(held, min_nodes=3).cost_of_loss([0, 1, 2, 3])
     assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
-    ranks_only = cost_of_loss(held, [0, 1, 2, 3], is_gone=False)
+    ranks_only = held.cost_of_loss([0, 1, 2, 3], is_gone=False)
     assert (ranks_only.rung, ranks_only.is_automatic, ranks_only.is_bitwise) == ("memory", True, True)
 
 
@@ -237,17 +237,17 @@ def test_nodes_that_joined_later_are_domains_of_their_own() -> None:
 
 def test_a_job_that_does_not_run_has_what_is_on_storage() -> None:
     held = dataclasses.replace(means(restarting(persist_interval_windows=2)), is_running=False)
-    cost = cost_of_loss(held, [0], is_gone=False)
+    cost = held.cost_of_loss([0], is_gone=False)
     assert (cost.rung, cost.is_automatic) == ("persisted", False)
     assert [declined.reason for declined in cost.declined] == ["the job is not running"] * 2
-    assert cost_of_loss(dataclasses.replace(means(elastic()), is_running=False), [0]).rung != "replicas"
+    assert dataclasses.replace(means(elastic()), is_running=False).cost_of_loss([0]).rung != "replicas"
 
 
 # --- who holds what ----------------------------------------------------------------------------------------------
 
 
 def lost_operators(config: JobConfig, *nodes: int) -> set[str]:
-    return set(map(str, cost_of_loss(means(config), nodes).lost_operators))
+    return set(map(str, means(config).cost_of_loss(nodes).lost_operators))
 
 
 def test_pipeline_stages_lose_their_own_layers() -> None:
@@ -294,7 +294,7 @@ def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
     config = elastic()
     costs = costs_of_nodes(config, means(config), JobInputs())
     assert [cost.lost_nodes for cost in costs] == [(0,), (1,), (2,), (3,)]
-    declining = cost_of_loss(means(elastic(6, 1)), [0, 1, 2, 3])
+    declining = means(elastic(6, 1)).cost_of_loss([0, 1, 2, 3])
     for cost in (*costs, declining):
         assert json.loads(json.dumps(cost.to_json()))["rung"] == cost.rung
         assert "\n" not in cost.summary()
@@ -313,7 +313,7 @@ def keeping(**keys: Any) -> RecoveryMeans:
 
 def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     held = keeping()
-    cost = cost_of_loss(held, [3])
+    cost = held.cost_of_loss([3])
     assert (cost.rung, cost.stages, cost.is_automatic, cost.is_bitwise) == ("localized", (1,), True, True)
     assert held.window_iterations and held.interval_iterations
     assert cost.max_iterations == held.interval_iterations + held.window_iterations + 4
@@ -336,7 +336,7 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 def test_localized_replay_declines_without_replacement_or_window(
     lost: list[int], keys: dict[str, Any], said: str
 ) -> None:
-    cost = cost_of_loss(keeping(**keys), lost)
+    cost = keeping(**keys).cost_of_loss(lost)
     assert cost.rung != "localized" and said in cost.declined[1].reason
 
 
@@ -353,7 +353,7 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
     max_restarts: int, keys: dict[str, Any], is_automatic: bool
 ) -> None:
     held = keeping(max_restarts=max_restarts, **keys)
-    cost = cost_of_loss(held, [0, 1], stored=Stored(iteration=30, memory_start=26, checkpoint=20))
+    cost = held.cost_of_loss([0, 1], stored=Stored(iteration=30, memory_start=26, checkpoint=20))
     assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
@@ -362,8 +362,8 @@ def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
     stored = Stored(iteration=30, memory_start=26)
-    assert cost_of_loss(keeping(), [0], stored=stored).max_iterations == 4
-    assert cost_of_loss(keeping(), [0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")
+    assert keeping().cost_of_loss([0], stored=stored).max_iterations == 4
+    assert keeping().cost_of_loss([0], stored=Stored(iteration=30)).declined[1].reason.startswith("no window")
 
 
 def test_copies_that_no_recovery_reads_are_named() -> None:
@@ -400,12 +400,12 @@ def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:
     for launcher in ("local", "srun"):
         config = restarting(persist_interval_windows=1)
         launch = dataclasses.replace(config.launch, node_launcher=launcher)
-        lost[launcher] = cost_of_loss(means(dataclasses.replace(config, launch=launch)), [1])
+        lost[launcher] = means(dataclasses.replace(config, launch=launch)).cost_of_loss([1])
 
     assert (lost["local"].source, lost["srun"].source) == ("persisted, by hand", "persisted, by Slurm")
 
 
 def test_windows_that_are_seldom_written_lose_as_many() -> None:
     held = means(restarting(bandwidth_bytes_per_second=None, persist_interval_windows=100))
-    assert cost_of_loss(held, [0]).iterations == "<= 101 windows"
-    assert cost_of_loss(held, [0], is_gone=False).iterations == "<= 2 windows"
+    assert held.cost_of_loss([0]).iterations == "<= 101 windows"
+    assert held.cost_of_loss([0], is_gone=False).iterations == "<= 2 windows"

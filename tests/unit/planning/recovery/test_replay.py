@@ -8,7 +8,7 @@ import pytest
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import plan_replay
+from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 EMBEDDING = OperatorId(layer=0, kind="embedding")
@@ -31,7 +31,7 @@ def units(*operators: OperatorId) -> tuple[Unit, ...]:
 
 
 def test_each_slice_thaws_its_operators_and_the_last_makes_the_state_dense() -> None:
-    plan = plan_replay(
+    plan = ReplayPlan.of(
         window(units(EXPERTS[2], HEAD), units(EMBEDDING), units(REST, EXPERTS[0])),
         10,
         {number: vote(number) for number in range(10, 14)},
@@ -49,7 +49,7 @@ def test_each_slice_thaws_its_operators_and_the_last_makes_the_state_dense() -> 
 
 def test_an_operator_of_which_one_part_is_there_computes_its_gradients() -> None:
     parts = [Unit(operator=HEAD, part=part, num_parts=3) for part in range(3)]
-    plan = plan_replay(
+    plan = ReplayPlan.of(
         window((parts[1],), (parts[0], *units(REST)), (parts[2],)), 5, {number: vote(number) for number in (6, 7)}
     )
     assert [HEAD in step.frozen for step in plan.steps] == [False, False, False]
@@ -57,7 +57,7 @@ def test_an_operator_of_which_one_part_is_there_computes_its_gradients() -> None
 
 
 def test_a_dense_snapshot_replays_nothing() -> None:
-    plan = plan_replay(window(units(HEAD, REST)), 7, {})
+    plan = ReplayPlan.of(window(units(HEAD, REST)), 7, {})
     assert plan.iterations == ()
     assert plan.final_iteration == 7
     assert "0 iterations replayed" in plan.summary()
@@ -65,7 +65,7 @@ def test_a_dense_snapshot_replays_nothing() -> None:
 
 def test_a_missing_vote_is_named() -> None:
     with pytest.raises(RecoveryError, match=r"vote of iteration 12 is not in the log, which has iterations \[11\]"):
-        plan_replay(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11)})
+        ReplayPlan.of(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11)})
 
 
 def test_any_order_covers_everything_once_and_survives_json() -> None:
@@ -76,7 +76,7 @@ def test_any_order_covers_everything_once_and_survives_json() -> None:
         cuts = [len(order) * place // num_slices for place in range(num_slices + 1)]
         slices = [units(*order[cuts[place] : cuts[place + 1]]) for place in range(num_slices)]
         votes = {number: vote(number, loss=0.1 * number, grad_norm=1 / 3) for number in range(seed, seed + num_slices)}
-        plan = plan_replay(window(*slices), seed, votes)
+        plan = ReplayPlan.of(window(*slices), seed, votes)
         plan.validate()
         assert set(plan.steps[-1].active) == set(operators)
         assert [len(step.active) for step in plan.steps] == cuts[1:]
@@ -96,6 +96,6 @@ def test_any_order_covers_everything_once_and_survives_json() -> None:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(spoil, message: str) -> None:
-    plan = plan_replay(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11), 12: vote(12)})
+    plan = ReplayPlan.of(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11), 12: vote(12)})
     with pytest.raises(AssertionError, match=message):
         dataclasses.replace(plan, steps=spoil(plan.steps)).validate()

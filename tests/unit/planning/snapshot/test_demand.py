@@ -10,11 +10,11 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.operator_state import StateShard, check_shards
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.estimate import estimate_demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
-from megatron_ft.planning.snapshot.peers import assign_peers
-from megatron_ft.planning.snapshot.pieces import slice_bytes, slice_pieces, window_bytes
+from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes, window_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import context, dense_model, one_huge_embedding, uneven
 from megatron_ft.topology import Topology
@@ -27,8 +27,8 @@ def unit_bytes(unit: Unit, shards: Sequence[StateShard]) -> tuple[int, int]:
         WindowPlan(slices=((), (unit,)), interval_iterations=2),
     )
     return (
-        sum(piece.num_bytes for piece in slice_pieces(full, 0, shards)),
-        sum(piece.num_bytes for piece in slice_pieces(frozen, 0, shards)),
+        sum(piece.num_bytes for piece in Piece.of_slice(full, 0, shards)),
+        sum(piece.num_bytes for piece in Piece.of_slice(frozen, 0, shards)),
     )
 
 
@@ -51,7 +51,7 @@ def test_bytes_of_slices_are_those_of_their_pieces(demand: Demand) -> None:
     found = demand.slice_bytes(plan)
     for index in range(plan.num_iterations):
         for rank, shards in enumerate(demand.shards_by_rank):
-            assert found[index, rank] == sum(piece.num_bytes for piece in slice_pieces(plan, index, shards))
+            assert found[index, rank] == sum(piece.num_bytes for piece in Piece.of_slice(plan, index, shards))
 
 
 @demands
@@ -60,7 +60,7 @@ def test_a_window_takes_the_bytes_of_its_aligned_slices(demand: Demand) -> None:
     assert plan.num_iterations > 3
     for shards in demand.shards_by_rank:
         slices = range(plan.num_iterations)
-        assert window_bytes(plan, shards) == sum(slice_bytes(slice_pieces(plan, index, shards)) for index in slices)
+        assert window_bytes(plan, shards) == sum(slice_bytes(Piece.of_slice(plan, index, shards)) for index in slices)
 
 
 def test_ranks_with_the_same_bytes_are_one_column() -> None:
@@ -73,7 +73,7 @@ def test_a_node_has_three_windows_of_each_rank_and_two_of_each_rank_it_helps() -
     demand = uneven(num_ranks=6)
     plan = SparseWindow().plan(demand, context(demand, 0.4))
     windows = [window_bytes(plan, shards) for shards in demand.shards_by_rank]
-    assignment = assign_peers(["a", "b", "c"], 1)
+    assignment = PeerAssignment.of(["a", "b", "c"], 1)
     assert assignment.peers == ((1,), (2,), (0,))
     nodes = host_bytes(plan, demand.shards_by_rank, 2, assignment)
     assert nodes[1] == NodeMemory(

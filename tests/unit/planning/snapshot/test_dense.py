@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded, useful_time_ratio
+from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded, _useful_time_ratio
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.testing.demands import equal_experts, uneven
 
@@ -40,13 +40,13 @@ def test_no_other_interval_has_more_useful_time(stall: float, mtbf: float) -> No
     context = given(stall)
     stall = context.stall_seconds(WHOLE_BYTES)
     interval = GeminiStyle(mtbf_seconds=mtbf).plan(DEMAND, context).interval_iterations
-    best = max(range(1, 2000), key=lambda n: useful_time_ratio(n, stall, 2.0, mtbf))
+    best = max(range(1, 2000), key=lambda n: _useful_time_ratio(n, stall, 2.0, mtbf))
     assert interval == best
 
 
 def test_useful_time_is_the_product_of_both_overheads() -> None:
     # Section 2.4 at 10 iterations of 2 s, a stall of 1 s, a failure every 100 s: 1/1.05 * 1/1.1.
-    assert useful_time_ratio(10, 1.0, 2.0, 100.0) == pytest.approx(1 / 1.05 / 1.1)
+    assert _useful_time_ratio(10, 1.0, 2.0, 100.0) == pytest.approx(1 / 1.05 / 1.1)
 
 
 def test_more_failures_and_shorter_stalls_shorten_the_interval() -> None:

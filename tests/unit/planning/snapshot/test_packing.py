@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron_ft.planning.snapshot import packing
+from megatron_ft.planning.snapshot import sparse_window
 from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
-from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
 from megatron_ft.planning.snapshot.policy import SnapshotContext
-from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from megatron_ft.planning.snapshot.sparse_window import SparseWindow, _least_peak_bytes, _num_parts, _Packing
 from megatron_ft.testing.demands import expert, shard
 
 
@@ -48,8 +47,8 @@ def walk(table: UnitBytes, budget: int, max_slices: int) -> list[tuple[int, ...]
 @given(table=tables(), budget=st.integers(0, 300), max_slices=st.integers(1, 8), block=st.integers(1, 30))
 def test_blocks_pack_as_a_walk_does(table: UnitBytes, budget: int, max_slices: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_BLOCK", block)
-        found = pack(table, budget, max_slices)
+        patch.setattr(sparse_window, "_BLOCK", block)
+        found = _Packing.of(table, budget, max_slices)
     expected = walk(table, budget, max_slices)
     assert (None if found is None else list(found.slices)) == expected
 
@@ -57,9 +56,9 @@ def test_blocks_pack_as_a_walk_does(table: UnitBytes, budget: int, max_slices: i
 @settings(max_examples=100, deadline=None)
 @given(table=tables(), num_slices=st.integers(1, 6))
 def test_the_searched_budget_packs_and_the_next_smaller_does_not(table: UnitBytes, num_slices: int) -> None:
-    whole = Packing(slices=(tuple(range(len(table.full))),), budget_bytes=int(table.full.sum(axis=0).max()))
-    low = least_peak_bytes(table, num_slices) - 1
-    found = smallest_packing(table, low, whole, num_slices)
+    whole = _Packing(slices=(tuple(range(len(table.full))),), budget_bytes=int(table.full.sum(axis=0).max()))
+    low = _least_peak_bytes(table, num_slices) - 1
+    found = _Packing.smallest(table, low, whole, num_slices)
     assert len(found.slices) <= num_slices
     assert walk(table, found.budget_bytes, num_slices) == list(found.slices)
     assert found.budget_bytes == low + 1 or walk(table, found.budget_bytes - 1, num_slices) is None
@@ -68,14 +67,14 @@ def test_the_searched_budget_packs_and_the_next_smaller_does_not(table: UnitByte
 @settings(max_examples=100, deadline=None)
 @given(table=tables(), num_slices=st.integers(1, 6))
 def test_no_window_has_a_smaller_peak_than_the_bound(table: UnitBytes, num_slices: int) -> None:
-    assert walk(table, least_peak_bytes(table, num_slices) - 1, num_slices) is None
+    assert walk(table, _least_peak_bytes(table, num_slices) - 1, num_slices) is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(table=tables(), budget=st.integers(1, 300))
 def test_parts_fit_beside_frozen_bytes_and_one_fewer_would_not(table: UnitBytes, budget: int) -> None:
     frozen = table.frozen.sum(axis=0)
-    for unit, parts in enumerate(num_parts(table, np.zeros_like(table.full), budget, 64)):
+    for unit, parts in enumerate(_num_parts(table, np.zeros_like(table.full), budget, 64)):
         extra = table.full[unit] - table.frozen[unit]
         room = np.maximum(np.maximum(budget - frozen, -(-frozen // 8)), 1)
         assert (extra <= room * parts).all() or parts == 64

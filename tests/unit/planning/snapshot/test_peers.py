@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
+from megatron_ft.planning.snapshot.peers import PeerAssignment
 
 
 def kept(assignment: PeerAssignment) -> list[int]:
@@ -29,9 +29,9 @@ def test_every_node_has_its_copies_in_distinct_other_domains(
     held = {
         node: frozenset(other for first, other in pairs if first == node and other < len(domains)) for node, _ in pairs
     }
-    assignment = assign_peers(domains, num_copies, held)
+    assignment = PeerAssignment.of(domains, num_copies, held)
     assignment.validate()
-    assert assignment == assign_peers(domains, num_copies, held)
+    assert assignment == PeerAssignment.of(domains, num_copies, held)
 
     for node, peers in enumerate(assignment.peers):
         copies = {domains[other] for other in (*peers, *held.get(node, ()))} - {domains[node]}
@@ -46,11 +46,11 @@ def test_every_node_has_its_copies_in_distinct_other_domains(
 def test_domains_of_one_size_keep_equally_much(num_copies: int, size: int, is_striped: bool) -> None:
     names = ["a", "b", "c", "d"]
     domains = names * size if is_striped else [name for name in names for _ in range(size)]
-    assert set(kept(assign_peers(domains, num_copies))) == {num_copies}
+    assert set(kept(PeerAssignment.of(domains, num_copies))) == {num_copies}
 
 
 def test_nodes_without_named_domains_form_a_ring() -> None:
-    assignment = assign_peers([f"node{node}" for node in range(5)], 2)
+    assignment = PeerAssignment.of([f"node{node}" for node in range(5)], 2)
     assert assignment.peers == ((1, 2), (2, 3), (3, 4), (4, 0), (0, 1))
 
 
@@ -71,39 +71,39 @@ def every_assignment(domains: str, num_copies: int) -> list[list[int]]:
     ("domains", "num_copies"), [("aaabc", 1), ("aaabc", 2), ("aabbc", 2), ("aabcd", 2), ("aaab", 1), ("aaabb", 1)]
 )
 def test_uneven_domains_are_as_even_as_any_assignment(domains: str, num_copies: int) -> None:
-    found = kept(assign_peers(domains, num_copies))
+    found = kept(PeerAssignment.of(domains, num_copies))
     best = min(sum(count**2 for count in counts) for counts in every_assignment(domains, num_copies))
     assert sum(count**2 for count in found) == best
 
 
 def test_single_nodes_beside_a_large_domain_keep_more() -> None:
-    assert sorted(kept(assign_peers("aaabc", 2))) == [0, 1, 1, 4, 4]
+    assert sorted(kept(PeerAssignment.of("aaabc", 2))) == [0, 1, 1, 4, 4]
 
 
 def test_domains_that_hold_the_bytes_are_copies_already() -> None:
     held = {0: frozenset({1}), 1: frozenset({0})}
-    assignment = assign_peers("abcd", 2, held)
+    assignment = PeerAssignment.of("abcd", 2, held)
     assert [len(peers) for peers in assignment.peers] == [1, 1, 2, 2]
     assert 1 not in assignment.peers[0]
     assert 0 not in assignment.peers[1]
     assert max(kept(assignment)) - min(kept(assignment)) <= 1
-    assert assign_peers("abcd", 1, {node: frozenset(range(4)) for node in range(4)}).peers == ((), (), (), ())
+    assert PeerAssignment.of("abcd", 1, {node: frozenset(range(4)) for node in range(4)}).peers == ((), (), (), ())
 
 
 def test_what_the_own_domain_holds_is_no_copy() -> None:
-    assignment = assign_peers("aabb", 1, {0: frozenset({1})})
+    assignment = PeerAssignment.of("aabb", 1, {0: frozenset({1})})
     assert [len(peers) for peers in assignment.peers] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("domains", "num_copies"), [("ab", 2), ("aaaa", 1), ("abc", -1)])
 def test_too_few_domains_are_refused(domains: str, num_copies: int) -> None:
     with pytest.raises(ConfigError, match=rf"snapshot\.num_peer_copies={num_copies}: must be"):
-        assign_peers(domains, num_copies)
+        PeerAssignment.of(domains, num_copies)
 
 
 def test_a_thousand_uneven_nodes_are_assigned_quickly() -> None:
     domains = [f"rack{node * node % 37}" for node in range(1000)]
-    assignment = assign_peers(domains, 2)
+    assignment = PeerAssignment.of(domains, 2)
     assignment.validate()
     assert "copies of each node in other failure domains: 2; 1000 nodes" in assignment.summary()
 

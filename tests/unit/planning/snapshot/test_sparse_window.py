@@ -9,10 +9,9 @@ import pytest
 from megatron_ft.errors import ConfigError
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.packing import pack
 from megatron_ft.planning.snapshot.plan import Unit
 from megatron_ft.planning.snapshot.policy import SnapshotContext
-from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from megatron_ft.planning.snapshot.sparse_window import SparseWindow, _Packing
 from megatron_ft.testing.demands import context, equal_experts, expert, one_huge_embedding, shard, uneven
 
 
@@ -67,8 +66,8 @@ def test_a_smaller_budget_than_that_of_a_balanced_plan_does_not_pack() -> None:
     plan = SparseWindow().plan(demand, context(demand, 0.5))
     table = demand.bytes_of([unit for units in plan.slices for unit in units])
     peak = int(demand.slice_bytes(plan).max())
-    assert pack(table, peak, plan.num_iterations) is not None
-    assert pack(table, peak - peak // 1024 - 1, plan.num_iterations) is None
+    assert _Packing.of(table, peak, plan.num_iterations) is not None
+    assert _Packing.of(table, peak - peak // 1024 - 1, plan.num_iterations) is None
 
 
 def test_an_operator_larger_than_the_budget_is_cut_until_it_fits() -> None:

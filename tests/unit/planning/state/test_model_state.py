@@ -11,15 +11,15 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.layout import LaneLimits, choose_layout
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import Medium, Needs
-from megatron_ft.planning.state.model_state import WEIGHT, ModelState, Sharding, state_holdings, state_needs
+from megatron_ft.planning.state.model_state import WEIGHT, ModelState, Sharding
 from megatron_ft.planning.state.parallel_layout import ParallelLayout
-from megatron_ft.planning.state.transfers import plan_transfers
+from megatron_ft.planning.state.transfers import TransferPlan
 from tests.helpers.state_models import domains, model, placements
 from tests.helpers.state_transfers import check_plan, held_elements, needed_elements, planned
 
 
 def needs_of(of: ModelState, layout: ParallelLayout, sharding: Sharding) -> Needs:
-    return state_needs(of, layout, sharding, iteration=3, domain_of=domains(layout))
+    return of.needs(layout, sharding, iteration=3, domain_of=domains(layout))
 
 
 def ranges(needs: Needs, rank: int, kind: str) -> list[tuple[str, int, int, int]]:
@@ -66,8 +66,8 @@ def test_each_optimizer_element_is_on_one_rank_of_its_group_or_on_all() -> None:
 
 def test_copies_of_a_shard_lie_on_other_domains_and_are_held_as_copies() -> None:
     layout = ParallelLayout.regular(4, tensor_size=1, num_stages=1)
-    holdings = state_holdings(
-        model(), layout, Sharding(num_state_copies=2), iteration=3, domain_of=domains(layout, ranks_per_node=2)
+    holdings = model().holdings(
+        layout, Sharding(num_state_copies=2), iteration=3, domain_of=domains(layout, ranks_per_node=2)
     )
     for (tensor, _, _), holders in held_elements(holdings).items():
         if tensor.kind == "master":
@@ -120,7 +120,7 @@ def test_layouts_are_data() -> None:
 def test_a_substitute_gets_each_element_once_and_nothing_else_moves() -> None:
     layout = ParallelLayout.regular(8, tensor_size=2, num_stages=2)
     of, sharding = model(tensor_size=2, num_stages=2), Sharding(expert_parallel_size=2, num_state_copies=2)
-    held = state_holdings(of, layout, sharding, iteration=3, domain_of=domains(layout))
+    held = of.holdings(layout, sharding, iteration=3, domain_of=domains(layout))
     living = sorted({*layout.ranks, 8} - {3})
     chosen = choose_layout(layout, living, {rank: rank for rank in range(9)}, LaneLimits(most=2))
     assert isinstance(chosen, ParallelLayout)
@@ -135,10 +135,10 @@ def test_a_substitute_gets_each_element_once_and_nothing_else_moves() -> None:
 def test_a_spare_sends_and_keeps_the_copies_it_has() -> None:
     layout = ParallelLayout.regular(3, tensor_size=1, num_stages=1, num_spares=1)
     of, sharding = model(), Sharding(num_state_copies=2)
-    held = state_holdings(of, layout, sharding, iteration=3, domain_of=domains(layout))
+    held = of.holdings(layout, sharding, iteration=3, domain_of=domains(layout))
     assert Medium.STATE_COPY in {holders.get(2) for holders in held_elements(held).values()}
     smaller = ParallelLayout(tensor_size=1, stages=(((0,), (2,)),))
-    needs = state_needs(of, smaller, sharding, iteration=3, domain_of=domains(layout), has_copies=False)
+    needs = of.needs(smaller, sharding, iteration=3, domain_of=domains(layout), has_copies=False)
     plan = planned(held.without(ranks=[1]), needs)
     assert plan.received_bytes()[2] < sum(t.item_bytes for rank, (t, _, _) in needed_elements(needs) if rank == 2)
 
@@ -181,7 +181,7 @@ def test_from_any_layout_to_the_next_one_every_rank_gets_what_it_needs(data: st.
             cuts_replicas=cuts,
         )
 
-    held = state_holdings(of, layout, sharding(layout, 0), iteration=3, domain_of=domains(layout))
+    held = of.holdings(layout, sharding(layout, 0), iteration=3, domain_of=domains(layout))
     lost = data.draw(st.sets(st.sampled_from(layout.ranks), max_size=2))
     new = list(range(100, 100 + data.draw(st.integers(0, 3))))
     living = sorted({*layout.ranks, *layout.spares, *new} - lost)
@@ -190,8 +190,7 @@ def test_from_any_layout_to_the_next_one_every_rank_gets_what_it_needs(data: st.
     if isinstance(chosen, Declined):
         assert "complete groups" in chosen.summary()
         return
-    needs = state_needs(
-        of,
+    needs = of.needs(
         chosen,
         sharding(chosen, data.draw(st.integers(0, 1))),
         iteration=3,
@@ -199,7 +198,7 @@ def test_from_any_layout_to_the_next_one_every_rank_gets_what_it_needs(data: st.
     )
     remaining = held.without(ranks=lost)
     holders = held_elements(remaining)
-    plan = plan_transfers(remaining, needs, limit_bytes=400, min_piece_bytes=16)
+    plan = TransferPlan.of(remaining, needs, limit_bytes=400, min_piece_bytes=16)
     if any(element not in holders for _, element in needed_elements(needs)):
         assert isinstance(plan, Declined)
         assert lost

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.state.owners import assign_owners
+from megatron_ft.planning.state.model_state import _assign_owners
 
 
 @settings(max_examples=300, deadline=None)
@@ -16,7 +16,7 @@ def test_owners_lie_on_distinct_domains_and_share_the_keeping(sizes: list[int], 
     num_others = data.draw(st.integers(0, len(ranks) - 1))
     members, others = ranks[num_others:], ranks[:num_others]
     copies = data.draw(st.integers(1, len(sizes)))
-    owners = assign_owners(members, domain_of, copies, others)
+    owners = _assign_owners(members, domain_of, copies, others)
     assert owners.shape == (len(members), copies)
     assert owners[:, 0].tolist() == members
     for of_shard in owners.tolist():
@@ -30,10 +30,10 @@ def test_owners_lie_on_distinct_domains_and_share_the_keeping(sizes: list[int], 
 
 def test_uneven_domains_give_copies_to_those_that_keep_least() -> None:
     domain_of = {0: "a", 1: "a", 2: "a", 3: "a", 4: "b", 5: "c"}
-    owners = assign_owners(list(range(6)), domain_of, 2)
+    owners = _assign_owners(list(range(6)), domain_of, 2)
     assert Counter(owners[:4, 1].tolist()) == {4: 2, 5: 2}
 
 
 def test_more_copies_than_domains_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_state_copies=3: must be from 1 to 2, the number of failure domains"):
-        assign_owners([0, 1], {0: "a", 1: "b"}, 3)
+        _assign_owners([0, 1], {0: "a", 1: "b"}, 3)

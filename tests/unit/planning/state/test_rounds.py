@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.planning.state.holdings import STORAGE
-from megatron_ft.planning.state.rounds import cut_and_stage
+from megatron_ft.planning.state.transfers import _cut_and_stage
 
 TRANSFERS = st.lists(
     st.tuples(st.integers(STORAGE, 5), st.integers(0, 5), st.integers(1, 60), st.sampled_from([1, 2, 4])).filter(
@@ -20,7 +20,7 @@ def test_rounds_keep_the_limit_and_their_number_the_stated_bound(
     transfers: list[tuple[int, int, int, int]], limit: int
 ) -> None:
     source, target, num_items, item = (np.array(column) for column in zip(*transfers, strict=True))
-    rows, starts, stops, rounds = cut_and_stage(source, target, num_items, item, limit)
+    rows, starts, stops, rounds = _cut_and_stage(source, target, num_items, item, limit)
     for row, (_, _, count, _) in enumerate(transfers):
         found = [(a, b) for a, b in zip(starts[rows == row], stops[rows == row], strict=True)]
         assert [e for a, b in found for e in range(a, b)] == list(range(count))
@@ -38,5 +38,5 @@ def test_rounds_keep_the_limit_and_their_number_the_stated_bound(
 
 
 def test_all_in_one_round_where_the_limit_allows() -> None:
-    rounds = cut_and_stage(np.array([0, 1]), np.array([1, 0]), np.array([5, 5]), np.array([1, 1]), 10)[3]
+    rounds = _cut_and_stage(np.array([0, 1]), np.array([1, 0]), np.array([5, 5]), np.array([1, 1]), 10)[3]
     assert set(rounds.tolist()) == {0}

@@ -11,7 +11,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import STORAGE, Holding, Holdings, Medium, Need, Needs
 from megatron_ft.planning.state.tensors import StateTensor, TensorIndex
-from megatron_ft.planning.state.transfers import plan_transfers
+from megatron_ft.planning.state.transfers import TransferPlan
 from tests.helpers.state_transfers import check_plan, held_elements, needed_elements, planned, tensor
 
 MASTER, MOMENT, WIDE = tensor(), tensor(kind="exp_avg"), tensor("v", 7, item=8)
@@ -75,7 +75,7 @@ def test_every_need_is_met_once_or_what_is_missing_is_named(
     have_all, want_all = have(*holdings), want(*needs)
     holders = held_elements(have_all)
     lacking = {element for _, element in needed_elements(want_all) if element not in holders}
-    plan = plan_transfers(have_all, want_all, limit_bytes=limit_bytes, min_piece_bytes=1)
+    plan = TransferPlan.of(have_all, want_all, limit_bytes=limit_bytes, min_piece_bytes=1)
     if lacking:
         assert isinstance(plan, Declined)
         named = [(m.tensor, place, m.iteration) for m in plan.missing for place in range(m.start, m.stop)]
@@ -89,7 +89,7 @@ def test_every_need_is_met_once_or_what_is_missing_is_named(
     shuffler.shuffle(holdings)
     shuffler.shuffle(needs)
     index = TensorIndex.of(shuffler.sample(INDEX.tensors, len(INDEX)))
-    again = plan_transfers(
+    again = TransferPlan.of(
         Holdings.of(index, holdings + holdings[:3]),
         Needs.of(index, needs + needs[:3]),
         limit_bytes=limit_bytes,
@@ -166,7 +166,7 @@ def test_rounds_hold_no_more_than_the_limit_and_end_tensor_by_tensor() -> None:
 
 def test_what_nobody_holds_is_named_with_what_is_held_instead() -> None:
     holdings = have(held(0, 0, 4), held(1, 9, 12), held(1, 0, 12, iteration=4))
-    declined = plan_transfers(holdings, want(need(2, 0, 12), need(3, 2, 8)))
+    declined = TransferPlan.of(holdings, want(need(2, 0, 12), need(3, 2, 8)))
     assert isinstance(declined, Declined)
     (missing,) = declined.missing
     assert (missing.tensor, missing.start, missing.stop, missing.iteration) == (MASTER, 4, 9, 5)
@@ -177,7 +177,7 @@ def test_what_nobody_holds_is_named_with_what_is_held_instead() -> None:
 
 def test_lost_ranks_and_domains_hold_nothing() -> None:
     holdings = have(held(0, 0, 12), held(1, 0, 12, medium=Medium.STATE_COPY), held(2, 0, 12, iteration=4))
-    assert isinstance(plan_transfers(holdings.without(ranks=[0], domains=["node1"]), want(need(2, 0, 1))), Declined)
+    assert isinstance(TransferPlan.of(holdings.without(ranks=[0], domains=["node1"]), want(need(2, 0, 1))), Declined)
     moved = planned(holdings.without(domains=["node0"]).renumbered({1: 7, 2: 3}), want(need(3, 0, 12)))
     assert [(t.source, t.target) for t in moved.transfers()] == [(7, 3)]
     assert [row.domain for row in holdings.renumbered({1: 7})] == ["node1"]
@@ -192,15 +192,15 @@ def test_nothing_needed_moves_nothing() -> None:
 def test_rows_outside_of_their_tensors_are_refused() -> None:
     fine = have(held(0, 0, 12))
     with pytest.raises(ConfigError, match=r"w\[0\]/master=elements 3 to 13 on rank 0: must be within elements 0 to 12"):
-        plan_transfers(have(held(0, 3, 13)), want())
+        TransferPlan.of(have(held(0, 3, 13)), want())
     with pytest.raises(ConfigError, match="must be within elements 0 to 12"):
-        plan_transfers(fine, want(need(1, 4, 4)))
+        TransferPlan.of(fine, want(need(1, 4, 4)))
     with pytest.raises(ConfigError, match="on a rank from 0"):
-        plan_transfers(fine, want(need(STORAGE, 0, 4)))
+        TransferPlan.of(fine, want(need(STORAGE, 0, 4)))
     with pytest.raises(ConfigError, match="exactly if the medium is storage"):
-        plan_transfers(have(held(0, 0, 4, medium=Medium.STORAGE)), want())
+        TransferPlan.of(have(held(0, 0, 4, medium=Medium.STORAGE)), want())
     with pytest.raises(ConfigError, match="limit_bytes=15: must be at least 16, 4 times the largest item"):
-        plan_transfers(fine, want(need(1, 0, 4)), limit_bytes=15)
+        TransferPlan.of(fine, want(need(1, 0, 4)), limit_bytes=15)
 
 
 def test_tensors_are_described_once() -> None:

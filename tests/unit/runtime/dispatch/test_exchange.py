@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.runtime.dispatch.exchange import AllToAll, ExchangeCounter, gather_counts
+from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, _AllToAll, gather_counts
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_counter_tells_kept_from_sent() -> None:
 def test_one_rank_keeps_everything(alone: dist.ProcessGroup) -> None:
     rows = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     counter = ExchangeCounter()
-    arrived = AllToAll.apply(rows, [5], [5], alone, counter)
+    arrived = _AllToAll.apply(rows, [5], [5], alone, counter)
     assert torch.equal(arrived, rows)
     (arrived * 2).sum().backward()
     assert torch.equal(rows.grad, torch.full_like(rows, 2))
@@ -36,9 +36,9 @@ def test_one_rank_keeps_everything(alone: dist.ProcessGroup) -> None:
 
 def test_rows_and_splits_must_match(alone: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="5 rows cannot be sent with splits"):
-        AllToAll.apply(torch.zeros(5, 3), [4], [4], alone, None)
+        _AllToAll.apply(torch.zeros(5, 3), [4], [4], alone, None)
     with pytest.raises(ValueError, match="in a group of size 1"):
-        AllToAll.apply(torch.zeros(5, 3), [4, 1], [4, 1], alone, None)
+        _AllToAll.apply(torch.zeros(5, 3), [4, 1], [4, 1], alone, None)
 
 
 def test_counts_are_per_expert_and_rank(alone: dist.ProcessGroup) -> None:

@@ -27,9 +27,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_library_is_built_once_and_found_again(source: Path, tmp_path: Path) -> None:
-    built = extension.build("cpp", COMMAND, [source], tmp_path / "cache")
+    built = extension._build("cpp", COMMAND, [source], tmp_path / "cache")
     stamp = built.stat().st_mtime_ns
-    assert extension.build("cpp", COMMAND, [source], tmp_path / "cache") == built
+    assert extension._build("cpp", COMMAND, [source], tmp_path / "cache") == built
     assert built.stat().st_mtime_ns == stamp
     assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".so"]
 
@@ -48,14 +48,14 @@ def test_a_change_of_source_header_or_command_is_another_library(source: Path, s
 def test_a_failed_build_says_what_the_compiler_said(source: Path, tmp_path: Path) -> None:
     source.write_text("int broken( {\n")
     with pytest.raises(SoftwareError, match=r"(?s)exit code 1.*answer\.cpp.*error"):
-        extension.build("cpp", COMMAND, [source], tmp_path / "cache")
+        extension._build("cpp", COMMAND, [source], tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_failed_build_is_tried_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(SoftwareError):
-        extension.build("cpp", ["false"], [source], tmp_path / "cache")
-    assert extension.build("cpp", COMMAND, [source], tmp_path / "cache").exists()
+        extension._build("cpp", ["false"], [source], tmp_path / "cache")
+    assert extension._build("cpp", COMMAND, [source], tmp_path / "cache").exists()
 
 
 def _counting_compiler(folder: Path) -> Path:
@@ -67,7 +67,7 @@ def _counting_compiler(folder: Path) -> Path:
 
 
 def _build_in_child(command: list[str], source: Path, cache: Path) -> None:
-    extension.build("cpp", command, [source], cache)
+    extension._build("cpp", command, [source], cache)
 
 
 def test_ranks_that_come_together_build_once(source: Path, tmp_path: Path) -> None:
@@ -93,19 +93,19 @@ def test_a_rank_killed_while_building_blocks_nobody(source: Path, tmp_path: Path
     holder.stdout.readline()
     holder.kill()
     holder.communicate()
-    assert extension.build("cpp", COMMAND, [source], cache).exists()
+    assert extension._build("cpp", COMMAND, [source], cache).exists()
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(SoftwareError, match=r"placement\.dispatch_backend=cpp.*no-such-compiler"):
-        extension.find_compiler("cpp")
+        extension._find_compiler("cpp")
 
 
 def test_missing_sources_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(extension, "SOURCES", tmp_path)
     with pytest.raises(SoftwareError, match=r"no \.cpp files in .*clone of the project"):
-        extension.source_files("cpp")
+        extension._source_files("cpp")
 
 
 def test_an_unknown_backend_is_refused() -> None:
@@ -120,17 +120,17 @@ def test_cuda_without_a_device_is_refused() -> None:
 
 
 def test_kernels_compile_without_warnings(tmp_path: Path) -> None:
-    command = [extension.find_compiler("cpp"), *extension.CXX_FLAGS, "-Werror", *extension.include_flags(), "-shared"]
-    extension.build("cpp", command, extension.source_files("cpp"), tmp_path)
+    command = [extension._find_compiler("cpp"), *extension.CXX_FLAGS, "-Werror", *extension._include_flags(), "-shared"]
+    extension._build("cpp", command, extension._source_files("cpp"), tmp_path)
 
 
-@pytest.mark.parametrize("source", extension.source_files("cuda"), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", extension._source_files("cuda"), ids=lambda path: path.name)
 def test_cuda_kernels_compile_for_sm_90(source: Path, tmp_path: Path) -> None:
     try:
-        nvcc = extension.find_compiler("cuda")
+        nvcc = extension._find_compiler("cuda")
     except SoftwareError as missing:
         pytest.skip(f"needs nvcc: {missing}")
-    command = [nvcc, *extension.NVCC_FLAGS, "-arch=sm_90", "-Werror=all-warnings", *extension.include_flags(), "-c"]
-    compiled = extension.build("cuda", command, [source], tmp_path)
+    command = [nvcc, *extension.NVCC_FLAGS, "-arch=sm_90", "-Werror=all-warnings", *extension._include_flags(), "-c"]
+    compiled = extension._build("cuda", command, [source], tmp_path)
     assert compiled.stat().st_size > 0
     assert os.access(compiled, os.R_OK)

@@ -7,7 +7,7 @@ import pytest
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
+from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
 
@@ -51,7 +51,7 @@ def plan_of_three() -> ReplayPlan:
         )
         for number in (5, 6)
     }
-    return plan_replay(WindowPlan(slices=slices, interval_iterations=3), 4, votes)
+    return ReplayPlan.of(WindowPlan(slices=slices, interval_iterations=3), 4, votes)
 
 
 def test_slices_and_iterations_take_turns() -> None:

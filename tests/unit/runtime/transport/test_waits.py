@@ -28,7 +28,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitLimit]:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(waits, "_in_use", WaitLimit(grace_seconds=0.05))
     waits.install()
-    yield waits.in_use()
+    yield waits.WaitLimit.in_use()
 
 
 def both(make: Callable[[int], Any]) -> list[Any]:
@@ -96,7 +96,7 @@ def test_a_collective_that_nobody_answers_is_abandoned_and_its_group_held_until_
     assert time.monotonic() - began < 20, "nobody waits for a group that is held"
     gc.collect()
     assert held_groups.num_held() == earlier + 1
-    waits.use(WaitLimit())
+    WaitLimit().use()
     assert groups[0].allreduce([tensors[1]]).wait()
     until(lambda: held_groups.num_held() == earlier)
     assert tensors[0].tolist() == [2.0] * 3, "its memory was its own until the end"
@@ -117,7 +117,7 @@ def test_a_receive_that_nobody_answers_is_abandoned_and_leaves_its_group_connect
     limit.end("rank 1 was killed")
     with pytest.raises(WaitAbandoned):
         begun.wait()
-    waits.use(WaitLimit())
+    WaitLimit().use()
     assert groups[1].send([torch.ones(3)], 0, 0).wait()
     until(lambda: target.tolist() == [1.0] * 3)
 

@@ -11,7 +11,7 @@ from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.pieces import Piece, window_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.capture.capture import WindowCapture
-from megatron_ft.snapshot.capture.copier import CopyBatch, ThreadCopier
+from megatron_ft.snapshot.capture.copier import CopyBatch, _ThreadCopier
 from megatron_ft.snapshot.window import Slice
 
 FULL = tuple(Component(name=name, dtype="float32", item_bytes=4) for name in ("master", "exp_avg"))
@@ -44,7 +44,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def capture_of(
     state: dict[str, torch.Tensor],
-) -> tuple[WindowCapture, list[torch.Tensor], RecordingClient, ThreadCopier]:
+) -> tuple[WindowCapture, list[torch.Tensor], RecordingClient, _ThreadCopier]:
     shards = [
         StateShard(
             operator=operator,
@@ -59,7 +59,7 @@ def capture_of(
     ]
     plan = WindowPlan(slices=tuple((Unit(operator=operator),) for operator in OPERATORS), interval_iterations=3)
     buffers = [torch.zeros(window_bytes(plan, shards), dtype=torch.uint8) for _ in range(3)]
-    client, copier = RecordingClient(), ThreadCopier()
+    client, copier = RecordingClient(), _ThreadCopier()
 
     def source(piece: Piece) -> torch.Tensor:
         return state[f"{piece.parameter}/{piece.component}"][piece.start : piece.stop]

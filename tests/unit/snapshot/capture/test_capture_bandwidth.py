@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ft.snapshot.capture import copier
-from megatron_ft.snapshot.capture.copier import CopyBatch, ThreadCopier, capture_bandwidth
+from megatron_ft.snapshot.capture.copier import CopyBatch, _ThreadCopier, capture_bandwidth
 
 
 class TimedCopier:
@@ -47,7 +47,7 @@ def test_memory_is_pinned_as_that_of_windows_while_cuda_copies(monkeypatch: pyte
 
 
 def test_a_real_copier_measures_itself() -> None:
-    real = ThreadCopier()
+    real = _ThreadCopier()
     try:
         assert 1e6 < capture_bandwidth(torch.device("cpu"), real) < 1e12
     finally:

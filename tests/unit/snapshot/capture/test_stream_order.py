@@ -1,4 +1,4 @@
-"""``StreamCopier`` on streams that record which operation is ordered before which, for sources of both kinds."""
+"""``_StreamCopier`` on streams that record which operation is ordered before which, for sources of both kinds."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.snapshot.capture.copier import CopyBatch, StreamCopier
+from megatron_ft.snapshot.capture.copier import CopyBatch, _StreamCopier
 from tests.helpers.fake_streams import FakeCuda, Operation
 
 DEVICE = torch.device("cuda", 0)
@@ -25,7 +25,7 @@ class Program:
     targets: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.copier = StreamCopier(DEVICE, cuda=self.cuda)
+        self.copier = _StreamCopier(DEVICE, cuda=self.cuda)
         sizes = [source.numel() * source.element_size() for source in self.sources]
         self.targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         self.batch = CopyBatch.of(self.sources, self.targets)

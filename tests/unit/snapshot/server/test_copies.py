@@ -8,15 +8,7 @@ import pytest
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.store import PAGE_BYTES
-from megatron_ft.snapshot.server.windows import (
-    CopyWindows,
-    HeldWindow,
-    OwnWindows,
-    PeerBuffers,
-    SendCommit,
-    SendSlice,
-    read_held,
-)
+from megatron_ft.snapshot.server.windows import CopyWindows, HeldWindow, OwnWindows, PeerBuffers, SendCommit, SendSlice
 from tests.unit.snapshot.server.test_own_windows import NUM_SLICES, full, new, part
 
 WINDOW_BYTES = NUM_SLICES * PAGE_BYTES
@@ -57,7 +49,7 @@ class Pair:
 
     def reconnect(self) -> None:
         """The sender forgets and asks."""
-        self.buffers = read_held({"held": [entry(window) for window in self.copy]}).get(0, PeerBuffers())
+        self.buffers = PeerBuffers.read_held({"held": [entry(window) for window in self.copy]}).get(0, PeerBuffers())
 
     def commit(self, start: int, generation: int = 1) -> HeldWindow:
         return self.own.commit(start, generation)
@@ -224,9 +216,9 @@ def test_a_slice_twice_is_refused() -> None:
 )
 def test_what_a_peer_says_it_holds_is_checked(changes: dict[str, object]) -> None:
     window = new(0, 0)
-    read_held({"held": [entry(window)]})
+    PeerBuffers.read_held({"held": [entry(window)]})
     with pytest.raises(ControlError):
-        read_held({"held": [entry(window, **changes)]})
+        PeerBuffers.read_held({"held": [entry(window, **changes)]})
 
 
 @pytest.mark.parametrize(
@@ -234,7 +226,7 @@ def test_what_a_peer_says_it_holds_is_checked(changes: dict[str, object]) -> Non
 )
 def test_an_inventory_that_is_none_is_refused(held: object) -> None:
     with pytest.raises(ControlError):
-        read_held({"held": held})
+        PeerBuffers.read_held({"held": held})
 
 
 @pytest.mark.parametrize("seed", range(50))

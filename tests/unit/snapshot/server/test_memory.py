@@ -34,7 +34,7 @@ def test_memory_that_another_thread_allocates_is_not_available(monkeypatch: pyte
     """Without a limit: the machine counts pages as available until they are touched."""
     gate, memory = Gate(), Memory()
     monkeypatch.setattr(server_memory, "_CHUNK_BYTES", CHUNK, raising=False)
-    monkeypatch.setattr(server_memory, "available_bytes", lambda: 10 * CHUNK - gate.num_bytes)
+    monkeypatch.setattr(server_memory, "_available_bytes", lambda: 10 * CHUNK - gate.num_bytes)
     monkeypatch.setattr(os, "posix_fallocate", gate)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(memory.allocate, "first", 8 * CHUNK)
@@ -64,5 +64,5 @@ def test_an_allocation_that_failed_is_not_being_allocated(monkeypatch: pytest.Mo
         with pytest.raises(ControlError, match="No space left"):
             memory.allocate("arena", 8 * CHUNK)
     assert memory.used_bytes == 0
-    monkeypatch.setattr(server_memory, "available_bytes", lambda: 9 * CHUNK)
+    monkeypatch.setattr(server_memory, "_available_bytes", lambda: 9 * CHUNK)
     assert memory.allocate("arena", 8 * CHUNK).num_bytes == 8 * CHUNK

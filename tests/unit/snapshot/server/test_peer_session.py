@@ -10,7 +10,7 @@ import pytest
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server import peer_session
 from megatron_ft.snapshot.server.memory import Memory, Segment
-from megatron_ft.snapshot.server.peer_session import PeerSession, PeerSessions
+from megatron_ft.snapshot.server.peer_session import PeerSessions, _PeerSession
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.wire import Refused, Wire
 from megatron_ft.testing.snapshot_servers import PAGE, TOKEN, slice_of
@@ -47,9 +47,9 @@ def greeted(
     return wire
 
 
-def thread_of(sessions: PeerSessions) -> PeerSession:
+def thread_of(sessions: PeerSessions) -> _PeerSession:
     """The thread of the only connection."""
-    (found,) = [each for each in threading.enumerate() if isinstance(each, PeerSession) and each._sessions is sessions]
+    (found,) = [each for each in threading.enumerate() if isinstance(each, _PeerSession) and each._sessions is sessions]
     return found
 
 

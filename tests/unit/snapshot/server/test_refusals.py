@@ -17,7 +17,7 @@ from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperClient, KeeperRefused
 from megatron_ft.snapshot.server.fields import host_and_port
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect
-from megatron_ft.snapshot.storage.window_file import open_window
+from megatron_ft.snapshot.storage.window_file import WindowFile
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION
 from megatron_ft.testing.snapshot_servers import (
     PAGE,
@@ -242,7 +242,7 @@ def test_due_windows_are_written_and_old_ones_deleted(tmp_path: Path) -> None:
         names = sorted(path.name for path in tmp_path.glob("window_*"))
         assert names == ["window_0000010.1", "window_0000014.1"]
         assert arena.status(words.PERSISTED_BYTES) == 4 * 2 * PAGE, "every second of 8 windows"
-        with open_window(tmp_path / names[1] / "rank-00000.window") as opened:
+        with WindowFile.open(tmp_path / names[1] / "rank-00000.window") as opened:
             opened.verify()
             assert bytes(opened.read_slice(1)) == content(0, 15, PAGE)
         assert rank.problems() == []

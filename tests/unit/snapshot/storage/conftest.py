@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.snapshot.storage.files import write_file
-from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import Manifest
 
 
 def make_checkpoint(directory: Path, iteration: int = 30, sizes: tuple[int, ...] = (5000, 0, 12)) -> Manifest:
@@ -26,7 +26,7 @@ def make_checkpoint(directory: Path, iteration: int = 30, sizes: tuple[int, ...]
         software={"torch": "2.13.0"},
         files=tuple(entries),
     )
-    write_manifest(directory, manifest)
+    manifest.write(directory)
     return manifest
 
 

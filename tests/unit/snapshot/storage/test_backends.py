@@ -8,10 +8,10 @@ import fsspec
 import pytest
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.snapshot.storage.backends import RemoteBackend
+from megatron_ft.snapshot.storage.backends import _RemoteBackend
 from tests.helpers.failing_store import ClientError, FailingStore
 
-CALLS: dict[str, tuple[str, Callable[[RemoteBackend], object]]] = {
+CALLS: dict[str, tuple[str, Callable[[_RemoteBackend], object]]] = {
     "a folder": ("makedirs", lambda backend: backend.write("window", "rank", [b"new"])),
     "a begun upload": ("open wb", lambda backend: backend.write("window", "rank", [b"new"])),
     "a part of an upload": ("write", lambda backend: backend.write("window", "rank", [b"new"])),
@@ -29,7 +29,7 @@ CALLS: dict[str, tuple[str, Callable[[RemoteBackend], object]]] = {
 def test_an_error_of_a_client_is_one_of_storage(store: type[FailingStore], what: str) -> None:
     refused, call = CALLS[what]
     url = f"failing://{uuid4().hex}"
-    backend = RemoteBackend(url)
+    backend = _RemoteBackend(url)
     backend.write("window", "rank", [b"old"])
     store.refused = {refused}
     with pytest.raises(OSError, match=rf"^{url}.*ClientError: {refused}: the token has expired"):
@@ -45,7 +45,7 @@ def test_an_error_of_the_bytes_is_not_one_of_storage(store: type[FailingStore]) 
         yield b"half"
         raise CheckpointError("damaged in memory")
 
-    backend = RemoteBackend(f"failing://{uuid4().hex}")
+    backend = _RemoteBackend(f"failing://{uuid4().hex}")
     with pytest.raises(CheckpointError, match="damaged in memory"):
         backend.write("window", "rank", damaged())
     assert not backend.exists("window", "rank")
@@ -58,4 +58,4 @@ def test_a_client_that_cannot_be_opened_is_named() -> None:
 
     fsspec.register_implementation("unusable", Unusable, clobber=True)
     with pytest.raises(CheckpointError, match="unusable://bucket/windows: no credentials"):
-        RemoteBackend("unusable://bucket/windows")
+        _RemoteBackend("unusable://bucket/windows")

@@ -20,7 +20,7 @@ from megatron_ft.snapshot.storage.checkpoints import (
     start_directory,
     sweep,
 )
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 Make = Callable[..., Manifest]
 
@@ -55,7 +55,7 @@ def test_a_complete_checkpoint_is_never_written_over(tmp_path: Path, make: Make)
     make(tmp_path / directory_name(10), 10)
     second = start_directory(tmp_path, 10)
     assert second.name == "iter_0000010.1"
-    assert verify(tmp_path / directory_name(10)).iteration == 10
+    assert Manifest.verified(tmp_path / directory_name(10)).iteration == 10
     (second / "half").write_bytes(b"x")
     assert start_directory(tmp_path, 10) == second
     assert list(second.iterdir()) == []
@@ -148,7 +148,7 @@ def test_every_crash_prefix_of_a_save_is_safe(tmp_path: Path, monkeypatch: pytes
         assert path is not None and path.name in (directory_name(10), directory_name(20))
         pointed = read_latest(folder)
         assert pointed is not None
-        verify(pointed)
+        Manifest.verified(pointed)
 
     for name in ("write", "fsync", "rename", "close"):
         monkeypatch.setattr(os, name, observe(getattr(os, name)))

@@ -13,14 +13,14 @@ import pytest
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage import files
 from megatron_ft.snapshot.storage.files import FileEntry, write_atomically, write_file
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, read_manifest, verify
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 Make = Callable[..., Manifest]
 
 
 def test_round_trip(tmp_path: Path, make: Make) -> None:
     manifest = make(tmp_path / "c")
-    assert verify(tmp_path / "c") == manifest
+    assert Manifest.verified(tmp_path / "c") == manifest
     assert "iteration 30" in manifest.summary()
     assert not list((tmp_path / "c").glob("*.tmp"))
 
@@ -39,9 +39,9 @@ def test_every_flipped_bit_is_found(tmp_path: Path, make: Make) -> None:
         damaged[position] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=path.name):
-            verify(directory)
+            Manifest.verified(directory)
         path.write_bytes(original)
-    verify(directory)
+    Manifest.verified(directory)
 
 
 def test_every_truncation_of_the_manifest_is_found(tmp_path: Path, make: Make) -> None:
@@ -51,7 +51,7 @@ def test_every_truncation_of_the_manifest_is_found(tmp_path: Path, make: Make) -
     for length in range(len(content) - 1):
         (directory / MANIFEST_NAME).write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=MANIFEST_NAME):
-            read_manifest(directory)
+            Manifest.read(directory)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_damaged_listing(tmp_path: Path, damage: str, make: Make) -> None:
         victim.unlink()
         os.mkfifo(victim)
     with pytest.raises(CheckpointError, match=named):
-        verify(directory)
+        Manifest.verified(directory)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_hostile_names_are_refused(tmp_path: Path, name: str) -> None:
     )
     (directory / MANIFEST_NAME).write_bytes(body.to_bytes())
     with pytest.raises(CheckpointError, match="plain path|cannot"):
-        verify(directory)
+        Manifest.verified(directory)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_hostile_names_are_refused(tmp_path: Path, name: str) -> None:
 def test_hostile_manifests_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CheckpointError, match=MANIFEST_NAME):
-        verify(tmp_path)
+        Manifest.verified(tmp_path)
 
 
 def test_wrong_types_with_a_matching_checksum_are_refused(tmp_path: Path, make: Make) -> None:
@@ -137,7 +137,7 @@ def test_wrong_types_with_a_matching_checksum_are_refused(tmp_path: Path, make: 
         body["manifest_xxh3_128"] = _body_checksum(body)
         (directory / MANIFEST_NAME).write_text(json.dumps(body))
         with pytest.raises(CheckpointError, match="type"):
-            verify(directory)
+            Manifest.verified(directory)
 
 
 def test_parts_cover_every_file_once(tmp_path: Path, make: Make) -> None:
@@ -150,7 +150,7 @@ def test_parts_cover_every_file_once(tmp_path: Path, make: Make) -> None:
         found = 0
         for part in range(3):
             try:
-                verify(directory, part=part, num_parts=3)
+                Manifest.verified(directory, part=part, num_parts=3)
             except CheckpointError as error:
                 assert path.name in str(error)
                 found += 1
@@ -184,7 +184,7 @@ def test_version_1_is_read_and_says_nothing_of_settings(tmp_path: Path) -> None:
     """Every later version must read this file; it is never written again."""
     fixture = Path(__file__).parents[3] / "fixtures" / "checkpoints" / "version_1.json"
     (tmp_path / MANIFEST_NAME).write_bytes(fixture.read_bytes())
-    manifest = verify(tmp_path)
+    manifest = Manifest.verified(tmp_path)
     assert (manifest.format_version, manifest.run_id, manifest.run_name) == (1, "first", "first")
     assert (manifest.iteration, manifest.generation, manifest.settings) == (30, 1, {})
 
@@ -195,4 +195,4 @@ def test_settings_of_other_types_are_refused(tmp_path: Path, make: Make) -> None
         body = replace(manifest, settings=settings)  # type: ignore[arg-type]
         (tmp_path / "c" / MANIFEST_NAME).write_bytes(body.to_bytes())
         with pytest.raises(CheckpointError, match=MANIFEST_NAME):
-            read_manifest(tmp_path / "c")
+            Manifest.read(tmp_path / "c")

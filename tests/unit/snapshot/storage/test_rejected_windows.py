@@ -9,13 +9,7 @@ import pytest
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage import files
-from megatron_ft.snapshot.storage.rejected_windows import (
-    REJECTED_NAME,
-    RejectedWindow,
-    add_rejected,
-    read_rejected,
-    window_digest,
-)
+from megatron_ft.snapshot.storage.rejected_windows import REJECTED_NAME, RejectedWindow, window_digest
 
 
 def window(start: int) -> RejectedWindow:
@@ -25,10 +19,10 @@ def window(start: int) -> RejectedWindow:
 
 
 def test_refusals_are_added_and_read_back_in_order(tmp_path: Path) -> None:
-    assert read_rejected(tmp_path) == []
-    add_rejected(tmp_path, window(12))
-    add_rejected(tmp_path, window(9))
-    assert read_rejected(tmp_path) == [window(12), window(9)]
+    assert RejectedWindow.read_all(tmp_path) == []
+    window(12).add_to(tmp_path)
+    window(9).add_to(tmp_path)
+    assert RejectedWindow.read_all(tmp_path) == [window(12), window(9)]
 
 
 def test_a_digest_is_of_all_ranks_in_their_order() -> None:
@@ -38,15 +32,15 @@ def test_a_digest_is_of_all_ranks_in_their_order() -> None:
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_rejected(tmp_path, window(12))
+    window(12).add_to(tmp_path)
 
     def full(descriptor: int, data: memoryview) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "_write", full)
     with pytest.raises(CheckpointError, match=r"refused_windows.json: cannot be written: .*No space left"):
-        add_rejected(tmp_path, window(9))
-    assert read_rejected(tmp_path) == [window(12)]
+        window(9).add_to(tmp_path)
+    assert RejectedWindow.read_all(tmp_path) == [window(12)]
     assert os.listdir(tmp_path) == [REJECTED_NAME]
 
 
@@ -71,13 +65,13 @@ def test_anything_else_is_refused_by_name_and_not_overwritten(tmp_path: Path, co
     path = tmp_path / REJECTED_NAME
     path.write_text(content)
     with pytest.raises(CheckpointError, match=REJECTED_NAME):
-        read_rejected(tmp_path)
+        RejectedWindow.read_all(tmp_path)
     with pytest.raises(CheckpointError, match=REJECTED_NAME):
-        add_rejected(tmp_path, window(9))
+        window(9).add_to(tmp_path)
     assert path.read_text() == content
 
 
 def test_a_file_nested_too_deep_is_named(tmp_path: Path) -> None:
     (tmp_path / REJECTED_NAME).write_bytes(b"[" * 100_000)
     with pytest.raises(CheckpointError, match=f"{REJECTED_NAME}: nested too deep"):
-        read_rejected(tmp_path)
+        RejectedWindow.read_all(tmp_path)

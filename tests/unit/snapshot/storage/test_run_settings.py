@@ -9,7 +9,7 @@ import pytest
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage.checkpoints import directory_name
-from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, write_manifest
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 from megatron_ft.snapshot.storage.run_settings import SETTINGS, check_same_settings
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -25,7 +25,7 @@ JOB = JobIdentity(run_id="5" * 32, run_name="first", settings=OWN)
 def checkpoint(run_dir: Path, iteration: int, settings: object, run_id: str = JOB.run_id) -> Path:
     directory = run_dir / "checkpoints" / directory_name(iteration)
     manifest: Manifest = make_checkpoint(directory, iteration)
-    write_manifest(directory, replace(manifest, run_id=run_id, settings=settings))  # type: ignore[arg-type]
+    replace(manifest, run_id=run_id, settings=settings).write(directory)  # type: ignore[arg-type]
     return directory
 
 

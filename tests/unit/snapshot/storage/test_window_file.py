@@ -16,7 +16,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import files, window_file
 from megatron_ft.snapshot.storage.backends import open_backend
-from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
+from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name, write_window
 from megatron_ft.testing.stored_samples import forge, sample_window
 from tests.helpers import window_fixture
 
@@ -47,7 +47,7 @@ def path_in(folder: Path | str, start_iteration: int = 20, rank: int = 1, genera
 def test_round_trip(folder: Path | str) -> None:
     window, payload = sample_window(20, 1)
     num_bytes = write_window(folder, window, views(payload))
-    with open_window(path_in(folder), expect={"run_id": "run-1", "rank": 1}) as opened:
+    with WindowFile.open(path_in(folder), expect={"run_id": "run-1", "rank": 1}) as opened:
         assert opened.verify() == window
         assert opened.num_bytes == num_bytes
         assert [bytes(opened.read_slice(index)) for index in range(2)] == list(payload)
@@ -61,7 +61,7 @@ def test_pieces_longer_than_a_chunk_are_read_in_several(folder: Path | str, monk
     window, payload = sample_window(20, 1)
     assert any(stop - start > 7 and (stop - start) % 7 for part in window.slices for start, stop, _ in part.extents())
     write_window(folder, window, views(payload))
-    with open_window(path_in(folder)) as opened:
+    with WindowFile.open(path_in(folder)) as opened:
         assert opened.verify() == window
         assert [bytes(opened.read_slice(index)) for index in range(2)] == list(payload)
 
@@ -73,7 +73,7 @@ def test_padding_is_zero_whatever_the_buffers_hold(folder: Path | str) -> None:
         for piece in record.pieces:
             buffer[piece.offset : piece.end] = content[piece.offset : piece.end]
     write_window(folder, window, [memoryview(buffer) for buffer in dirty])
-    with open_window(path_in(folder)) as opened:
+    with WindowFile.open(path_in(folder)) as opened:
         assert bytes(opened.read_slice(0)) == payload[0]
         opened.verify()
 
@@ -85,7 +85,7 @@ def test_a_damaged_buffer_is_not_written(folder: Path | str) -> None:
     with pytest.raises(CheckpointError, match="'exp_avg' of 'decoder.layers.0.mlp.router.weight'.*iteration 21"):
         write_window(folder, window, [memoryview(payload[0]), memoryview(damaged)])
     with pytest.raises(CheckpointError, match="(?i)no such file|window_0000020"):
-        open_window(path_in(folder))
+        WindowFile.open(path_in(folder))
     if not str(folder).startswith("memory"):
         assert not list(Path(str(folder).rpartition("://")[2]).rglob("*.*"))
 
@@ -97,7 +97,7 @@ def test_another_sound_file_is_never_replaced(folder: Path | str) -> None:
     with pytest.raises(CheckpointError, match="move that file away first"):
         write_window(folder, replace(window, plan={}), views(payload))
     write_window(folder, replace(window, plan={}, generation=1), views(payload))
-    with open_window(path_in(folder)) as first, open_window(path_in(folder, generation=1)) as second:
+    with WindowFile.open(path_in(folder)) as first, WindowFile.open(path_in(folder, generation=1)) as second:
         assert first.verify() == window
         assert second.verify().generation == 1
 
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path) -> None:
     path = Path(path_in(tmp_path))
     path.write_bytes(path.read_bytes()[:-1])
     write_window(tmp_path, window, views(payload))
-    with open_window(path) as opened:
+    with WindowFile.open(path) as opened:
         assert opened.verify() == window
 
 
@@ -117,7 +117,7 @@ def test_not_the_expected_one(tmp_path: Path, expect: dict[str, object]) -> None
     window, payload = sample_window(20, 1)
     write_window(tmp_path, window, views(payload))
     with pytest.raises(CheckpointError, match=f"{path_in(tmp_path)}: {next(iter(expect))}="):
-        open_window(path_in(tmp_path), expect=expect)
+        WindowFile.open(path_in(tmp_path), expect=expect)
 
 
 def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
@@ -129,17 +129,17 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
         struct.pack_into("<Q", damaged, offset, length)
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=f"manifest of {length} bytes in a file of only {len(content)}"):
-            open_window(path)
+            WindowFile.open(path)
     path.write_bytes(content)
     os.truncate(path, 1 << 40)
     with pytest.raises(CheckpointError, match="1099511627776 bytes, but the manifest says"):
-        open_window(path)
+        WindowFile.open(path)
 
 
 def test_a_truncation_after_opening_is_an_error_not_a_signal(tmp_path: Path) -> None:
     window, payload = sample_window(20, 1)
     write_window(tmp_path, window, views(payload))
-    with open_window(path_in(tmp_path)) as opened:
+    with WindowFile.open(path_in(tmp_path)) as opened:
         os.truncate(path_in(tmp_path), 8192)
         with pytest.raises(CheckpointError, match="ends too early, at byte 8192"):
             opened.verify()
@@ -209,14 +209,14 @@ def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "a.window"
     path.write_bytes(forge(window.to_bytes(), b"".join(payload), version=3))
     with pytest.raises(CheckpointError, match="format_version=3: must be from 1 to 2"):
-        open_window(path)
+        WindowFile.open(path)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_every_version_is_read_bit_for_bit(version: int) -> None:
     """Every later version must read this file; it is never written again."""
     expected, payload = window_fixture.window()
-    with open_window(window_fixture.FOLDER / f"version_{version}.window") as opened:
+    with WindowFile.open(window_fixture.FOLDER / f"version_{version}.window") as opened:
         window = opened.verify()
         slices = [bytes(opened.read_slice(index)) for index in range(window.num_slices)]
     assert slices == payload

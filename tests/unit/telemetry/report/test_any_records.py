@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
 from megatron_ft.telemetry.report.files import Decision, RunFiles
-from megatron_ft.telemetry.report.model import build
+from megatron_ft.telemetry.report.model import RunReport
 from megatron_ft.telemetry.report.page import render
 from megatron_ft.testing.made_up_runs import ZERO
 
@@ -70,7 +70,7 @@ RECORDS: some.SearchStrategy[list[Record]] = some.lists(some.one_of([instances(k
 @given(RECORDS, some.lists(instances(Metrics), max_size=6), some.lists(instances(Decision), max_size=2))
 def test_any_records_make_a_page(records: list[Record], metrics: list[Metrics], decisions: list[Decision]) -> None:
     files = RunFiles(folder="run", events=tuple(records), metrics=tuple(metrics), decisions=tuple(decisions))
-    page = render(build(files))
+    page = render(RunReport.of(files))
     page.encode("utf-8")
     Parts(page)
     for drawing in drawings(page):

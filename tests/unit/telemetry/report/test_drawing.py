@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from megatron_ft.telemetry.report.drawing import Scale, element, figure
-from megatron_ft.telemetry.report.loss import badges, sampled, thinned
+from megatron_ft.telemetry.report.drawing import Element, Scale, figure
+from megatron_ft.telemetry.report.page import _badges, _sampled, _thinned
 
 
 def test_figures_become_pixels_inside_the_drawing() -> None:
@@ -47,38 +47,38 @@ def test_figures_are_short() -> None:
 
 def test_a_long_curve_keeps_its_spikes() -> None:
     points = [(iteration, 9.0 if iteration == 5000 else math.sin(iteration)) for iteration in range(1, 20_001)]
-    kept = thinned(points, 100)
+    kept = _thinned(points, 100)
     assert len(kept) <= 100 and (5000, 9.0) in kept
     assert kept == sorted(kept)
-    assert thinned(points[:100], 100) == points[:100]
+    assert _thinned(points[:100], 100) == points[:100]
 
 
 def test_numbers_that_would_overlap_share_a_badge() -> None:
-    assert badges([(10.0, 1), (200.0, 3), (204.0, 2), (400.0, 4)]) == [((1,), 10.0), ((2, 3), 202.0), ((4,), 400.0)]
-    crowd = badges([(float(place), place + 1) for place in range(300)])
+    assert _badges([(10.0, 1), (200.0, 3), (204.0, 2), (400.0, 4)]) == [((1,), 10.0), ((2, 3), 202.0), ((4,), 400.0)]
+    crowd = _badges([(float(place), place + 1) for place in range(300)])
     assert [number for numbers, _ in crowd for number in numbers] == list(range(1, 301))
 
 
 def test_a_table_has_the_ends_of_a_curve() -> None:
     points = [(iteration, 1.0 / iteration) for iteration in range(1, 1001)]
-    found = sampled(points, 10)
+    found = _sampled(points, 10)
     assert (len(found), found[0], found[-1]) == (10, points[0], points[-1])
-    assert sampled(points[:10], 10) == points[:10]
+    assert _sampled(points[:10], 10) == points[:10]
 
 
 def test_text_and_attributes_are_escaped() -> None:
-    found = element("p", "<b>&\"'", title="\"><script>'&").render()
+    found = Element.of("p", "<b>&\"'", title="\"><script>'&").render()
     assert found == '<p title="&quot;&gt;&lt;script&gt;&#x27;&amp;">&lt;b&gt;&amp;"\'</p>'
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\ud800", "\u202e", "\u2066", "\uffff"])
 def test_what_a_page_cannot_hold_or_what_turns_text_around_is_replaced(character: str) -> None:
-    found = element("p", f"a{character}b", title=character).render()
+    found = Element.of("p", f"a{character}b", title=character).render()
     assert found == '<p title="\ufffd">a\ufffdb</p>'
     found.encode("utf-8")
 
 
 def test_names_of_attributes_and_what_is_left_out() -> None:
-    found = element("a", None, "x", class_="wide", aria_label=None, x1=1.0, y1=2.345, href="#a")
+    found = Element.of("a", None, "x", class_="wide", aria_label=None, x1=1.0, y1=2.345, href="#a")
     assert found.render() == '<a class="wide" x1="1" y1="2.35" href="#a">x</a>'
-    assert element("meta", charset="utf-8").render() == '<meta charset="utf-8"/>'
+    assert Element.of("meta", charset="utf-8").render() == '<meta charset="utf-8"/>'

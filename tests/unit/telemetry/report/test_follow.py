@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.telemetry.report.files import POLL_SECONDS, follow, sizes
+from megatron_ft.telemetry.report.files import POLL_SECONDS, _sizes, follow
 from megatron_ft.telemetry.report.page import render
 from megatron_ft.testing.made_up_runs import MadeUpRun, localized
 
@@ -73,7 +73,7 @@ def test_an_ended_run_is_written_once(run: MadeUpRun) -> None:
 
 
 def test_files_that_are_not_there_yet_have_no_size(tmp_path: Path) -> None:
-    assert sizes(tmp_path) == (0, 0)
+    assert _sizes(tmp_path) == (0, 0)
 
 
 def test_only_a_live_page_is_read_again(run: MadeUpRun) -> None:

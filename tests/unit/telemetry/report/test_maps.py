@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_ft.events import ExpertLoad
-from megatron_ft.telemetry.report.maps import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, expert_loads, level
+from megatron_ft.telemetry.report.maps import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, ExpertLoads, _level
 from megatron_ft.testing.made_up_runs import MadeUpRun, started
 
 from .conftest import Parts, drawing_of, drawings
@@ -16,7 +16,7 @@ def load(iteration: int, *layers: tuple[int, ...], numbers: tuple[int, ...] | No
 
 
 def test_tokens_become_shares_of_the_even_share() -> None:
-    found = expert_loads([load(1, (2, 2, 2, 2), (8, 0, 0, 0)), load(2, (1, 2, 3, 2), (8, 0, 0, 0))])
+    found = ExpertLoads.of([load(1, (2, 2, 2, 2), (8, 0, 0, 0)), load(2, (1, 2, 3, 2), (8, 0, 0, 0))])
     assert found is not None and found.num_experts == 4 and found.stretches == ((1, 1), (2, 2))
     even, skewed = found.layers
     assert even.columns == ((1.0, 1.0, 1.0, 1.0), (0.5, 1.0, 1.5, 1.0))
@@ -26,12 +26,12 @@ def test_tokens_become_shares_of_the_even_share() -> None:
 
 
 def test_an_iteration_that_was_run_again_counts_once() -> None:
-    found = expert_loads([load(1, (4, 0)), load(2, (4, 0)), load(2, (0, 4))])
+    found = ExpertLoads.of([load(1, (4, 0)), load(2, (4, 0)), load(2, (0, 4))])
     assert found is not None and found.layers[0].columns == ((2.0, 0.0), (0.0, 2.0))
 
 
 def test_many_iterations_are_added_up() -> None:
-    found = expert_loads([load(iteration, (1, 3) if iteration <= 50 else (4, 0)) for iteration in range(1, 101)])
+    found = ExpertLoads.of([load(iteration, (1, 3) if iteration <= 50 else (4, 0)) for iteration in range(1, 101)])
     assert found is not None and len(found.stretches) == MAX_COLUMNS
     assert [last + 1 for _, last in found.stretches[:-1]] == [first for first, _ in found.stretches[1:]]
     assert found.layers[0].columns[0] == (0.5, 1.5) and found.layers[0].columns[-1] == (2.0, 0.0)
@@ -40,25 +40,25 @@ def test_many_iterations_are_added_up() -> None:
 def test_many_experts_share_rows_and_the_busiest_stands_for_them() -> None:
     tokens = [1] * 256
     tokens[5] = 257
-    found = expert_loads([load(1, tuple(tokens))])
+    found = ExpertLoads.of([load(1, tuple(tokens))])
     assert found is not None and found.experts_per_row == 4 and len(found.layers[0].columns[0]) == MAX_ROWS
     assert found.layers[0].columns[0][1] == 257 * 256 / 512 and found.layers[0].columns[0][0] == 0.5
 
 
 def test_large_models_have_fewer_columns() -> None:
     layers = tuple((1,) * 64 for _ in range(60))
-    found = expert_loads([load(iteration, *layers) for iteration in range(100)])
+    found = ExpertLoads.of([load(iteration, *layers) for iteration in range(100)])
     assert found is not None and len(found.stretches) == MAX_CELLS // (60 * 64) < MAX_COLUMNS
 
 
 def test_records_of_another_shape_are_left_out() -> None:
-    found = expert_loads([load(1, (1, 1, 1)), load(2, (2, 2), numbers=(4,)), load(3, (3, 1), numbers=(4,))])
+    found = ExpertLoads.of([load(1, (1, 1, 1)), load(2, (2, 2), numbers=(4,)), load(3, (3, 1), numbers=(4,))])
     assert found is not None and found.stretches == ((2, 2), (3, 3)) and found.layers[0].number == 4
-    assert expert_loads([load(1, (1, 1), (1, 1, 1))]) is None and expert_loads([load(1)]) is None
+    assert ExpertLoads.of([load(1, (1, 1), (1, 1, 1))]) is None and ExpertLoads.of([load(1)]) is None
 
 
 def test_without_tokens_all_is_below_the_even_share() -> None:
-    found = expert_loads([load(1, (0, 0)), load(2, (-5, 5))])
+    found = ExpertLoads.of([load(1, (0, 0)), load(2, (-5, 5))])
     assert found is not None and found.layers[0].columns == ((0.0, 0.0), (0.0, 2.0))
 
 
@@ -67,7 +67,7 @@ def test_without_tokens_all_is_below_the_even_share() -> None:
     [(0.0, "load-0"), (0.25, "load-1"), (1.0, "load-3"), (2.0, "load-5"), (4.0, "load-6"), (64.0, "load-6")],
 )
 def test_colours(over_even: float, class_: str) -> None:
-    assert level(over_even) == class_
+    assert _level(over_even) == class_
 
 
 def test_each_layer_has_a_map_with_all_its_cells(run: MadeUpRun) -> None:

@@ -5,7 +5,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.model import Mark
-from megatron_ft.telemetry.report.timeline import steps_of, timeline_of
+from megatron_ft.telemetry.report.timeline import Timeline, _steps_of
 from megatron_ft.testing.made_up_runs import (
     ZERO,
     MadeUpRun,
@@ -52,7 +52,7 @@ def test_a_localized_recovery(run: MadeUpRun) -> None:
     assert (recovery.num_replayed, recovery.num_again) == (5, 0)
     assert recovery.seconds == pytest.approx(8.0 - 6.4), "until the last stage was ready"
     assert recovery.pause_seconds == pytest.approx(8.6 - 6.3), "from the kill to the next iteration"
-    steps = steps_of(recovery)
+    steps = _steps_of(recovery)
     texts = [text for _, text in steps]
     assert texts[0] == "injected fault: kill in forward of iteration 13, rank 2"
     assert "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.90 s" in texts
@@ -105,7 +105,7 @@ def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
     assert (report.recoveries[0].lost, report.num_jobs) == ("node 1; rank 1 (SIGKILL)", 2)
     resumed = report.recoveries[2]
     assert not resumed.is_failure, "it was stopped, and another job went on with it"
-    assert (resumed.strategy, resumed.seconds, resumed.pause_seconds, timeline_of(resumed)) == (
+    assert (resumed.strategy, resumed.seconds, resumed.pause_seconds, Timeline.of(resumed)) == (
         "checkpoint",
         0.4,
         None,
@@ -137,7 +137,7 @@ def test_words_of_a_recovery_that_come_after_the_next_one_belong_to_theirs(run: 
     run.say(12.1, stage_recovery(1, "serves", began=7.0, seconds=1.0, bytes_moved=7))
     first, second = run.report().recoveries
     for recovery, has_no_work in ((second, True), (first, False)):
-        timeline = timeline_of(recovery)
+        timeline = Timeline.of(recovery)
         assert timeline is not None and [lane.work is None for lane in timeline.lanes] == [has_no_work] * 4
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from megatron_ft import events
 from megatron_ft.telemetry.report.timeline import Lane, Timeline
-from megatron_ft.telemetry.report.timeline import timeline_of as timeline_of_recovery
 from megatron_ft.testing.made_up_runs import (
     ITERATION_SECONDS,
     MadeUpRun,
@@ -18,7 +17,7 @@ from megatron_ft.testing.made_up_runs import (
 
 
 def timeline_of(run: MadeUpRun, number: int = 1) -> Timeline:
-    timeline = timeline_of_recovery(run.report().recoveries[number - 1])
+    timeline = Timeline.of(run.report().recoveries[number - 1])
     assert timeline is not None
     return timeline
 
@@ -180,7 +179,7 @@ def test_records_without_times_have_no_timeline(run: MadeUpRun) -> None:
     for record in (started(), events.RecoveryStarted(generation=1, strategy="replicas", iteration=4)):
         run.line("events.jsonl", record.to_record())
     (recovery,) = run.report().recoveries
-    assert timeline_of_recovery(recovery) is None and recovery.strategy == "replicas"
+    assert Timeline.of(recovery) is None and recovery.strategy == "replicas"
 
 
 def test_a_rank_trains_no_longer_than_it_lives(run: MadeUpRun) -> None:
