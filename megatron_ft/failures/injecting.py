@@ -1,7 +1,7 @@
 """Injects kills, stops, partitions, disk errors, drains and joins into a running job; each is recorded on disk first.
 
-``<run>/injected.jsonl`` has a line for each fault, written and synced before the fault, and a second line if the fault
-could not be injected.
+``<run>/injected.jsonl`` has a line for each fault, written and synced before the fault, and a line with the reason if
+the fault could not be injected.
 """
 
 import contextlib

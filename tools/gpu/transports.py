@@ -92,7 +92,7 @@ def _probe(day: Day, transport: Transport) -> None:
         seconds=min(PROBE_SECONDS, day.remaining_seconds - 5),
     )
     if sums != [3.0, 3.0]:
-        raise RuntimeError(f"the sum of 1 and 2 is {sums}")
+        raise RuntimeError(f"an all-reduce of 1 and 2 must give 3 on both ranks, but gave {sums}")
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:

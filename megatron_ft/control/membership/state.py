@@ -270,7 +270,7 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Number of restarts in a row after which the job failed in the same or an earlier iteration.
+        """Restarts since the job last made progress; 0 if this generation failed later than all earlier generations.
 
         The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration.
         """

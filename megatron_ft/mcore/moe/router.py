@@ -27,7 +27,7 @@ class PaddingAwareRouter(TopKRouter):
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
 
     def start_iteration(self, iteration: int) -> None:
-        """Reset ``load`` at the start of ``iteration``. For an evaluation, iteration 0, do nothing."""
+        """Reset ``load`` at the start of ``iteration``. In an evaluation, ``iteration`` is 0: do nothing."""
         if iteration:
             self.load.zero_()
 

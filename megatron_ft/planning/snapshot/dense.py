@@ -17,7 +17,7 @@ class DenseInterval:
     interval_iterations: int
     """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the snapshot, that requires a new plan."""
+    """A new plan is made if the bytes of an iteration or of the snapshot change relatively by more than this."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -43,7 +43,7 @@ class OverheadBounded:
     max_overhead: float = 0.03
     """Largest share of training time that stalls may take."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the snapshot, that requires a new plan."""
+    """A new plan is made if the bytes of an iteration or of the snapshot change relatively by more than this."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -73,7 +73,7 @@ class GeminiStyle:
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """Relative change of the bytes that an iteration can capture, or of the snapshot, that requires a new plan."""
+    """A new plan is made if the bytes of an iteration or of the snapshot change relatively by more than this."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:

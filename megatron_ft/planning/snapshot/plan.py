@@ -98,7 +98,7 @@ class WindowPlan:
         for operator, units in parts.items():
             found = sorted((unit.part, unit.num_parts) for unit in units)
             wanted = [(part, len(units)) for part in range(len(units))]
-            assert found == wanted, f"{operator} is captured in the (part, num_parts) {found} instead of {wanted}"
+            assert found == wanted, f"(part, num_parts) captured of {operator}: {found} instead of {wanted}"
         missing = set(operators) ^ set(parts)
         assert not missing, f"operators are not captured, or are unknown: {sorted(map(str, missing))[:5]}"
 

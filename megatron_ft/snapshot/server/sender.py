@@ -24,7 +24,7 @@ LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
 """Number of times that a slice may arrive damaged before its window is no longer sent to this peer."""
 MAX_UNANSWERED = 4
-"""Largest number of slices that have been sent without an acknowledgement."""
+"""Largest number of slices and commits that have been sent and not yet acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
