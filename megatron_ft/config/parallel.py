@@ -25,8 +25,8 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool = False
-    """Gather parameters during the next forward pass. Must be false, because an iteration is committed only after all
-    parameters are gathered."""
+    """Gather parameters during the next forward pass. Must be false, because an iteration must gather its
+    updated parameters before the next iteration begins."""
     device_backend: str = "auto"
     """Backend of the process groups for the model's tensors: ``nccl``, ``gloo`` or ``auto`` (NCCL on CUDA, gloo on
     CPU). gloo on CUDA is slow, because it copies tensors through host memory; it is for tests without NCCL."""

@@ -16,8 +16,8 @@ reproduce it bit for bit. The schedule is computed in four steps:
    the same sum. Both are laid end to end in rank order, and tokens go to the space at the same place. With
    ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``,
    ``D[e, i, j] = overlap(SU[e, i], SU[e, i] + U[e, i], SV[e, j], SV[e, j] + V[e, j]) + (L[e, i] if i == j else 0)``.
-4. Order of tokens. Of its tokens of expert e, in their order, rank i sends the first ``D[e, i, 0]`` to rank 0, the
-   next ``D[e, i, 1]`` to rank 1, and so on.
+4. Order of tokens. Of the tokens of expert e on rank i, in their order, the first ``D[e, i, i]`` stay on rank i. The
+   next ones go to the other ranks, in ascending order of ranks.
 
 Hence ``sum_j D[e, i, j] = T[e, i]`` and ``sum_i D[e, i, j] = Q[e, j]``. A rank sends tokens of e to other ranks only if
 its own share is full.

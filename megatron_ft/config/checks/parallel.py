@@ -20,7 +20,7 @@ def _check_parallel(config: JobConfig) -> None:
         not parallel.overlap_param_gather,
         "parallel.overlap_param_gather",
         True,
-        "must be false: an iteration is committed only after its parameters are gathered",
+        "must be false: an iteration must gather its updated parameters before the next iteration begins",
     )
     # It raises where the sizes do not divide the ranks.
     Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
