@@ -10,9 +10,12 @@
 
 namespace megatron_ft::dispatch::cuda {
 
-// rests_before [E] is scratch.
-void schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
-              int64_t* rests_before, int64_t* schedule, cudaStream_t stream);
+// Cells of `memory` that schedule() needs.
+int64_t schedule_cells(int64_t num_experts, int64_t num_ranks);
+
+// schedule [2, E, N]: what `rank` sends, and what it receives. Values are not checked; plan() compares the sums.
+void schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks, int64_t rank,
+              bool balanced, int64_t* memory, int64_t* schedule, cudaStream_t stream);
 
 // row_of [T, E] is scratch. starts [E, N]: first row of each block of the order (destination, expert).
 void order_sent(const uint8_t* routing_map, const int64_t* outgoing, const int64_t* starts, int64_t num_tokens,

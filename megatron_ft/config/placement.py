@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+BALANCED, EVEN = "balanced", "even"
+SHARES = (BALANCED, EVEN)
+"""Values of ``placement.shares``."""
+
 
 @dataclass
 class PlacementConfig:
@@ -27,8 +31,18 @@ class PlacementConfig:
     """Weight of the past in the smoothed load, from 0 (newest iteration only) to below 1."""
     loads_file: str | None = None
     """Recorded loads for the first placement; null assumes even loads."""
-    dispatch_backend: str = "reference"
-    """``reference`` (PyTorch operators), ``cpp`` or ``cuda``."""
+    dispatch_backend: str = "auto"
+    """Kernels of the token dispatch: ``cpp``, ``cuda``, ``reference`` (PyTorch operators, on any device) or ``auto``
+    (``cuda`` on CUDA, ``cpp`` on CPU). All compute the same bits."""
+    shares: str = BALANCED
+    """Division of an expert's tokens among its replicas: ``balanced`` makes the fullest rank least, ``even`` gives
+    every replica the same number (Lazarus, algorithm 1)."""
     schedule: list[str] = field(default_factory=list)
     """Scheduled placements, ``ITERATION:FILE`` each: from that iteration on the plan in FILE is used. Tests compare
     rebalanced runs with such a run."""
+
+    def backend_on(self, device: str) -> str:
+        """Resolve ``dispatch_backend`` to ``reference``, ``cpp`` or ``cuda`` for ``device``, ``cpu`` or ``cuda``."""
+        if self.dispatch_backend != "auto":
+            return self.dispatch_backend
+        return "cuda" if device == "cuda" else "cpp"

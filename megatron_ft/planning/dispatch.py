@@ -1,10 +1,12 @@
-"""Replica-aware dispatch schedule (Lazarus, section 4.2, algorithm 1) in integers: how many tokens go to which rank.
+"""Replica-aware dispatch schedule (Lazarus, section 4.2) in integers: how many tokens go to which rank.
 
 Legend: E experts, N ranks. ``T[e, i]`` tokens of expert e on rank i; ``R[e, j]`` replicas of e on rank j;
-``D[e, i, j]`` tokens of e that rank i sends to rank j. All are 64-bit integers, every division is a floor, so every
-rank computes the same schedule from the gathered ``T``, and kernels reproduce it bit for bit. The rule:
+``Q[e, j]`` tokens of e that rank j computes, its share; ``D[e, i, j]`` tokens of e that rank i sends to rank j. All are
+64-bit integers, every division is a floor, so every rank computes the same schedule from the gathered ``T``, and
+kernels reproduce it bit for bit. The rule:
 
-1. Share. ``t = sum_i T[e, i]``, ``r = sum_j R[e, j]``, ``q = t // r``, ``m[e] = t % r``. The replicas of e are
+1. Shares, by ``placement.shares``. ``balanced``: ``megatron_ft/planning/balanced_shares.py``. ``even`` (Lazarus,
+   algorithm 1): ``t = sum_i T[e, i]``, ``r = sum_j R[e, j]``, ``q = t // r``, ``m[e] = t % r``. The replicas of e are
    numbered 0 to r - 1 by rank; rank j has those from ``A = sum_{k < j} R[e, k]`` to ``B = A + R[e, j]``, B excluded.
    Every replica takes q tokens; the m[e] replicas ``(o + x) % r`` for ``0 <= x < m[e]`` take one more, where
    ``o = (sum_{e' < e} m[e']) % r``: each expert's remainder begins where those before it ended. So, with
@@ -15,8 +17,8 @@ rank computes the same schedule from the gathered ``T``, and kernels reproduce i
    ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``, what is left over and the room are laid
    end to end in rank order and matched where they meet:
    ``D[e, i, j] = overlap(SU[e, i], SU[e, i] + U[e, i], SV[e, j], SV[e, j] + V[e, j]) + (L[e, i] if i == j else 0)``.
-4. Which tokens. Rank i takes its tokens of expert e in their order: the first ``D[e, i, 0]`` go to rank 0, the next
-   ``D[e, i, 1]`` to rank 1, and so on.
+4. Which tokens. Rank i takes its tokens of expert e in their order: the first ``D[e, i, i]`` stay, the next go to the
+   other ranks, ascending.
 
 Hence ``sum_j D[e, i, j] = T[e, i]``, ``sum_i D[e, i, j] = Q[e, j]``, and a rank sends tokens of e away only when its
 own share is full.
@@ -27,22 +29,75 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ft.config.placement import BALANCED, EVEN, SHARES
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.balanced_shares import MAX_TOKENS, balanced_quotas
 
 Integers = npt.NDArray[np.int64]
 
 
-def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
-    """``Q[E, N]``: tokens of each expert that each rank computes (rule 1).
+def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], shares: str = BALANCED) -> Integers:
+    """Return ``Q[E, N]``: tokens of each expert that each rank computes (rule 1).
 
     Args:
         tokens: ``T[E, N]``.
         replicas: ``R[E, N]``.
+        shares: value of ``placement.shares``.
 
     Raises:
-        ConfigError: arrays that are not integers of one shape, negative entries, tokens for an expert without replica.
+        ConfigError: arrays that are not integers of one shape, negative entries, tokens for an expert without replica;
+            with ``balanced``, ``MAX_TOKENS`` tokens or more.
     """
+    assert shares in SHARES, f"placement.shares={shares}: must be one of {', '.join(SHARES)}"
     counts, copies = _checked(tokens, replicas)
+    if shares == EVEN:
+        return _even_quotas(counts, copies)
+    if counts.sum() >= MAX_TOKENS:
+        raise ConfigError.of("sum of tokens", int(counts.sum()), f"must be below {MAX_TOKENS} with balanced shares")
+    return balanced_quotas(counts, copies)
+
+
+def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], shares: str = BALANCED) -> Integers:
+    """Return ``D[E, N, N]``: tokens of each expert from each rank (second axis) to each rank (third axis).
+
+    Raises:
+        ConfigError: as ``quotas``.
+    """
+    quota = quotas(tokens, replicas, shares)
+    return np.stack([sends(tokens, quota, rank) for rank in range(quota.shape[1])], axis=1)
+
+
+def sends(tokens: npt.NDArray[Any], quota: Integers, rank: int) -> Integers:
+    """Return ``D[:, rank, :]``, ``[E, N]``: tokens that ``rank`` sends to each rank.
+
+    Args:
+        tokens: ``T[E, N]``.
+        quota: ``Q[E, N]``.
+    """
+    kept, left, room = _split(tokens, quota)
+    start = (np.cumsum(left, axis=1) - left)[:, rank, None]
+    end = np.cumsum(room, axis=1)
+    result = _overlap(start, start + left[:, rank, None], end - room, end)
+    result[:, rank] += kept[:, rank]
+    return result
+
+
+def receives(tokens: npt.NDArray[Any], quota: Integers, rank: int) -> Integers:
+    """Return ``D[:, :, rank]``, ``[E, N]``: tokens that ``rank`` receives from each rank.
+
+    Args:
+        tokens: ``T[E, N]``.
+        quota: ``Q[E, N]``.
+    """
+    kept, left, room = _split(tokens, quota)
+    start = (np.cumsum(room, axis=1) - room)[:, rank, None]
+    end = np.cumsum(left, axis=1)
+    result = _overlap(start, start + room[:, rank, None], end - left, end)
+    result[:, rank] += kept[:, rank]
+    return result
+
+
+def _even_quotas(counts: Integers, copies: Integers) -> Integers:
     totals = counts.sum(axis=1)
     num_replicas = np.maximum(copies.sum(axis=1), 1)
     share, rest = totals // num_replicas, totals % num_replicas
@@ -55,46 +110,15 @@ def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
     return np.asarray(share[:, None] * copies + extra)
 
 
-def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
-    """``D[E, N, N]``: tokens of each expert from each rank (second axis) to each rank (third axis).
-
-    Raises:
-        ConfigError: as ``quotas``.
-    """
-    rows = [sends(tokens, replicas, rank) for rank in range(np.shape(tokens)[1])]
-    return np.stack(rows, axis=1)
-
-
-def sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """``D[:, rank, :]``, ``[E, N]``: tokens that ``rank`` sends to each rank."""
-    kept, left, room = _split(tokens, replicas)
-    start = (np.cumsum(left, axis=1) - left)[:, rank, None]
-    end = np.cumsum(room, axis=1)
-    result = _overlap(start, start + left[:, rank, None], end - room, end)
-    result[:, rank] += kept[:, rank]
-    return result
-
-
-def receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """``D[:, :, rank]``, ``[E, N]``: tokens that ``rank`` receives from each rank."""
-    kept, left, room = _split(tokens, replicas)
-    start = (np.cumsum(room, axis=1) - room)[:, rank, None]
-    end = np.cumsum(left, axis=1)
-    result = _overlap(start, start + room[:, rank, None], end - left, end)
-    result[:, rank] += kept[:, rank]
-    return result
-
-
-def _split(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Integers, Integers, Integers]:
-    """``L``, ``U`` and ``V`` of the rule, each ``[E, N]``."""
-    room = quotas(tokens, replicas)
+def _split(tokens: npt.NDArray[Any], quota: Integers) -> tuple[Integers, Integers, Integers]:
+    """Return ``L``, ``U`` and ``V`` of the rule, each ``[E, N]``."""
     counts = np.asarray(tokens, dtype=np.int64)
-    kept = np.minimum(counts, room)
-    return kept, counts - kept, room - kept
+    kept = np.minimum(counts, quota)
+    return kept, counts - kept, quota - kept
 
 
 def _overlap(first: Integers, last: Integers, other_first: Integers, other_last: Integers) -> Integers:
-    """Length of the overlap of two intervals."""
+    """Return the length of the overlap of two intervals."""
     return np.asarray(np.maximum(0, np.minimum(last, other_last) - np.maximum(first, other_first)))
 
 

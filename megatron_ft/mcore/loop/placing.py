@@ -15,6 +15,7 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.device.install import resolve_device
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
@@ -90,7 +91,8 @@ class PlacementKeeper:
         self._stage = stage
         self._algorithm = algorithm_of(config)
         self._requests = stage_requests(config, world_size)
-        self._backend: DispatchBackend = open_backend(config.placement.dispatch_backend)
+        backend = config.placement.backend_on(resolve_device(config.training.device))
+        self._backend: DispatchBackend = open_backend(backend, config.placement.shares)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
             interval_iterations=config.placement.rebalance_interval_iterations,

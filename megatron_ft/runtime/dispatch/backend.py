@@ -11,7 +11,8 @@ Notation of this folder and of ``csrc/dispatch/``:
 One layer, forward::
 
     counts = gather_counts(routing_map, group)                 # [E, N]
-    handle = backend.plan(routing_map, backend.schedule(counts, replicas), rank, local_experts)
+    schedule = backend.schedule(counts, replicas, rank)        # [2, E, N]
+    handle = backend.plan(routing_map, schedule, rank, local_experts)
     rows = send_rows(backend.permute(tokens, handle), handle, group, counter)
     rows = backend.sort_received(rows, handle)                 # rows of each local expert together
     rows = experts(rows, handle.tokens_per_local_expert)
@@ -19,11 +20,12 @@ One layer, forward::
     tokens = backend.unpermute(rows, probs, handle)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import ConfigError
 from megatron_ft.runtime.dispatch.cpp import CppDispatch
 from megatron_ft.runtime.dispatch.cuda import CudaDispatch
@@ -36,19 +38,24 @@ KEY = "placement.dispatch_backend"
 class DispatchBackend(Protocol):
     """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend knows."""
 
-    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """How many tokens go where, the same on every rank (Lazarus algorithm 1, in integers).
+    shares: str
+    """``placement.shares``."""
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
+        """Compute what ``rank`` sends and receives, from a schedule that is the same on every rank.
 
         ``counts`` int64 [E, N]: tokens each rank routes to each expert. ``replicas`` int64 [E, N]: copies of
-        each expert on each rank. Returns int64 [E, N, N]: tokens of expert e on rank i for the copy on rank j.
-        Raises ``ValueError`` for bad shapes, negative values and an expert that has tokens but no copy.
+        each expert on each rank. Returns int64 [2, E, N]: tokens of each expert that ``rank`` sends to the copy on
+        each rank, and tokens of each expert that it receives from each rank, by the rule in ``planning/dispatch.py``.
+        Raises ``ValueError`` for bad shapes, negative values and an expert that has tokens but no copy; ``cuda`` does
+        not read the values, and ``plan`` finds what does not fit.
         """
         ...
 
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [E, N, N] of this very routing.
+        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [2, E, N] of this very routing and ``rank``.
 
         The tokens of an expert, in token order, fill its copies in the order: this rank, then the others
         ascending. ``local_experts``: the L distinct experts this rank holds, ascending.
@@ -81,15 +88,25 @@ class DispatchBackend(Protocol):
         ...
 
 
-def open_backend(name: str) -> DispatchBackend:
-    """The backend of ``placement.dispatch_backend``; builds its kernels at the first use.
+def open_backend(name: str, shares: str = BALANCED) -> DispatchBackend:
+    """Open a backend by its name; builds its kernels at the first use.
 
-    Raises ``ConfigError`` for an unknown name and ``SoftwareError`` when the kernels cannot be built or run.
+    Args:
+        name: ``placement.dispatch_backend``, resolved.
+        shares: ``placement.shares``.
+
+    Raises:
+        ConfigError: unknown name.
+        SoftwareError: the kernels cannot be built or run.
     """
     if name not in BACKENDS:
         raise ConfigError.of(KEY, name, f"must be one of {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    return BACKENDS[name](shares)
 
 
-BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch, "cpp": CppDispatch, "cuda": CudaDispatch}
+BACKENDS: dict[str, Callable[[str], DispatchBackend]] = {
+    "reference": ReferenceDispatch,
+    "cpp": CppDispatch,
+    "cuda": CudaDispatch,
+}
 """Backends by the name that ``placement.dispatch_backend`` gives them."""

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import SoftwareError
 from megatron_ft.runtime.dispatch import extension
-from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
 
@@ -20,21 +21,24 @@ Argument = torch.Tensor | int | None
 class CudaDispatch(RowOperations):
     """Kernels on the current stream; notation in ``backend.py``. Raises ``SoftwareError`` without a CUDA device."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: str = BALANCED) -> None:
         if not torch.cuda.is_available():
             raise SoftwareError("placement.dispatch_backend=cuda: torch.cuda.is_available() is False on this machine")
+        self.shares = shares
         self.library = extension.load("cuda")
         self.library.dispatch_error.restype = ctypes.c_char_p
+        self.library.dispatch_schedule_cells.restype = ctypes.c_int64
 
-    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """``counts`` and ``replicas`` int64 [E, N] -> int64 [E, N, N]. One copy to the host, for the checks."""
-        check_schedule(counts, replicas)
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
+        """``counts`` and ``replicas`` int64 [E, N] -> int64 [2, E, N]. Nothing is copied to the host."""
+        check_matrices(counts, replicas, rank)
         num_experts, num_ranks = counts.shape
         _check_ranks(num_ranks)
-        planned = counts.new_empty((num_experts, num_ranks, num_ranks))
+        planned = counts.new_empty((2, num_experts, num_ranks))
         counts, replicas = counts.contiguous(), replicas.to(counts.device).contiguous()
-        scratch = counts.new_empty(num_experts)
-        self._run("dispatch_schedule", counts, replicas, num_experts, num_ranks, scratch, planned)
+        cells = self.library.dispatch_schedule_cells(ctypes.c_int64(num_experts), ctypes.c_int64(num_ranks))
+        memory, is_balanced = counts.new_empty(cells), int(self.shares == BALANCED)
+        self._run("dispatch_schedule", counts, replicas, num_experts, num_ranks, rank, is_balanced, memory, planned)
         return planned
 
     def plan(
@@ -43,12 +47,12 @@ class CudaDispatch(RowOperations):
         """A block per expert gives its tokens their rows; a warp per token lists them."""
         check_plan(routing_map, schedule, rank, local_experts)
         schedule = schedule.to(routing_map.device)
-        _check_ranks(schedule.shape[1])
+        _check_ranks(schedule.shape[2])
         per_token = routing_map.sum(1)
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
-        sent = self._order_sent(routing_map, schedule[:, rank, :].contiguous(), rank, totals)
-        received = self._order_received(schedule[list(local_experts), :, rank], sum(totals.recv_splits))
+        sent = self._order_sent(routing_map, schedule[0].contiguous(), rank, totals)
+        received = self._order_received(schedule[1, list(local_experts)], sum(totals.recv_splits))
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

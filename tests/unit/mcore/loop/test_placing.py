@@ -27,3 +27,18 @@ def test_survival_is_that_of_the_job_as_configured(launch: dict[str, Any], expec
     keeper = PlacementKeeper(derive_placement(from_dict(groups)), world_size=4, stage=0)
     found = keeper.single_loss_survival
     assert found == (expected if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("placement", "backend", "shares"),
+    [
+        ({}, "CppDispatch", "balanced"),
+        ({"dispatch_backend": "reference", "shares": "even"}, "ReferenceDispatch", "even"),
+    ],
+)
+def test_the_model_dispatches_as_configured(placement: dict[str, Any], backend: str, shares: str) -> None:
+    placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8, **placement}
+    groups = {"placement": placement, "launch": {"num_nodes": 4}, "training": {"device": "cpu"}}
+    keeper = PlacementKeeper(derive_placement(from_dict(groups)), world_size=4, stage=0)
+    found = keeper.replicas().backend
+    assert (type(found).__name__, found.shares) == (backend, shares)
