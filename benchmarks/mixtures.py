@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -37,7 +39,8 @@ class Mixtures:
 
     Args:
         loads: relative load of each expert; every rank routes exactly in these proportions.
-        num_copies: slots in even shares of the experts, and the copies every expert has at least.
+        num_slots: slots of each rank.
+        min_replicas: copies that every expert has at least.
     """
 
     def __init__(
@@ -47,11 +50,12 @@ class Mixtures:
         *,
         loads: Sequence[float],
         names: Sequence[str],
-        num_copies: int,
+        num_slots: int,
+        min_replicas: int,
     ) -> None:
         self.group = pg_collection.ep
         self.loads = loads
-        self.plan = plan_for(loads, self.group.size(), num_copies)
+        self.plan = plan_for(loads, self.group.size(), num_slots=num_slots, min_replicas=min_replicas)
         self.config = build_transformer_config(config, "local")
         num_tokens, hidden = config.model.seq_length, config.model.hidden_size
         self.choices = choose(loads, num_tokens, config.model.moe_router_topk, seed=self.group.rank())
@@ -95,13 +99,23 @@ class Mixtures:
             "sent_bytes": sent,
             "needed_bytes": self._needed_bytes(),
             "imbalance": imbalance(self.plan, [self.loads]),
+            "gain_bound": self._gain_bound(),
         }
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """Tokens of each expert on each rank, [experts, ranks]: every rank routes alike."""
+        mine = torch.bincount(self.choices.flatten(), minlength=len(self.loads))
+        return torch.stack([mine] * self.group.size(), dim=1).numpy()
+
+    def _gain_bound(self) -> float:
+        """Rows of the busiest rank with contiguous experts over the least that the placement allows."""
+        counts = self._counts()
+        contiguous = counts.sum(axis=1).reshape(self.group.size(), -1).sum(axis=1)
+        return float(contiguous.max() / rule.quotas(counts, self.plan.replicas_per_rank(0)).sum(axis=0).max())
 
     def _needed_bytes(self) -> int:
         """Rows that must leave this rank: there and back, values and gradients."""
-        mine = torch.bincount(self.choices.flatten(), minlength=len(self.loads))
-        counts = torch.stack([mine] * self.group.size(), dim=1)
-        planned = rule.schedule(counts.numpy(), self.plan.replicas_per_rank(0)).sum(axis=0)
+        planned = rule.schedule(self._counts(), self.plan.replicas_per_rank(0)).sum(axis=0)
         rank = self.group.rank()
         leaving = planned[rank].sum() - planned[rank, rank]
         arriving = planned[:, rank].sum() - planned[rank, rank]
@@ -140,15 +154,15 @@ class Mixtures:
         return ReplicaGradients([chunk], Replicas(plan=self.plan, backend=self.backends[name]), self.group)
 
 
-def plan_for(loads: Sequence[float], num_ranks: int, num_copies: int) -> PlacementPlan:
-    """The planner's placement for ranks on nodes of their own, with ``num_copies`` slots for each expert."""
+def plan_for(loads: Sequence[float], num_ranks: int, *, num_slots: int, min_replicas: int) -> PlacementPlan:
+    """The planner's placement for ranks on nodes of their own, with ``num_slots`` each."""
     request = StageRequest(
         cluster=Cluster.of(num_ranks, 1),
         ranks=tuple(range(num_ranks)),
         layer_numbers=(1,),
         num_experts=len(loads),
-        num_slots_per_rank=num_copies * len(loads) // num_ranks,
-        min_replicas=num_copies,
+        num_slots_per_rank=num_slots,
+        min_replicas=min_replicas,
     )
     plan, _ = place_stage(request, OverlapSearch(), [loads])
     return plan
