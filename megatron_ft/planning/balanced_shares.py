@@ -86,7 +86,7 @@ class _Groups:
         end = np.cumsum(weight) - (np.cumsum(totals) - totals)[group]
         amount, total = amounts[group], np.maximum(totals, 1)[group]
         parts = (amount * end + total // 2) // total - (amount * (end - weight) + total // 2) // total
-        result = np.empty_like(parts)
+        result = np.empty(len(parts), dtype=np.int64)
         result[self._order] = parts
         return result
 
