@@ -20,7 +20,7 @@ class ReferenceDispatch(RowOperations):
         self.shares = shares
 
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
-        """Ask ``planning.dispatch``, on the host; the result is on the device of ``counts``."""
+        """Compute by ``planning.dispatch`` on the host; the result is on the device of ``counts``."""
         check_matrices(counts, replicas, rank)
         tokens = counts.cpu().numpy()
         try:
