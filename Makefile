@@ -64,8 +64,8 @@ install: $(VENV)/installed-train  ## what training needs, pinned, into VENV
 train: $(VENV)/installed-train  ## train the small default model (ARGS="model=... key=value")
 	$(PY) pretrain_moe.py $(ARGS)
 
-# Much of a run is waiting, which leaves cores free: two workers more than there are cores.
-WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 2)
+# Much of a run is waiting, which leaves cores free: three workers more than there are cores.
+WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 3)
 # Jobs start an interpreter for each of their processes: none of them is to compile the same files again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(WORKERS) --durations=0 --durations-min=0.5
 # Of every run its durations are kept, of all tests.
@@ -78,8 +78,10 @@ else
 	$(PY) -m pytest $(ARGS)
 endif
 
+# What is judged by times comes last, with no other worker beside it.
 test-all: $(VENV)/installed-dev  ## test, and what repeats it: other phases and layouts, claims judged by times
-	$(test_run)
+	$(test_run) -m "not timed"; crowd=$$?; \
+	  $(PY) -m pytest -m timed --durations=0 --junitxml=.cache/tests/$@-timed.xml && exit $$crowd
 
 MAX_AGAIN := 5
 FAILED := import json, pathlib; print(*json.loads(pathlib.Path(".pytest_cache/v/cache/lastfailed").read_text()), sep="\n")

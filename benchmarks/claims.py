@@ -15,7 +15,7 @@ from megatron_ft.errors import ConfigError
 
 CLAIMS_FILE = ROOT / "benchmarks" / "claims.yaml"
 RESULTS_DIR = ROOT / "benchmarks" / "results"
-VARIANTS = ("fast", "slow", "extended")
+VARIANTS = ("fast", "slow", "extended", "timed")
 MAX_SHORT_CHARACTERS = 40
 
 
@@ -31,8 +31,9 @@ class Claim:
     quick: str
     """The command's variant of seconds; it stores nothing."""
     quick_is: str
-    """``fast`` (seconds), ``slow`` (marked slow in the test suite), or ``extended``: judged by times, or another test
-    checks the same in fewer jobs, so that only ``make test-all`` and ``make bench QUICK=1`` run it."""
+    """How the test suite runs the quick variant. In every run: ``fast`` (seconds) or ``slow``. Only in ``make
+    test-all``: ``extended`` (another test checks the same in fewer jobs) or ``timed`` (judged by times, so it runs
+    alone). ``make bench QUICK=1`` runs all of them."""
     threshold: str
     """The same text the script reports, compared in full measurements."""
     hardware: tuple[str, ...]

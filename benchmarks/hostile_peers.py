@@ -46,7 +46,7 @@ from tests.helpers.jobs import JobResult, forkserver, start, wait
 
 ID = "hostile-peers"
 NUM_NODES = 3
-NUM_ITERATIONS, QUICK_ITERATIONS = 1200, 120
+NUM_ITERATIONS, QUICK_ITERATIONS = 1200, 90
 """Where a job ends before the attacks on it do, both run again with twice as many: it was no living job."""
 MOST_DOUBLINGS = 4
 NUM_ROUNDS, QUICK_ROUNDS = 3, 1

@@ -12,7 +12,8 @@ QUICK_TIMEOUT_SECONDS = 300
 def as_parameter(claim: Claim) -> object:
     """A claim as a test's parameter, marked by how long it takes."""
     marks = [pytest.mark.timeout(QUICK_TIMEOUT_SECONDS * claim.quick_tries)]
-    kinds = {"fast": [], "slow": [pytest.mark.slow], "extended": [pytest.mark.slow, pytest.mark.extended]}
+    extended = [pytest.mark.slow, pytest.mark.extended]
+    kinds = {"fast": [], "slow": [pytest.mark.slow], "extended": extended, "timed": [*extended, pytest.mark.timed]}
     return pytest.param(claim, id=claim.id, marks=marks + kinds[claim.quick_is])
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 MOST_COMMANDS = 5
 NUM_ITERATIONS, SAVE_INTERVAL = 60, 4
 _SMALL = (
-    f"--nodes 3 model=moe_micro training.global_batch_size=6 training.train_iterations={NUM_ITERATIONS} "
+    f"--nodes 2 model=moe_micro training.global_batch_size=4 training.train_iterations={NUM_ITERATIONS} "
     f"checkpoint.save_interval_iterations={SAVE_INTERVAL} {' '.join(SOON)}"
 )
 HERE = {

@@ -111,7 +111,7 @@ def test_positions_that_cannot_be_lead_to_the_way_of_jobs_that_need_all() -> Non
     job.say(0, 1, 4)
     step = job.say(5, completed=5)
     assert (step.decision, step.state.phase) == (Decision.STOP, Phase.STOPPING)
-    assert "has no gradients of 5" in step.reason
+    assert "has no gradients of iteration 5" in step.reason
 
 
 def test_ranks_may_fail_before_the_death_of_their_peer_is_known() -> None:
