@@ -50,7 +50,10 @@ def source_files(kind: str) -> list[Path]:
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
-        raise SoftwareError(f"no {suffix} files in {SOURCES}: kernels are built from a clone of the project")
+        raise SoftwareError(
+            f"placement.dispatch_backend={kind}: no {suffix} files in {SOURCES}; kernels are built from a clone of the "
+            "project; without one take the backend reference"
+        )
     return found
 
 
@@ -93,15 +96,16 @@ def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fold
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with _locked(library.with_suffix(".lock")):
-        if not library.exists():
-            unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-            try:
-                _compile([*command, *map(str, sources), "-o", str(unfinished)])
-                os.replace(unfinished, library)
-            finally:
-                unfinished.unlink(missing_ok=True)
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        with _locked(library.with_suffix(".lock")):
+            if not library.exists():
+                _compile_to(library, [*command, *map(str, sources)])
+    except OSError as error:
+        raise SoftwareError(
+            f"placement.dispatch_backend={kind}: cannot build in {cache_folder}: {error}; make it writable, or take "
+            "the backend reference"
+        ) from error
     return library
 
 
@@ -120,6 +124,15 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _compile_to(library: Path, command: Sequence[str]) -> None:
+    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        _compile([*command, "-o", str(unfinished)])
+        os.replace(unfinished, library)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _compile(command: Sequence[str]) -> None:

@@ -52,6 +52,11 @@ def test_a_failed_build_says_what_the_compiler_said(source: Path, tmp_path: Path
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_a_cache_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(SoftwareError, match=r"dispatch_backend=cpp: cannot build in .*answer\.cpp.*backend reference"):
+        extension.build("cpp", COMMAND, [source], source / "cache")
+
+
 def test_a_failed_build_is_tried_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(SoftwareError):
         extension.build("cpp", ["false"], [source], tmp_path / "cache")
