@@ -18,7 +18,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
 
 if TYPE_CHECKING:
-    from megatron_ft.control.environment import RankEnvironment
+    from megatron_ft.control.launchers.torchrun import RankEnvironment
     from megatron_ft.planning.devices import DeviceFacts
     from megatron_ft.planning.job import JobPlan
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _said_by_another_rank() -> bool:
     """All ranks of a node refuse a configuration alike: the node's first one says so."""
-    from megatron_ft.control.environment import detect
+    from megatron_ft.control.launchers.torchrun import detect
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
     return local_rank is not None and os.environ.get(local_rank, "0") != "0"
@@ -158,7 +158,7 @@ def _refuse_flags(arguments: list[str]) -> None:
 def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     environment = None if config.dry_run else _environment(config, overrides)
     if environment is not None:
-        from megatron_ft.control.environment import check_restarts
+        from megatron_ft.control.launchers.torchrun import check_restarts
 
         config = _adopt(config, environment, overrides)
         check_restarts(environment, config.run)
@@ -178,14 +178,14 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
     config = derive_placement(config)
     if environment is not None:
-        from megatron_ft.mcore.loop import standalone
+        from megatron_ft.mcore import standalone
 
         return standalone.main(config, environment)
-    from megatron_ft.control.launch import launch
+    from megatron_ft.control.launcher import launch
     from megatron_ft.telemetry import open_sinks
 
-    services = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.snapshot.server"}
-    return launch(config, config_yaml, open_sinks=open_sinks, services=services)
+    sidecars = {} if config.snapshot.policy is None else {"keeper": "megatron_ft.snapshot.server"}
+    return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
@@ -212,7 +212,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
     Raises:
         ConfigError: a mode was chosen whose variables are not set.
     """
-    from megatron_ft.control.environment import detect, read_environment
+    from megatron_ft.control.launchers.torchrun import detect, read_environment
 
     chosen = bool({"launch", "launch.mode"} & _keys(overrides)) or config.launch.mode != "local"
     mode = config.launch.mode if chosen else detect(os.environ)

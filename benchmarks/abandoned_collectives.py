@@ -136,7 +136,7 @@ def _set_priority(process_ids: Sequence[int], priority: int) -> bool:
 
 def execute(trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
     """All trials, in a process that has imported what ranks need."""
-    from megatron_ft.mcore.loop.main import warm
+    from megatron_ft.mcore.rank_main import warm
 
     warm()
     return execute_jobs(trials, run_job)

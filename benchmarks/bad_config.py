@@ -102,7 +102,7 @@ def in_process(case: Case) -> Observed:
     before = set(sys.modules)
     with (
         mock.patch.dict(os.environ, {**environment, **case.environment}, clear=True),
-        mock.patch("megatron_ft.control.launch.launch", started),
+        mock.patch("megatron_ft.control.launcher.launch", started),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.light_agents import Fleet
 from benchmarks.real_controller import RealController, real_controller
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.facts import KillRequested, NodeLost
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import AdminClient
+from megatron_ft.control.membership.events import KillRequested, NodeLost
 from megatron_ft.framing import Message
 
 ID = "control-plane-scale"
@@ -62,7 +62,7 @@ async def status_when(run_dir: Path, phase: str, seconds: float) -> Message:
 
 def ask_status(run_dir: Path) -> Message:
     """Through a connection of its own."""
-    with Operator(run_dir) as operator:
+    with AdminClient(run_dir) as operator:
         return operator.status()
 
 

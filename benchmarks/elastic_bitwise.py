@@ -45,7 +45,7 @@ TOLERANCE = 1.0e-3
 COMPARED_ITERATIONS = 40
 """Rounding is amplified by training; the tolerance is for so many iterations."""
 SEED = 20261121
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 PHASES = (*ITERATION_PHASES, "migrate", "migrate_build")
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_build": 2}
 """Of phases that not every iteration has; 12 of the others."""

@@ -49,7 +49,7 @@ ID = "faults-from-outside"
 SEED = 20261122
 MIN_FAULTS = 200
 MIN_FORETOLD = 0.85
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 END_SECONDS = 120.0
 GONE_SECONDS = 15.0
 """Longest that processes may live on after their launcher was killed."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 
 RANK, KEEPER, AGENT = "rank", "keeper", "agent"
-_MODULES = {"megatron_ft.snapshot.server": KEEPER, "megatron_ft.control.agent": AGENT}
-_FORKSERVER = "megatron_ft.control.forkserver"
+_MODULES = {"megatron_ft.snapshot.server": KEEPER, "megatron_ft.control.node.agent": AGENT}
+_FORKSERVER = "megatron_ft.control.node.fork_server"
 _MEMFD = "/memfd:"
 _BLOCK_BYTES = 512
 

@@ -134,16 +134,16 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
     from dataclasses import replace
 
     from benchmarks.foreign_samples import OWN, digest_of, fill
-    from megatron_ft.mcore.loop.saving import load
-    from megatron_ft.mcore.loop.starting import find_source
+    from megatron_ft.mcore.recovery.restart import select_restore_source
     from megatron_ft.mcore.snapshot.client import open_restorer
+    from megatron_ft.mcore.state.saving import load
     from megatron_ft.snapshot.storage.checkpoints import iteration_of
 
     shutil.rmtree(trainer.context.run_dir / "windows", ignore_errors=True)
     fill(trainer, "nothing that was saved")
     try:
         context = replace(trainer.context, resume_from=folder)
-        source, _ = find_source(trainer.config, context, trainer.checkpoints, open_restorer(trainer, None))
+        source, _ = select_restore_source(trainer.config, context, trainer.checkpoints, open_restorer(trainer, None))
         if source is None:
             return None, True, ""
         load(trainer, source)

@@ -40,7 +40,7 @@ from benchmarks.attacks import (
     stream_attacks,
 )
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.operating import read_address
+from megatron_ft.control.admin import read_address
 from megatron_ft.control.rpc import RpcClient, RpcError
 from tests.helpers.jobs import JobResult, forkserver, start, wait
 
@@ -57,7 +57,7 @@ MAX_DELAY = 3.0
 """Wall time of an attacked job over that of the one left alone."""
 SEED = 20261121
 TIMEOUT_SECONDS = 600.0
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 _BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",
@@ -297,7 +297,7 @@ def find_listeners(console: psutil.Process, run_dir: Path, forkserver: str) -> L
     for process in console.children(recursive=True):
         words = " ".join(process.cmdline())
         processes.append(process)
-        if "megatron_ft.control.agent" in words:
+        if "megatron_ft.control.node.agent" in words:
             agents += unix_listeners(process)
         elif "megatron_ft.snapshot.server" in words:
             keepers += [*unix_listeners(process), *tcp_listeners(process)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.ranks import Rank
 from benchmarks.source import ROOT
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.mcore.device.install import install
 
 
@@ -61,7 +61,7 @@ def join(config: JobConfig, rank: Rank) -> tuple[Any, Any]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     groups, transformer_impl = join_groups(config, rank)
-    from megatron_ft.mcore.loop.trainer import Trainer
+    from megatron_ft.mcore.training.trainer import Trainer
 
     trainer = Trainer(config, _context(rank), device=torch.device("cpu"), transformer_impl=transformer_impl)
     trainer.build(groups)

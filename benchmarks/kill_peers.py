@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.source import ROOT
-from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
 from tests.helpers.jobs import start, wait
 
 NUM_RANKS, MIN_RANKS = 4, 2

@@ -57,7 +57,7 @@ NO_TIMEOUT_SECONDS = 5.0
 """Half of the shortest timeout that could be behind a value."""
 SEED = 20261121
 TIMEOUT_SECONDS = 240.0
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 BASE = (
     "model=moe_micro",
     "optimizer.lr_warmup_iterations=3",

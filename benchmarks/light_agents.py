@@ -52,7 +52,7 @@ class LightAgent:
     iteration: int = 1
     ranks: list[Rank] = field(default_factory=list)
     start: int = 0
-    is_newcomer: bool = False
+    is_joining: bool = False
     """Its ranks wait for the membership that they begin in: other orders are none of theirs."""
     sent: int = 0
     outbox: list[Message] = field(default_factory=list)
@@ -136,18 +136,18 @@ class LightAgent:
         match order["op"]:
             case "start" if str(self.node) in order["ranks"]:
                 numbers = order["ranks"][str(self.node)]
-                first = numbers[0] if order["is_newcomer"] else order["nodes"].index(self.node)
+                first = numbers[0] if order["is_joining"] else order["nodes"].index(self.node)
                 self.start, self.generation = order["start"], order["generation"]
-                self.is_newcomer = order["is_newcomer"]
+                self.is_joining = order["is_joining"]
                 self.ranks = [Rank(number, first + local) for local, number in enumerate(numbers)]
                 self._say(*(self._item(rank, "reported") for rank in self.ranks))
-            case "break" if self.node not in order["lost"] and not self.is_newcomer:
+            case "break" if self.node not in order["lost"] and not self.is_joining:
                 self._say(*(self._item(rank, "broken", **self._words(rank)) for rank in self.ranks))
-            case "change" if not self.is_newcomer:
+            case "change" if not self.is_joining:
                 about = {"planned": True, "at_seconds": time.time()}
                 self._say(*(self._item(rank, "broken", **self._position(rank), **about) for rank in self.ranks))
             case "reform" if self.node in order["next"]["nodes"]:
-                self.generation, self.is_newcomer = order["next"]["generation"], False
+                self.generation, self.is_joining = order["next"]["generation"], False
                 first = order["next"]["nodes"].index(self.node)
                 for local, rank in enumerate(self.ranks):
                     rank.rank = first + local

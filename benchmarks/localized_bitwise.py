@@ -28,7 +28,7 @@ from tests.helpers.jobs import forkserver
 ID = "localized-bitwise"
 MIN_TRIALS = 240
 SEED = 20261121
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 JOB_TIMEOUT_SECONDS = 900.0
 
 

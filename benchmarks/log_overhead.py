@@ -83,7 +83,7 @@ def _slowest(ranks: Sequence[dict[str, Any]], value: Any) -> float:
 
 def _measure(pairs: int, config: JobConfig, rank: Rank) -> dict[str, Any]:
     from benchmarks.job import join
-    from megatron_ft.mcore.loop.upstream import keep_room
+    from megatron_ft.mcore.recovery.upstream_log import keep_room
 
     trainer, _ = join(config, rank)
     engine, stage = trainer.engine, trainer.engine.pg.pp.rank()

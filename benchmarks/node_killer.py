@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.kill_peers import records_of
 from benchmarks.localized_jobs import Event, FaultJob, formed_by
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import AdminClient
 from megatron_ft.failures.injecting import Injector, NotInjected
 
 
@@ -75,4 +75,4 @@ class StoppedNodeKiller:
 
 def injector_for(run_dir: Path) -> Injector:
     """For jobs of one rank a node."""
-    return Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: Operator(run_dir))
+    return Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: AdminClient(run_dir))

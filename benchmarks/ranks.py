@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.run_id import make_run_id
-from megatron_ft.mcore.loop.main import warm
+from megatron_ft.mcore.rank_main import warm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

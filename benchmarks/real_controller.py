@@ -14,10 +14,10 @@ import psutil
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.controller_link import ControllerLink
-from megatron_ft.control.controller_main import ControllerSpec
-from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.operating import read_address
+from megatron_ft.control.admin import read_address
+from megatron_ft.control.controller.job_result import JobResult
+from megatron_ft.control.controller.link import ControllerLink
+from megatron_ft.control.controller.main import ControllerSpec
 from megatron_ft.control.rpc import new_token
 from megatron_ft.framing import Message
 
@@ -32,7 +32,7 @@ class RealController:
     run_dir: Path
     token: str
     events: list[Message] = field(default_factory=list)
-    end: JobEnd | None = None
+    end: JobResult | None = None
     address: str = ""
     process: psutil.Process | None = None
 
@@ -78,9 +78,9 @@ def real_controller(
             entry="",
             working_dir=str(run_dir),
             token=token,
-            console_descriptor=console.fileno(),
+            launcher_descriptor=console.fileno(),
         )
-        command = [sys.executable, "-m", "megatron_ft.control.controller_main"]
+        command = [sys.executable, "-m", "megatron_ft.control.controller.main"]
         kept = (console.fileno(),)
         with (run_dir / "controller.log").open("ab") as log:
             process = subprocess.Popen(

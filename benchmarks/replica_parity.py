@@ -123,7 +123,7 @@ def _shared_name(name: str, rank: int) -> str:
 
 
 def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
-    from megatron_ft.mcore.loop.migration import migrate
+    from megatron_ft.mcore.moe.migration import migrate
 
     trainer, _ = join(config, rank)
     for iteration in range(1, 4):
@@ -137,7 +137,7 @@ def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
 
 
 def _digests(trainer: Any) -> dict[str, str]:
-    from megatron_ft.mcore.optimizer.state_view import take_state
+    from megatron_ft.mcore.state.tensors import take_state
 
     return _digests_of(take_state(trainer.engine.model_chunks, trainer.engine.optimizer))
 
@@ -196,11 +196,11 @@ def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
 def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
     trainer, _ = join(config, rank)
     rows = []
-    from megatron_ft.mcore.checkpoint.digest import state_digest
+    from megatron_ft.mcore.state.digest import state_digest
 
     for iteration in range(1, config.training.train_iterations + 1):
         trainer.iterate(iteration)
-        digests = trainer.agreement.gather(state_digest(trainer.engine.model_chunks, trainer.engine.optimizer))
+        digests = trainer.collectives.gather(state_digest(trainer.engine.model_chunks, trainer.engine.optimizer))
         rows.append([digests, list(trainer.engine.history.losses)[-1:]])
     experts = {name: digest for name, digest in _digests(trainer).items() if ".experts." in name}
     kept = {k.owner: _digests_of(k.tensors()) for k in trainer.engine.state_copies.kept}
@@ -208,7 +208,7 @@ def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
 
 
 def _digests_of(tensors: dict[str, Any]) -> dict[str, str]:
-    from megatron_ft.mcore.checkpoint.digest import tensor_digest
+    from megatron_ft.mcore.state.digest import tensor_digest
 
     return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 

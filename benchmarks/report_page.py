@@ -19,7 +19,7 @@ from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job
 
 ID = "report-page"
 TIMEOUT_SECONDS = 240.0
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 MOST_BYTES, MOST_SECONDS = 500_000, 2.0
 BASE = (
     "model=moe_micro",

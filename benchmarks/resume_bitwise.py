@@ -26,7 +26,7 @@ from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job, start
 ID = "resume-bitwise"
 NUM_ITERATIONS = 8
 TIMEOUT_SECONDS = 240.0
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp1": (),

@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
-from megatron_ft.mcore.loop.extras import capture_extras
-from megatron_ft.mcore.loop.trainer import Trainer
-from megatron_ft.mcore.loop.underway import IterationResult
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
+from megatron_ft.mcore.training.iteration import IterationResult
+from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.planning.snapshot.peers import assign_peers
 from megatron_ft.snapshot.server.client import KeeperClient
 
@@ -100,7 +99,7 @@ class Windows:
         """What the trainer sends with a slice."""
         if index > 0:
             return {}
-        engine, extras = self._engine, capture_extras(self._engine)
+        engine, extras = self._engine, self._engine.train_state().to_json()
         settings = replay_config(
             engine.config, self._fingerprint, device=engine.device.type, transformer_impl=engine.transformer_impl
         )

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.simulated_ranks import LAST_ITERATION, WAITING, Rank, Ranks
-from megatron_ft.control import membership
-from megatron_ft.control.facts import AddRequested, DrainRequested, Fact, Tick
-from megatron_ft.control.membership_state import Decision, MembershipPolicy, Phase, State, Step
+from megatron_ft.control.membership import machine as membership
+from megatron_ft.control.membership.events import AddRequested, DrainRequested, MachineEvent, Tick
+from megatron_ft.control.membership.state import BREAKABLE, Decision, MembershipPolicy, State, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
 from megatron_ft.planning.recovery.replicas import Declined, plan_replicas
@@ -92,12 +92,12 @@ class Job(Ranks):
 
     # -- the controller -----------------------------------------------------------------------------------
 
-    def controller_takes(self, fact: Fact) -> None:
-        """One fact, one step, checked and carried out."""
+    def controller_takes(self, event: MachineEvent) -> None:
+        """One event, one step, checked and carried out."""
         before = self.state
         if self.ended is not None:
             return
-        step = membership.advance(self.policy, before, fact, self.now)
+        step = membership.advance(self.policy, before, event, self.now)
         self.check_step(before, step)
         self.state = step.state
         self.nodes_of[step.state.generation] = step.state.members
@@ -253,7 +253,7 @@ class Job(Ranks):
         self.decided[before.generation] += ends
         assert self.decided[before.generation] <= 1, f"generation {before.generation} was ended twice"
         assert after.generation - before.generation == (step.decision in (Decision.RESTART, Decision.REFORM))
-        if after.phase in (Phase.RUNNING, Phase.REFORMING):
+        if after.phase in BREAKABLE:
             assert self.policy.fewest_nodes <= len(after.members) <= self.policy.most_members, "too few or too many"
         assert len(after.members) == len(set(after.members)), "a node came back twice"
         if self.policy.keeps_layout:
@@ -269,7 +269,7 @@ class Job(Ranks):
             assert self.changed[before.generation] == 1, "two changes were ordered in one generation"
             assert set(step.nodes) <= set(before.members), "who is no member cannot leave"
         if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
-            assert not set(step.nodes) & (set(before.members) - before.lost), "members were taken for newcomers"
+            assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were taken for newcomers"
 
     def check_members(self, before: State, step: Step) -> None:
         """Who is new has waited for it, and who is gone was lost or asked to leave."""
@@ -279,13 +279,13 @@ class Job(Ranks):
             self.check_places(before, step)
             return
         came, went = members - set(before.members), set(before.members) - members
-        assert not members & before.lost, "a lost node came back"
+        assert not members & before.nodes.lost, "a lost node came back"
         assert came == set(reform.joining), "a node came back without a word"
         assert went == set(reform.lost) | set(reform.leaving), "a node went without a word"
         for node in came:
             for number in self.policy.ranks_of(node):
                 rank = self.ranks[number]
-                assert rank.generation == WAITING and number in before.reported, "a node came that did not wait"
+                assert rank.generation == WAITING and number in before.connected, "a node came that did not wait"
         self.counts["joined nodes"] += len(came)
         self.counts["left nodes"] += len(reform.leaving)
         self.counts["replaced nodes"] += min(len(came), len(reform.lost))
@@ -302,10 +302,10 @@ class Job(Ranks):
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == expected, "ranks changed numbers"
             assert reform.nodes[numbers[0] : numbers[-1] + 1] == (node,) * size, "ranks changed nodes"
             for number in self.policy.ranks_of(node) if node in reform.joining else ():
-                has_waited = self.ranks[number].generation == WAITING and number in step.state.reported
+                has_waited = self.ranks[number].generation == WAITING and number in step.state.connected
                 assert has_waited and number not in step.state.gone, "a node came that did not wait"
-        assert not set(step.nodes) & (set(step.state.members) | step.state.waiting), "new ranks would be killed"
-        assert before.lost & set(before.members) <= set(reform.lost), "a lost node kept its place"
+        assert not set(step.nodes) & (set(step.state.members) | step.state.nodes.waiting), "new ranks would be killed"
+        assert before.nodes.lost & set(before.members) <= set(reform.lost), "a lost node kept its place"
         self.counts["filled places"] += len(reform.lost)
         self.counts["places filled by their own node"] += len(set(reform.lost) & set(reform.joining))
 

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from megatron_ft.control.facts import Fact, NodeJoined, NodeLost
-from megatron_ft.control.membership_state import MembershipPolicy
+from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost
+from megatron_ft.control.membership.state import MembershipPolicy
 
 HEARTBEAT_SECONDS = 10.0
 LOST_CONTROLLER_SECONDS = 5.0
@@ -37,8 +37,8 @@ class Nodes:
         self.cut_until = [0.0] * most
         """Until when each node is cut off from all others: nothing reaches it, nothing leaves it."""
 
-    def controller_takes(self, fact: Fact) -> None:
-        """One fact reaches the state machine."""
+    def controller_takes(self, event: MachineEvent) -> None:
+        """One event reaches the state machine."""
         raise NotImplementedError
 
     def end_ranks(self, node: int) -> None:
@@ -57,7 +57,7 @@ class Nodes:
             1.5 * self.random.random() if self.random.random() < 0.05 else 0.0
         )
 
-    def tell(self, node: int, fact: Fact, start: int | None = None) -> None:
+    def tell(self, node: int, event: MachineEvent, start: int | None = None) -> None:
         """A message of a node to the controller: in order, late, perhaps twice; one that is lost is sent again."""
         arrives = max(self.words[node], self.cut_until[node], self.now + self.delay())
         while self.random.random() < 0.05:
@@ -66,16 +66,16 @@ class Nodes:
         self.words[node] = arrives
         session = self.sessions[node]
         for _ in range(2 if self.random.random() < 0.05 else 1):
-            self.later(arrives - self.now, lambda: self.hear(node, session, fact, start))
+            self.later(arrives - self.now, lambda: self.hear(node, session, event, start))
 
-    def hear(self, node: int, session: int, fact: Fact, start: int | None) -> None:
+    def hear(self, node: int, session: int, event: MachineEvent, start: int | None) -> None:
         """The controller's door: an earlier process is refused, words of earlier ranks are ignored."""
         if session != self.sessions[node] or self.is_over[node]:
             self.counts["refused"] += 1
         elif start is not None and start != self.starts[node]:
             self.counts["ignored"] += 1
         else:
-            self.controller_takes(fact)
+            self.controller_takes(event)
 
     def reach(self, node: int, carry_out: Callable[[], None]) -> None:
         """An order reaches a node, in order, once it is not cut off and if its process lives then."""

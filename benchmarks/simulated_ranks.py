@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulated_nodes import HEARTBEAT_SECONDS, Nodes
-from megatron_ft.control.facts import RankBroken, RankExited, RankHung, RankReported
-from megatron_ft.control.membership_state import Step
+from megatron_ft.control.membership.events import RankBroken, RankExited, RankHung, RankReported
+from megatron_ft.control.membership.state import Step
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position
 
@@ -72,10 +72,10 @@ class Ranks(Nodes):
             for number in self.policy.ranks_of(node):
                 former = self.ranks.get(number)
                 assert former is None or not former.is_alive, "a rank was started beside one that lives"
-                is_newcomer = generation == WAITING
-                rank = Rank(number, node, start, generation, has_state=not is_newcomer, is_alive=has_agent)
+                is_joining = generation == WAITING
+                rank = Rank(number, node, start, generation, has_state=not is_joining, is_alive=has_agent)
                 self.ranks[number] = rank
-                seconds = self.random.uniform(0.0, 1.5) if is_newcomer else 0.0  # it imports what it needs
+                seconds = self.random.uniform(0.0, 1.5) if is_joining else 0.0  # it imports what it needs
                 self.reach(node, lambda rank=rank, s=seconds: self.later(s, lambda: self.report(rank)))  # type: ignore[misc]
 
     def report(self, rank: Rank) -> None:
@@ -183,8 +183,8 @@ class Ranks(Nodes):
             contributed=rank.contributed,
             vote=rank.settled,
         )
-        fact = RankBroken(rank.start_rank, position, self.now, rank.completed, planned=planned)
-        self.tell(rank.node, fact, rank.start)
+        event = RankBroken(rank.start_rank, position, self.now, rank.completed, planned=planned)
+        self.tell(rank.node, event, rank.start)
 
     def go_on(self, rank: Rank, step: Step, *, replays: bool = False) -> None:
         """The next membership reaches a rank: it finishes or undoes, or takes another's state, and works on.
@@ -285,8 +285,8 @@ class Ranks(Nodes):
 
     def exited(self, rank: Rank, returncode: int, *, done: bool) -> None:
         """Its agent says so."""
-        fact = RankExited(rank.start_rank, returncode, self.now, done=done, iteration=rank.completed)
-        self.tell(rank.node, fact, rank.start)
+        event = RankExited(rank.start_rank, returncode, self.now, done=done, iteration=rank.completed)
+        self.tell(rank.node, event, rank.start)
 
     def end_rank(self, rank: Rank) -> None:
         """It is asked to end, or ends by an error; one that hangs does neither."""

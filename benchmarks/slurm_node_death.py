@@ -31,7 +31,7 @@ from tests.helpers.jobs import forkserver
 
 ID = "slurm-node-death"
 SEED = 20261122
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 
 TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
     "a dead node, expert replicas": lambda lab, name: replicas(lab, name, dead_node(2)),

@@ -25,7 +25,7 @@ ID = "slurm-requeue"
 SEED = 20261123
 NUM_TRIES, QUICK_TRIES = 3, 1
 """Without progress."""
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -118,7 +118,7 @@ class _Bench:
 
     def _dense_state(self) -> dict[str, Any]:
         """Live tensors of everything that this rank captures in a window of one slice, by name."""
-        from megatron_ft.mcore.optimizer.operator_view import OperatorView
+        from megatron_ft.mcore.state.operator_view import OperatorView
         from megatron_ft.planning.snapshot.report import dense_plan
 
         view = OperatorView(

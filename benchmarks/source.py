@@ -36,7 +36,7 @@ def used_files(script: Path, *, root: Path = ROOT) -> list[Path]:
     """Files of the repository that a script can run, sorted by name.
 
     These are the script itself, what it imports anywhere in a file, and what it names in a string of its own: a module
-    (``"megatron_ft.mcore.loop.main:warm"``), a file or a folder (``"pretrain_moe.py"``, ``"slurm/array.sbatch"``,
+    (``"megatron_ft.mcore.rank_main:warm"``), a file or a folder (``"pretrain_moe.py"``, ``"slurm/array.sbatch"``,
     ``"conf"``); then what these use in turn. YAML files name modules in any place.
     """
     found: set[Path] = set()

@@ -57,7 +57,7 @@ ANY_BYTES = 1 << 40
 """To ask ``dry_run`` with: what it says of the whole state does not depend on it."""
 HUNG = -1
 """Exit code of a job that was ended because it took too long: a failure like any other."""
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ class _Stage:
 
     def _run(self, operators: Collection[OperatorId]) -> None:
         """One iteration as a replay runs it: ``Replayer``, without the comparison with other ranks."""
-        from megatron_ft.mcore.loop.frozen import frozen, parameters_of, synchronous_reduction
         from megatron_ft.mcore.optimizer import commit
+        from megatron_ft.mcore.recovery.replay import frozen, parameters_of, synchronous_reduction
 
         engine = self.engine
         config = engine.transformer_config

@@ -27,8 +27,8 @@ from benchmarks.kill_peers import records_of
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from benchmarks.trace_jobs import Job
-from megatron_ft.control.launch import PRELOAD
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import AdminClient
+from megatron_ft.control.launcher import PRELOAD
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.schedule import FailureSchedule
 from megatron_ft.failures.traces import read_trace
@@ -60,7 +60,7 @@ class Replayed:
 
 def measure_elastic(job: Job, schedule: FailureSchedule) -> tuple[Replayed, list[dict[str, Any]]]:
     """The living job through the schedule; with what was injected."""
-    injector = Injector(run_dir=job.run_dir, ranks_per_node=1, connect=lambda: Operator(job.run_dir))
+    injector = Injector(run_dir=job.run_dir, ranks_per_node=1, connect=lambda: AdminClient(job.run_dir))
     problems, first_seconds, ended_at = [], 0.0, 0.0
     try:
         job.start(f"launch.num_nodes={schedule.num_initial_nodes}")

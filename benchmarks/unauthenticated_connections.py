@@ -23,7 +23,7 @@ from benchmarks.control_plane_scale import ask_status, healthy_nodes_lost, statu
 from benchmarks.light_agents import Fleet
 from benchmarks.real_controller import RealController, real_controller
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.facts import KillRequested, NodeLost
+from megatron_ft.control.membership.events import KillRequested, NodeLost
 
 ID = "unauthenticated-connections"
 NUM_AGENTS, QUICK_AGENTS = 100, 10
@@ -37,7 +37,7 @@ _CONNECT_SECONDS = 1.0
 
 
 class Crowd(threading.Thread):
-    """Strangers: as many connections as there can be up to a number, opened again when they are closed."""
+    """Unauthenticated peers: as many connections as there can be up to a number, opened again when they are closed."""
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(name="crowd", daemon=True)

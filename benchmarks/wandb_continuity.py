@@ -39,7 +39,7 @@ SAVE_INTERVAL = 4
 """Iterations from one checkpoint to the next; a kill comes one to three after one."""
 NUM_NODES = 3
 SEED = 20261122
-WARM = "megatron_ft.mcore.loop.main:warm"
+WARM = "megatron_ft.mcore.rank_main:warm"
 WORDS = (
     "telemetry.wandb=offline",
     f"launch.num_nodes={NUM_NODES}",

@@ -25,7 +25,7 @@ from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
@@ -94,7 +94,7 @@ class Run:
         nodes = members(config, events)
         is_running = as_if_running
         try:
-            with Operator(path) as operator:
+            with AdminClient(path) as operator:
                 nodes, is_running = tuple(sorted(operator.status()["members"])), True
         except JobNotRunning:
             pass  # said in the answer: rungs that need the living decline

@@ -11,7 +11,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import AdminClient
 from megatron_ft.errors import EXIT_OK, MegatronFtError
 
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("node", type=int, help="number of the node")
     options = parser.parse_args(arguments)
     try:
-        with Operator(options.run_dir) as operator:
+        with AdminClient(options.run_dir) as operator:
             operator.drain(options.node)
     except MegatronFtError as error:
         print(f"drain: {error}", file=sys.stderr)

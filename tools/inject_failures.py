@@ -24,7 +24,7 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.control.operating import CONTROLLER_FILE, JobNotRunning, Operator
+from megatron_ft.control.admin import CONTROLLER_FILE, AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.traces import read_trace
@@ -82,13 +82,13 @@ def _parser() -> argparse.ArgumentParser:
 def _inject(options: argparse.Namespace) -> list[str]:
     """Bring in what was asked for; what could not be. Raises MegatronFtError."""
     _check(options)
-    with Operator(options.run_dir) as operator:
+    with AdminClient(options.run_dir) as operator:
         operator.status()  # a job runs there
     launch = _launch(options.run_dir)
     injector = Injector(
         run_dir=options.run_dir,
         ranks_per_node=launch["ranks_per_node"],
-        connect=lambda: Operator(options.run_dir),
+        connect=lambda: AdminClient(options.run_dir),
     )
     if options.trace is not None:
         return _replay(injector, options, launch)
@@ -146,7 +146,7 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
     )
     print(schedule.summary())
     _wait_for_iteration(options)
-    with Operator(options.run_dir) as operator:
+    with AdminClient(options.run_dir) as operator:
         members = sorted(operator.status()["members"])
     if members != list(range(schedule.num_initial_nodes)):
         wanted = f"the trace begins with {schedule.num_initial_nodes} nodes"
@@ -179,7 +179,7 @@ def _wait_for_iteration(options: argparse.Namespace) -> None:
 
 def _is_over(run_dir: Path) -> bool:
     try:
-        with Operator(run_dir) as operator:
+        with AdminClient(run_dir) as operator:
             operator.status()
     except JobNotRunning:
         return True

@@ -13,7 +13,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.control.operating import Operator
+from megatron_ft.control.admin import AdminClient
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 from megatron_ft.planning.render import table
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     options = parser.parse_args(arguments)
     try:
-        with Operator(options.run_dir) as operator:
+        with AdminClient(options.run_dir) as operator:
             status = operator.status()
         print(json.dumps(status, indent=2) if options.json else render(status))
     except MegatronFtError as error:

@@ -19,7 +19,8 @@ examples:
   python pretrain_moe.py dry_run=true model=mixtral_8x7b           print the plan, start nothing
   python pretrain_moe.py launch.ranks_per_node=2 parallel=ep2      two ranks, experts split over both
   python pretrain_moe.py training.train_iterations=200 run.name=a  a longer run with a name
-  python pretrain_moe.py run.name=a run.resume=must                resume that run
+  python pretrain_moe.py training.train_iterations=200 run.name=a run.resume=must
+                                                                   resume that run, same overrides
   python pretrain_moe.py experiment=fault_campaign \\
       'launch.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
   torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         two ranks that torchrun starts

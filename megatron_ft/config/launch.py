@@ -13,7 +13,8 @@ class LaunchConfig:
     node_launcher: str = "local"
     """How nodes are started in mode ``local``. ``local``: on this machine. ``srun``: one on each node of the Slurm
     allocation that this command runs in. ``none``: not by this command; each task of the Slurm array that it runs in
-    connects as a node, and reconnects by itself if it is lost."""
+    connects as a node, and reconnects by itself if it is lost. ``module:Class`` is a launcher from outside of this
+    package (``control/launchers/base.py``)."""
     num_nodes: int = 1
     """Nodes that the job starts with."""
     ranks_per_node: int = 1

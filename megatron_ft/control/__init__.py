@@ -1,1 +1,1 @@
-"""Agrees: one controller per job, one agent per node, one worker client per rank. No torch."""
+"""Starts, watches and stops the processes of a job, and decides who belongs to it. No torch."""

@@ -19,7 +19,7 @@ _MAX_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What a process shows, and whom it trusts; PEM."""
+    """Certificate and key that a process presents, and the authority that it trusts; PEM."""
 
     authority: bytes
     certificate: bytes
@@ -36,7 +36,7 @@ class Certificates:
 
 
 def read_certificates(folder: str | None) -> Certificates | None:
-    """What ``launch.tls_dir`` names; None where it names nothing.
+    """Certificates of ``launch.tls_dir``; None where it is null.
 
     Raises:
         ConfigError: a file is missing, too long or no PEM, or others can read the private key.

@@ -1,11 +1,11 @@
-"""What counts as lost without having ended: silence and standstill. Pure: the clock comes from outside."""
+"""Detector of nodes and ranks that are lost without having ended: silence and standstill. Pure: takes the clock."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megatron_ft.control.facts import JobHung, NodeLost, RankHung
-from megatron_ft.control.membership_state import MembershipPolicy, Phase, State, ranks_of_all
+from megatron_ft.control.membership.events import JobHung, NodeLost, RankHung
+from megatron_ft.control.membership.state import TRAINING, MembershipPolicy, State, ranks_of_all
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -21,7 +21,7 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Who has given no sign for too long. All times are on one clock of the caller."""
+    """Keys without a sign of life for too long. All times are on one clock of the caller."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -29,22 +29,22 @@ class SignsOfLife(Generic[Key]):
         self._asked_at: float | None = None
 
     def hear(self, key: Key, now: float) -> None:
-        """Take in a sign of somebody, who is expected to give more; safe in any thread."""
+        """Take in a sign of life; more are expected from now on. Safe in any thread."""
         self._heard[key] = now
 
     def forget(self, key: Key) -> None:
-        """Expect nothing more of somebody."""
+        """Expect no more signs."""
         self._heard.pop(key, None)
 
     def seconds_since(self, key: Key, now: float) -> float | None:
-        """Since the last sign; None of somebody unknown."""
+        """Time since the last sign; None of an unknown key."""
         heard = self._heard.get(key)
         return None if heard is None else now - heard
 
     def silent(self, now: float) -> list[Key]:
-        """Who is overdue, to be asked several times within the timeout.
+        """Keys that are overdue; to be called several times within the timeout.
 
-        Whoever asks late has been held up itself and may have missed signs: everybody gets the whole time again.
+        A caller that is late was held up itself and may have missed signs: every key gets the whole time again.
         """
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
@@ -56,7 +56,7 @@ class SignsOfLife(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is: the ``step``-th thing it has said of an iteration, from 1."""
+    """Progress of a rank: the ``step``-th report of an iteration, from 1."""
 
     iteration: int
     phase: str
@@ -64,7 +64,7 @@ class Place:
 
 
 class Detector:
-    """Of the controller: nodes whose process has gone silent, ranks that get no further."""
+    """Finds nodes whose agent is unresponsive, and ranks without progress; used by the controller."""
 
     def __init__(self, membership: MembershipPolicy, policy: DetectorPolicy) -> None:
         self._membership = membership
@@ -88,7 +88,7 @@ class Detector:
         self._progress_at = now
 
     def place(self, rank: int) -> Place | None:
-        """Where a rank is, as far as it is known."""
+        """Progress of a rank, as far as it is known."""
         return self._places.get(rank)
 
     def seconds_since_word(self, node: int, now: float) -> float | None:
@@ -96,7 +96,7 @@ class Detector:
         return self._nodes.seconds_since(node, now)
 
     def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
-        """What has been found out.
+        """Losses found since the last call.
 
         Args:
             now: on the clock of all other calls.
@@ -111,7 +111,7 @@ class Detector:
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
         hang_seconds = self._policy.hang_seconds
-        if state.generation != self._generation or state.phase is not Phase.RUNNING or state.broken:
+        if state.generation != self._generation or state.phase not in TRAINING or state.broken:
             self._places, self._progress_at, self._generation = {}, now, state.generation
         if hang_seconds is None or now - self._progress_at < hang_seconds:
             return []

@@ -1,4 +1,4 @@
-"""Ports that nobody uses."""
+"""Unused ports."""
 
 import contextlib
 import random
@@ -12,9 +12,9 @@ _PORT_TRIES = 100
 
 
 def free_port(interface: str) -> int:
-    """A port nobody uses on ``interface`` right now, from a range that systems do not hand out by themselves.
+    """A port that is unused on ``interface`` right now, from a range that systems do not hand out by themselves.
 
-    The port is bound again later by whoever serves it; outside the ephemeral range no outgoing connection takes it
+    The process that serves the port binds it again later; outside the ephemeral range no outgoing connection takes it
     in between.
 
     Raises:

@@ -1,13 +1,13 @@
-"""What the launcher prints at the end of a job that did not end well. Pure: facts in, text out."""
+"""Reports of failures: the text that the launcher prints when a job has failed, and the records for its sinks. Pure."""
 
 import shlex
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.membership import describe_returncode, signal_name
-from megatron_ft.control.membership_state import Failure, MembershipPolicy, Outcome, Step, first_of
+from megatron_ft.control.controller.job_result import JobResult
+from megatron_ft.control.membership.machine import describe_returncode, signal_name
+from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step, first_of
 from megatron_ft.events import NodeLost, NodeStartFailed, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
 
@@ -19,7 +19,7 @@ _ENDING_FAULTS = ("kill", "exit", "raise")
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "launch.forkserver_socket=")
 
 
-def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") -> str:
+def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "") -> str:
     """Which rank died first, how, why, what became of the others, where logs are, how to resume.
 
     Args:
@@ -35,7 +35,7 @@ def failure_screen(end: JobEnd, run_dir: Path, resume: str, node_log: str = "") 
     return "\n".join([rule, *("\n".join(block.splitlines()) + "\n" for block in blocks if block), rule])
 
 
-def _headline(end: JobEnd, rank: int | None, details: Message) -> str:
+def _headline(end: JobResult, rank: int | None, details: Message) -> str:
     if rank is None:
         return f"THE JOB FAILED: {end.reason}"
     where = f"node {details['node']}" if "node" in details else "node unknown"
@@ -51,10 +51,10 @@ def _number(rank: int, details: Message) -> int:
 
 
 def _last_lines(details: Message) -> str:
-    """What is known of a rank that left no traceback."""
+    """Describe the end of a rank that left no traceback."""
     hint = ""
     if details.get("returncode") == -9:
-        hint = "SIGKILL comes from outside: somebody's kill, a failpoint, or the kernel out of memory (see dmesg).\n"
+        hint = "SIGKILL comes from outside: a kill command, a failpoint, or the kernel out of memory (see dmesg).\n"
     lines = details.get("log_tail", "").splitlines()[-_TAIL_LINES:]
     return hint + "\n".join(["The last lines of its log:", *lines] if lines else ["Its log is empty."])
 
@@ -84,12 +84,12 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _others(end: JobEnd, first: int | None) -> str:
-    """Those that failed later, probably because the first was gone, in that order; and those the launcher ended."""
+def _others(end: JobResult, first: int | None) -> str:
+    """List ranks that failed later, probably because the first was gone, and those that the launcher ended."""
     begin = end.details.get(first, {}).get("at_seconds", 0.0) if first is not None else 0.0
     failed = [(about["at_seconds"], rank, about) for rank, about in end.details.items() if rank != first]
     failed = [entry for entry in failed if not entry[2]["caused_by_us"] and not entry[2].get("done")]
-    # Each node reads its own clock: a later death can bear an earlier time.
+    # Each node reads its own clock: a later death can have an earlier time.
     delays = [(max(0.0, at - begin), rank, about) for at, rank, about in failed]
     delays.sort(key=lambda entry: entry[:2])
     lines = [f"  rank {_number(rank, about)}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
@@ -102,7 +102,7 @@ def _others(end: JobEnd, first: int | None) -> str:
     return "\n".join(["The others:", *lines]) if lines else ""
 
 
-def _survived(end: JobEnd) -> str:
+def _survived(end: JobResult) -> str:
     lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
     again = f"Its ranks had been started again {len(end.survived) - end.num_reforms} times"
     went_on = f" and had gone on with other nodes {end.num_reforms} times" if end.num_reforms else ""
@@ -142,12 +142,12 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
     """The failures of the generation that ended, and that its ranks are started again.
 
     Args:
-        details: what is known of the ends of its ranks, see ``JobEnd``.
+        details: what is known of the ends of its ranks, see ``JobResult``.
     """
     state = step.state
     first = first_of(state.survived[-1])
     assert first is not None, "ranks are started again after a failure"
-    failed = failed_records(JobEnd(Outcome.FAILED, step.reason, first, details), policy)
+    failed = failed_records(JobResult(Outcome.FAILED, step.reason, first, details), policy)
     restarted = RanksRestarted(
         generation=state.generation,
         reason=step.reason,
@@ -159,28 +159,28 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
 
 
 def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """The deaths that ended a membership whose other ranks go on; errors they saw because of them are none.
+    """The deaths that ended a membership whose other ranks continue, without the errors that these saw because of them.
 
     Args:
-        details: what is known of its ranks, see ``JobEnd``.
+        details: what is known of its ranks, see ``JobResult``.
     """
     failures = step.state.survived[-1]
     dead = {
         failure.rank: _death(failure, details.get(failure.rank)) for failure in failures if failure.rank is not None
     }
-    dying = failed_records(JobEnd(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
+    dying = failed_records(JobResult(Outcome.FAILED, step.reason, first_of(failures), dead), policy)
     return [*_lost_nodes(failures), *dying]
 
 
 class InjectedFaults:
-    """Which faults of a job have ended a process, as its records tell."""
+    """Faults of a job that have ended a process, by its records."""
 
     def __init__(self) -> None:
         self._fired: set[tuple[str, int]] = set()
         """The fault as it was asked for, and the node whose process it ended."""
 
     def is_news(self, record: Message) -> bool:
-        """Take in a record; False if it says that a fault was never injected which has ended an earlier process.
+        """Take in a record; False if it reports a fault as not injected that has ended an earlier process.
 
         The process that is started in place of the ended one is asked for the same fault, and cannot know of the first.
         """
@@ -198,8 +198,8 @@ def failed_start_records(step: Step) -> list[Record]:
     ]
 
 
-def end_records(end: JobEnd, policy: MembershipPolicy) -> list[Record]:
-    """What ended a job that failed."""
+def end_records(end: JobResult, policy: MembershipPolicy) -> list[Record]:
+    """Events of the failures that ended a job."""
     first = [] if end.first_failure is None else [end.first_failure]
     return [*_lost_nodes(first), *failed_records(end, policy)]
 
@@ -218,7 +218,7 @@ def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
 
 
 def _death(failure: Failure, details: Message | None) -> Message:
-    """What is known of a rank's death: ``details``, and the failure itself where they do not say why it died.
+    """Details of a rank's death: ``details``, and the failure itself where they do not give the cause.
 
     A rank that did not report in time was killed by the control plane. That it did not report is the failure.
     """
@@ -230,7 +230,7 @@ def _death(failure: Failure, details: Message | None) -> Message:
     return {**own, **details, "caused_by_us": False} if details["caused_by_us"] else details
 
 
-def failed_records(end: JobEnd, policy: MembershipPolicy) -> list[RankFailed]:
+def failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
     """One event for each rank that failed, the first one first; those the launcher ended are not among them."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]

@@ -19,7 +19,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.control.certificates import Certificates
-from megatron_ft.control.strangers import Strangers, max_connections
+from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 
@@ -28,7 +28,7 @@ Method = Callable[[Message], Message | bytes]
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 HANDSHAKE_SECONDS = 10
-"""A connection that has not begun to speak HTTP/2 by then is closed."""
+"""A connection without an HTTP/2 handshake by then is closed."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -104,16 +104,16 @@ class RpcServer:
         except RuntimeError as error:
             raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
-        self._strangers = handlers.strangers = Strangers(bound, max_connections=most)
+        self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
 
     def start(self) -> None:
         """Serve in threads of its own."""
         self._server.start()
-        self._strangers.start()
+        self._unauthenticated.start()
 
     def stop(self) -> None:
         """Stop serving; calls under way are cancelled."""
-        self._strangers.stop()
+        self._unauthenticated.stop()
         self._server.stop(grace=None).wait()
 
 
@@ -121,7 +121,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: str, methods: Mapping[str, Method], token: str) -> None:
         self._methods = {f"/{service}/{name}": method for name, method in methods.items()}
         self._token = token.encode()
-        self.strangers: Strangers | None = None
+        self.unauthenticated: UnauthenticatedConnections | None = None
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         if not self._authentic(handler_call_details):
@@ -135,8 +135,8 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _answer(self, method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
         def handle(request: bytes, context: grpc.ServicerContext) -> bytes:
-            if self.strangers is not None:
-                self.strangers.has_shown_token(context.peer())
+            if self.unauthenticated is not None:
+                self.unauthenticated.has_shown_token(context.peer())
             try:
                 answer = method(decode(request))
                 return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -152,13 +152,13 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    """Refuse without the body, which need never come: a stranger must not keep a thread waiting for it."""
+    """Refuse without the body, which may never come: an unauthenticated peer must not keep a thread waiting."""
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
     raise AssertionError("abort returns never")
 
 
 class RpcError(ControlError):
-    """A call that did not get an answer. ``refused``: the peer is there and said no."""
+    """A call that did not get an answer. ``refused``: the peer answers, and refuses."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)

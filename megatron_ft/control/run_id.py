@@ -19,7 +19,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunId:
-    """Who a run is."""
+    """Identity of a run."""
 
     run_id: str
     """32 hexadecimal digits."""

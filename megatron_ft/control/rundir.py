@@ -174,7 +174,7 @@ def _lock(path: Path) -> int:
 
 
 def _resume(run: RunConfig, path: Path) -> Path | None:
-    """Where an existing run continues from."""
+    """The folder that an existing run continues from."""
     if run.resume == "never":
         constraint = f"exists in {path.parent}; continue it with run.resume=must (or auto), or choose another name"
         raise ConfigError.of("run.name", run.name, constraint)

@@ -1,7 +1,7 @@
 """The folder of mode 0700 that holds the sockets of a job's processes on one machine.
 
-Every socket of a node bears the process id of the agent that it belongs to: ``003-4711.sock`` is the agent's own,
-``003-4711-keeper.sock`` that of a service. So the processes of a node that is started again never meet a socket that
+The name of every socket of a node has the process id of its agent: ``003-4711.sock`` is the agent's own,
+``003-4711-keeper.sock`` that of a sidecar. So the processes of a node that is started again never meet a socket that
 its killed predecessor left behind, and two that live at the same time never share one.
 
 Every process that uses the folder holds a shared lock on a file in it, which the kernel releases when the process ends,
@@ -21,8 +21,8 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 
 _MAX_PARENT_BYTES = 55
-"""Of the path in which the folder is made: a socket's path has at most 107 bytes, and ``/megatron-ft-XXXXXXXX`` and the
-longest name of a socket come after it."""
+"""Limit for the path in which the folder is made: a socket's path has at most 107 bytes, and
+``/megatron-ft-XXXXXXXX`` and the longest name of a socket come after it."""
 _PREFIX = "megatron-ft-"
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,7 +30,7 @@ _SOCKET = re.compile(r"(?P<node>[0-9]{3,})-(?P<process_id>[0-9]+)(-.+)?\.sock")
 
 
 class Use:
-    """That this process uses a folder of sockets, until ``end`` or its end."""
+    """Use of a folder of sockets by this process, until ``end`` or its end."""
 
     def __init__(self, path: Path) -> None:
         """Begin. A folder that ``make_runtime_dir`` did not make is never removed with what it holds."""
@@ -71,7 +71,7 @@ def make_runtime_dir() -> Iterator[Path]:
     try:
         os.write(descriptor, _BOOT_ID.read_bytes())
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        os.rename(new, path / _LOCK_FILE)  # nobody ever sees it without the lock
+        os.rename(new, path / _LOCK_FILE)  # no process ever sees it without the lock
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -79,7 +79,7 @@ def make_runtime_dir() -> Iterator[Path]:
 
 
 def _remove_left_over(parent: Path) -> None:
-    """Remove the folders that nobody uses any more. Locks tell that only of processes under the same kernel."""
+    """Remove unused folders. Locks show use only by processes under the same kernel."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -102,14 +102,14 @@ def _remove_unused(path: Path, lock: int) -> None:
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
-    """Where this process, as the agent of ``node``, or one of its services listens."""
+    """Socket of this process as the agent of ``node``, or of one of its sidecars."""
     return runtime_dir / (f"{node:03d}-{os.getpid()}" + (f"-{service}" if service else "") + ".sock")
 
 
 def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
-    """Remove the sockets of earlier agents of ``node`` and of their services; for an agent that has none yet.
+    """Remove the sockets of earlier agents of ``node`` and of their sidecars; for an agent that has none yet.
 
-    Only sockets of agents that have ended are removed. A service may outlive its agent for a moment; nobody connects
+    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment; no rank connects
     to it any more, because ranks of the node end with the agent.
     """
     for path in runtime_dir.glob("*.sock"):

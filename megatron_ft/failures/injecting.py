@@ -31,7 +31,7 @@ class NotInjected(ControlError):
 
 
 class Operator(Protocol):
-    """Calls a job's controller; ``megatron_ft.control.operating.Operator`` is one."""
+    """Calls a job's controller; ``megatron_ft.control.admin.Operator`` is one."""
 
     def drain(self, node: int) -> None:
         """Have a node leave. Raises ControlError."""

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.parallel import ParallelConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
 from megatron_ft.runtime.transport.held_groups import drop_broken_graph, release

@@ -153,7 +153,7 @@ class Rank:
         import torch
 
         from megatron_ft.config.checkpoint import CheckpointConfig
-        from megatron_ft.mcore.loop.engine import TrainingEngine
+        from megatron_ft.mcore.training.engine import TrainingEngine
 
         self.directory, self.records = directory, []
         self.config = make_config(LAYOUTS[layout])
@@ -236,7 +236,7 @@ class Rank:
         return state, result
 
     def digests(self) -> dict[str, str]:
-        from megatron_ft.mcore.checkpoint.digest import tensor_digests
+        from megatron_ft.mcore.state.digest import tensor_digests
 
         return tensor_digests(self.engine.model_chunks, self.engine.optimizer)
 
@@ -311,7 +311,7 @@ def scribble(rank: Rank) -> None:
 
     import torch
 
-    from megatron_ft.mcore.checkpoint.digest import named_state
+    from megatron_ft.mcore.state.digest import named_state
 
     with torch.no_grad():
         for _, tensor in named_state(rank.engine.model_chunks, rank.engine.optimizer):
@@ -621,7 +621,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cpu.install()
     import megatron_ft.mcore.checkpoint
-    import megatron_ft.mcore.loop.engine  # noqa: F401
+    import megatron_ft.mcore.training.engine  # noqa: F401
     from tests.helpers.engines import be_ready_to_fork
 
     be_ready_to_fork()

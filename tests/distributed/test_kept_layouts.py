@@ -79,7 +79,7 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     agent_process(runs, 2).send_signal(signal.SIGKILL)
     finish(runs, job, ControlError.exit_code)
     assert decisions(runs)[1]["declined"] == (
-        "nobody can take place 2 of node 2: no spare is there, and node 2 does not come back, "
+        "no replacement node for place 2 of node 2: there is no spare, and it is not started again: "
         "launch.restart_lost_nodes=false"
     )
 
@@ -90,7 +90,7 @@ def test_all_ranks_start_again_by_place_where_nobody_can_take_one(runs: Path) ->
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 1).send_signal(signal.SIGKILL)
     finish(runs, job)
-    assert decisions(runs)[1]["declined"].startswith("nobody can take place 0 of node 0: no spare is there")
+    assert decisions(runs)[1]["declined"].startswith("no replacement node for place 0 of node 0: there is no spare")
     again = sorted((record["rank"], record["node"]) for record in started(runs)[2])
     assert again == list(enumerate((0, 0, 3, 3, 2, 2)))
     assert {tuple(record["nodes"]) for record in started(runs)[2]} == {(0, 0, 3, 3, 2, 2)}

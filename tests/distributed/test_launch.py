@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ft.control.agent import AgentSpec
+from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed, TrainingStopped
 from tests.helpers.authority import make_authority
 from tests.helpers.jobs import forkserver, start_dummy_job, wait
@@ -226,9 +226,9 @@ def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
 def start_with_service(runs: Path, manner: str = "", **overrides: Any) -> "subprocess.Popen[str]":
     """A job on two nodes whose ranks ask the service of their node."""
     settings = {**TWO_NODES, "training.train_iterations": 8, **overrides}
-    services = {"dummy": "tests.helpers.dummy_service"}
+    sidecars = {"dummy": "tests.helpers.dummy_service"}
     environment = {"DUMMY_SERVICE": manner}
-    return start_dummy_job(runs, "run_with_service", overrides=settings, services=services, environment=environment)
+    return start_dummy_job(runs, "run_with_sidecar", overrides=settings, sidecars=sidecars, environment=environment)
 
 
 def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) -> None:
@@ -254,9 +254,9 @@ def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) 
 @pytest.mark.parametrize(
     ("manner", "words"),
     [
-        ("fails", ["service dummy exited with code 3", "no memory"]),
+        ("fails", ["sidecar dummy exited with code 3", "no memory"]),
         ("garbage", ["bytes that are not JSON|JSON list: must be an object"]),
-        ("brittle", ["service dummy was killed by SIGKILL while the job ran"]),
+        ("brittle", ["sidecar dummy was killed by SIGKILL while the job ran"]),
     ],
 )
 def test_a_service_that_ends_or_lies_ends_its_node(runs: Path, manner: str, words: list[str]) -> None:
@@ -353,7 +353,7 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
     """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
     before = set(os.listdir("/dev/shm"))
     overrides = {**TWO_NODES, "launch.min_nodes": 1, "training.train_iterations": 100000}
-    job = start_dummy_job(runs, "run_surviving", overrides=overrides, services={"dummy": "tests.helpers.dummy_service"})
+    job = start_dummy_job(runs, "run_surviving", overrides=overrides, sidecars={"dummy": "tests.helpers.dummy_service"})
     eventually(lambda: len(started(runs).get(0, [])) == 4, "all ranks run")
     node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
     node.kill()
@@ -415,8 +415,8 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
 
 
 def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    from megatron_ft.control.controller import Controller
-    from megatron_ft.control.membership_state import MembershipPolicy, Phase
+    from megatron_ft.control.controller.controller import Controller
+    from megatron_ft.control.membership.state import MembershipPolicy, Phase
     from tests.helpers.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)
@@ -424,7 +424,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
         policy,
         interface="127.0.0.1",
         token="a" * 64,
-        start_order=lambda _generation: {},
+        launch_spec=lambda _generation: {},
         record_decision=lambda _decision: None,
     )
     server = threading.Thread(target=controller.run, args=(lambda _record, _origin: None, lambda _: None), daemon=True)
@@ -438,7 +438,7 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
             runtime_dir=str(tmp_path / "sockets"),
             forkserver_socket=socket_path,
         )
-        command = [sys.executable, "-m", "megatron_ft.control.agent"]
+        command = [sys.executable, "-m", "megatron_ft.control.node.agent"]
         with subprocess.Popen(
             command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
         ) as agent:
@@ -448,8 +448,8 @@ def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
             assert agent.wait(timeout=LIMIT_SECONDS) == ControlError.exit_code
             assert "wrong or missing token" in agent.stderr.read().decode()
     assert controller.state.phase is Phase.FORMING
-    assert controller.state.joined == frozenset()
-    from megatron_ft.control.facts import KillRequested
+    assert controller.state.nodes.registered == frozenset()
+    from megatron_ft.control.membership.events import KillRequested
 
     controller.post(KillRequested())
     server.join(timeout=10)

@@ -111,7 +111,7 @@ def test_an_error_without_a_death_ends_the_job_with_the_rank_that_had_it(runs: P
     assert RankFailed.exit_code == 7
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase replay)" in output
     assert "raised megatron_ft.failpoints.InjectedFault: injected fault (rank 2, iteration 3, forward)" in output
-    assert "does not go on in this process" not in output, "what it waited for in vain is not its failure"
+    assert "does not continue in this process" not in output, "what it waited for in vain is not its failure"
     (decision,) = decisions(runs)
     assert (decision["declined"], decision["lost_nodes"]) == ("rank 2 raised", [])
 
@@ -163,9 +163,9 @@ def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
     output = finish(runs, start(runs, *faults, reform_timeout_seconds=1.0), 7)
     assert "RANK 3 FAILED FIRST" in output
     (decision,) = decisions(runs)
-    assert decision["declined"] == "launch.reform_timeout_seconds=1: no word of ranks [4]"
+    assert decision["declined"] == "launch.reform_timeout_seconds=1: timed out waiting for ranks [4]"
     logs = [(runs / "dummy" / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(6)]
-    told = f"{ControlError.__name__}: training does not go on in this process: {decision['declined']}"
+    told = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
     assert [rank for rank in range(6) if told in logs[rank]] == [0, 1, 5], "the rest of the lost node was killed first"
 
 

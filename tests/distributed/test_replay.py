@@ -90,7 +90,7 @@ DAMAGES: dict[str, str] = {
     "random_numbers": "iteration 3 was replayed to something else: loss=",
     "vote": "iteration 3 was replayed to something else: loss=",
     "short": "bytes were captured",
-    "no_extras": "slice 0 has no extras",
+    "no_train_state": "slice 0 has no train state",
 }
 
 

@@ -1,4 +1,4 @@
-"""Whole jobs of dummy ranks whose nodes are killed from outside, their services too: each node is back afterwards."""
+"""Whole jobs of dummy ranks whose nodes are killed from outside, their sidecars too: each node is back afterwards."""
 
 import signal
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import finish
 from tests.helpers.jobs import start_dummy_job
 
-SERVICES = {"dummy": "tests.helpers.dummy_service"}
+SIDECARS = {"dummy": "tests.helpers.dummy_service"}
 REPLICAS = {"launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
 IN_PLACE = {
     "launch.keep_layout": True,
@@ -29,7 +29,7 @@ def start(runs: Path, layout: dict[str, Any], *, manner: str = "", **overrides: 
     settings |= {**layout, "training.train_iterations": 100000}
     settings |= {f"launch.{name}": value for name, value in overrides.items()}
     environment = {"DUMMY_SERVICE": manner}
-    return start_dummy_job(runs, "run_surviving", overrides=settings, services=SERVICES, environment=environment)
+    return start_dummy_job(runs, "run_surviving", overrides=settings, sidecars=SIDECARS, environment=environment)
 
 
 def kill(runs: Path, logs: Sequence[str]) -> None:
@@ -79,9 +79,7 @@ def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_told(runs: 
     job.send_signal(signal.SIGINT)
     output = finish(runs, job, EXIT_INTERRUPTED)
     assert {(event["node"], event["starts_again"]) for event in told_of} == {(1, True)}
-    said = (
-        "node agent: service dummy exited with code 3 while the job ran, its last words: dummy service: no memory; its"
-    )
+    said = "node agent: sidecar dummy exited with code 3 while the job ran, the last line of its log: dummy"
     assert all(event["reason"].startswith(f"its process exited with code 8: {said}") for event in told_of)
     assert "Traceback" not in output
 

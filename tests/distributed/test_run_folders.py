@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ft.control.controller_main import FOLDER, JOURNAL
+from megatron_ft.control.controller.main import FOLDER, JOURNAL
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from tests.distributed.test_launch import LIMIT_SECONDS, assert_nothing_left, eventually, rank_process, records, started
 from tests.distributed.test_lost_nodes import LAYOUT, decisions, finish, reformed

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_ft.control.controller_main import FOLDER, JOURNAL, ControllerSpec
+from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.rpc import RpcClient
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from tests.distributed.test_launch import LIMIT_SECONDS, eventually, records
@@ -131,9 +131,9 @@ def second_controller(runs: Path, token: str) -> "subprocess.CompletedProcess[st
         entry="",
         working_dir=str(runs),
         token=token,
-        console_descriptor=0,
+        launcher_descriptor=0,
     )
-    command = [sys.executable, "-m", "megatron_ft.control.controller_main"]
+    command = [sys.executable, "-m", "megatron_ft.control.controller.main"]
     return subprocess.run(
         command,
         cwd=REPOSITORY,

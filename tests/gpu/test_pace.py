@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megatron_ft.mcore.loop.pace import MIN_ITERATIONS, Pace, StreamClock
+from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, StragglerTimer, StreamClock
 
 
 class Products(torch.nn.Module):
@@ -16,9 +16,9 @@ class Products(torch.nn.Module):
         return matrix
 
 
-def pace_of(matrix: torch.Tensor, count: int) -> float:
+def timer_of(matrix: torch.Tensor, count: int) -> float:
     work = Products()
-    pace = Pace(StreamClock())
+    pace = StragglerTimer(StreamClock())
     pace.time(work)
     said = 0.0
     for _ in range(2 * MIN_ITERATIONS):
@@ -29,7 +29,7 @@ def pace_of(matrix: torch.Tensor, count: int) -> float:
 
 def test_it_is_the_time_on_the_stream() -> None:
     matrix = torch.rand((4096, 4096), device="cuda")
-    few, many = pace_of(matrix, 2), pace_of(matrix, 20)
+    few, many = timer_of(matrix, 2), timer_of(matrix, 20)
     assert many > 3.0 * few > 0.0
     began = time.perf_counter()
     Products()(matrix, 20)

@@ -1,6 +1,6 @@
 """``python -m tests.helpers.dummy_job SPEC.json``: a job of dummy ranks whose sink is a file of JSON lines.
 
-``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``services``.
+``SPEC.json`` holds ``config`` (JSON of ``JobConfig``), ``entry``, ``preload`` and ``sidecars``.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.launch import launch
+from megatron_ft.control.launcher import launch
 from megatron_ft.errors import MegatronFtError
 
 
@@ -49,7 +49,7 @@ def main() -> int:
             entry=entry,
             preload=spec["preload"],
             command=command,
-            services=spec["services"],
+            sidecars=spec["sidecars"],
         )
     except MegatronFtError as error:
         print(error, file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership
@@ -61,7 +61,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
     A rank passes the phase ``replay`` before it says how far it is, and ``build`` when it goes on.
     """
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
-    if context.is_newcomer:
+    if context.is_joining:
         context.worker.report({"kind": "waiting", "number": context.rank, "node": context.node})
         context = _begin(context, context.worker.await_membership())
     else:
@@ -135,9 +135,9 @@ def _wait_for_all(context: RankContext) -> None:
         threading.Event().wait(ITERATION_SECONDS)
 
 
-def run_with_service(config: JobConfig, context: RankContext) -> None:
+def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
     """As ``run``, and each rank reports what the service of its node says."""
-    service = context.services["dummy"]
+    service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(service["socket"])
         send(connection, {"token": service["token"]})

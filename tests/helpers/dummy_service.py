@@ -13,7 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
-from megatron_ft.control.forkserver import listen
+from megatron_ft.control.node.fork_server import listen
 from megatron_ft.framing import FrameReader, send
 
 FIRST_LINES = {"garbage": "[1]", "homeless": "{}", "wordy": 5000 * "x"}

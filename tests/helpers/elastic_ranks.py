@@ -22,9 +22,9 @@ import numpy as np
 
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import MembershipOrder, RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.run_id import RUN_ID_NAME
-from megatron_ft.control.worker import MembershipOrder, RankContext
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target
@@ -212,7 +212,7 @@ class Job:
         """Process of each present rank."""
         self.left: list[int] = []
         self.newcomers = {
-            node: self._start_stranger(node) if node in strangers else self._start(node, is_newcomer=True)
+            node: self._start_stranger(node) if node in strangers else self._start(node, is_joining=True)
             for joining in (*(change.get("join", ()) for change in self.changes.values()), *self.returns.values())
             for node in joining
         }
@@ -237,7 +237,7 @@ class Job:
         _name_run(own)
         config, self.config = self.config, copy.deepcopy(self.config)
         self.config.data.train = [str(self.folder.parent / "others")]
-        number = self._start(node, is_newcomer=True, run_dir=own)
+        number = self._start(node, is_joining=True, run_dir=own)
         self.config = config
         return number
 
@@ -246,11 +246,11 @@ class Job:
         (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
         context = {**_context(self.folder, node, self.port), **about}
         if self.keepers is not None:
-            is_alone = about.get("is_newcomer") and not self.config.launch.keep_layout
+            is_alone = about.get("is_joining") and not self.config.launch.keep_layout
             known = {node: self.keepers.nodes[node]} if is_alone else self.keepers.nodes
             addresses = {str(number): keeper.address for number, keeper in known.items()}
             service = {"socket": self.keepers.nodes[node].socket_path, "token": TOKEN, "addresses": addresses}
-            context["services"] = {"keeper": service}
+            context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
         process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders))
         process.start()
@@ -317,7 +317,7 @@ class Job:
     def _substitute(self, process: int) -> int:
         """A process in the place of one that has died."""
         node = self.spares.pop(0) if self.spares else self.nodes[process]
-        return self._start(node, is_newcomer=True, generation=self.generation - 1)
+        return self._start(node, is_joining=True, generation=self.generation - 1)
 
     def _tell_break(self, process: int, reason: str) -> None:
         try:
@@ -385,7 +385,7 @@ def _be(
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
 ) -> None:
-    from megatron_ft.mcore.loop.main import run_rank
+    from megatron_ft.mcore.rank_main import run_rank
 
     error, forked_with = None, set(sys.modules)
     try:
@@ -416,7 +416,7 @@ def schedule_of(outcome: dict[str, Any]) -> list[str]:
 
 
 def _main(spec: str, outcome: str) -> None:
-    from megatron_ft.mcore.loop.main import warm
+    from megatron_ft.mcore.rank_main import warm
 
     warm()
     be_ready_to_fork()

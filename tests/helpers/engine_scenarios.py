@@ -10,9 +10,9 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_ft.mcore.groups import dissolve_groups, form_groups
-from megatron_ft.mcore.loop.reporting import metrics_record
 from megatron_ft.mcore.model.names import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.commit import grad_scalers
+from megatron_ft.mcore.training.reporting import metrics_record
 from tests.helpers import engines
 
 SLOW_SECONDS = 0.02

@@ -78,7 +78,7 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cpu.install()
-        importlib.import_module("megatron_ft.mcore.loop.engine")
+        importlib.import_module("megatron_ft.mcore.training.engine")
         importlib.import_module("megatron_ft.mcore.groups")
 
 
@@ -121,7 +121,7 @@ def new_engine(config: JobConfig) -> Any:
     """A ``TrainingEngine`` on the CPU over made-up samples, not built yet."""
     import torch
 
-    from megatron_ft.mcore.loop.engine import TrainingEngine
+    from megatron_ft.mcore.training.engine import TrainingEngine
 
     samples = MadeUpSamples(config.model.seq_length)
     return TrainingEngine(
@@ -157,7 +157,7 @@ def add_padding(engine: Any, multiple: int) -> None:
 
 def digests(engine: Any) -> dict[str, str]:
     """Digest of every tensor of a rank's state by name."""
-    from megatron_ft.mcore.checkpoint.digest import tensor_digests
+    from megatron_ft.mcore.state.digest import tensor_digests
 
     return tensor_digests(engine.model_chunks, engine.optimizer)
 

@@ -251,7 +251,7 @@ def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
 
         common.install()
         groups_module = importlib.import_module("megatron_ft.mcore.groups")
-        engine_module = importlib.import_module("megatron_ft.mcore.loop.engine")
+        engine_module = importlib.import_module("megatron_ft.mcore.training.engine")
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
         config = engines.micro_config({**overrides, "training.device": "cuda"})
         model = config.model

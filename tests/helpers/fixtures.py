@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.launch import PRELOAD
+from megatron_ft.control.launcher import PRELOAD
 from tests.helpers.jobs import forkserver
 
 

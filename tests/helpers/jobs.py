@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.forkserver import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -111,7 +111,7 @@ def start_dummy_job(
     *,
     overrides: Mapping[str, Any] | None = None,
     preload: Sequence[str] = ("tests.helpers.dummy_rank",),
-    services: Mapping[str, str] | None = None,
+    sidecars: Mapping[str, str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> "subprocess.Popen[str]":
     """Start a job of dummy ranks.
@@ -119,7 +119,7 @@ def start_dummy_job(
     Args:
         entry: function of ``tests/helpers/dummy_rank.py``.
         overrides: dotted key to value, e.g. ``{"launch.num_nodes": 2}``.
-        services: name to module of services of the nodes.
+        sidecars: name to module of sidecars of the nodes.
     """
     config = JobConfig()
     for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
@@ -127,7 +127,7 @@ def start_dummy_job(
         setattr(getattr(config, group), name, value)
     runs.mkdir(exist_ok=True)
     spec = runs / "spec.json"
-    content = {"entry": entry, "preload": list(preload), "services": dict(services or {})}
+    content = {"entry": entry, "preload": list(preload), "sidecars": dict(sidecars or {})}
     spec.write_text(json.dumps({"config": to_dict(config), **content}))
     return start([sys.executable, "-m", "tests.helpers.dummy_job", str(spec)], environment=environment)
 
@@ -140,7 +140,7 @@ def forkserver(*modules: str) -> Iterator[str]:
     arguments = ["--socket", str(path), "--preload", *modules]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.control.forkserver", *arguments],
+            [sys.executable, "-m", "megatron_ft.control.node.fork_server", *arguments],
             cwd=REPOSITORY,
             env={**os.environ, **SINGLE_THREAD_ENVIRONMENT},
             stdin=subprocess.PIPE,

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.extras import _encode, capture_extras
-from megatron_ft.mcore.loop.replaying import CapturedSlice, Replayer
 from megatron_ft.mcore.optimizer.masters import masters
-from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.mcore.recovery.replay import CapturedSlice, Replayer
+from megatron_ft.mcore.state.operator_view import OperatorView
+from megatron_ft.mcore.state.train_state import encode
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.commit import History, Vote
 from megatron_ft.planning.recovery.replay import plan_replay
 from megatron_ft.planning.snapshot.pieces import slice_bytes
@@ -60,13 +60,13 @@ def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index:
         content = view.source(piece).contiguous().view(torch.uint8).numpy().tobytes()
         assert len(content) == piece.num_bytes, piece
         payload[piece.offset : piece.offset + piece.num_bytes] = content
-    extras = json.loads(json.dumps(capture_extras(engine))) if index == 0 else None
-    return CapturedSlice(payload=bytes(payload), extras=extras)
+    record = json.loads(json.dumps(engine.train_state().to_json())) if index == 0 else None
+    return CapturedSlice(payload=bytes(payload), train_state=record)
 
 
 def scramble(engine: TrainingEngine) -> None:
     """Make every weight, master, moment, step count, buffer and random state something else."""
-    from megatron_ft.mcore.checkpoint.digest import named_state
+    from megatron_ft.mcore.state.digest import named_state
 
     generator = torch.Generator().manual_seed(99)
     list(masters(engine.model_chunks, engine.optimizer))
@@ -171,15 +171,15 @@ def spoil(found: Recorded, damage: str, rank: int) -> None:
     if damage == "weight" and rank == 0:
         content = bytearray(first.payload)
         content[1] ^= 0x01
-        found.slices[0] = CapturedSlice(payload=bytes(content), extras=first.extras)
+        found.slices[0] = CapturedSlice(payload=bytes(content), train_state=first.train_state)
     elif damage == "short":
-        found.slices[0] = CapturedSlice(payload=first.payload[:-4096], extras=first.extras)
-    elif damage == "no_extras":
+        found.slices[0] = CapturedSlice(payload=first.payload[:-4096], train_state=first.train_state)
+    elif damage == "no_train_state":
         found.slices[0] = CapturedSlice(payload=first.payload)
     elif damage == "random_numbers" and rank == 0:
-        assert first.extras is not None, "captured with slice 0"
-        rng = {**first.extras["rng"], "torch": _encode(torch.Generator().manual_seed(5).get_state())}
-        found.slices[0] = CapturedSlice(payload=first.payload, extras={**first.extras, "rng": rng})
+        assert first.train_state is not None, "captured with slice 0"
+        rng = {**first.train_state["rng"], "torch": encode(torch.Generator().manual_seed(5).get_state())}
+        found.slices[0] = CapturedSlice(payload=first.payload, train_state={**first.train_state, "rng": rng})
     elif damage == "vote":
         vote = found.votes[START + 1]
         found.votes[START + 1] = dataclasses.replace(vote, loss=math.nextafter(vote.loss, 9.0))
@@ -198,7 +198,7 @@ def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:
 
 def poison(iteration: int) -> None:
     """Make the loss of ``iteration`` NaN."""
-    from megatron_ft.mcore.loop import engine, forward
+    from megatron_ft.mcore.training import engine, forward
 
     original = forward.forward_step
 

@@ -13,13 +13,13 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
-from megatron_ft.mcore.checkpoint.digest import tensor_digest, tensor_digests
-from megatron_ft.mcore.loop.migration import migrate
-from megatron_ft.mcore.loop.placing import PlacementKeeper
 from megatron_ft.mcore.model.names import named_parameters
+from megatron_ft.mcore.moe.migration import migrate
 from megatron_ft.mcore.moe.observation import routers
+from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from megatron_ft.mcore.optimizer.commit import grad_scalers
-from megatron_ft.mcore.optimizer.state_view import take_state
+from megatron_ft.mcore.state.digest import tensor_digest, tensor_digests
+from megatron_ft.mcore.state.tensors import take_state
 from megatron_ft.topology import Topology
 from tests.helpers import engines
 
@@ -44,7 +44,7 @@ class Job:
     """One rank's engine and the placement it is built for; ``keeper`` is None without replicas."""
 
     engine: Any
-    keeper: PlacementKeeper | None
+    keeper: PlacementManager | None
     manager: CheckpointManager
 
     def save(self) -> None:
@@ -109,7 +109,7 @@ def job_of(
     keeper = None
     if config.placement.algorithm is not None:
         stage = Topology.of(config.parallel, world_size).coordinates(rank).pp
-        keeper = PlacementKeeper(config, world_size=world_size, stage=stage)
+        keeper = PlacementManager(config, world_size=world_size, stage=stage)
     with engines.groups_of(config, store=store, rank=rank, world_size=world_size) as groups:
         manager = CheckpointManager(
             config.checkpoint,
@@ -216,7 +216,7 @@ def checkpoints(
     """Save after two iterations, with a move between them, and train on; or load that and train on."""
     config = config_of(overrides, world_size, replicas=replicas)
     source = None if save else Path(directory, "checkpoints", "iter_0000002")
-    first = PlacementKeeper(config, world_size=world_size, stage=0).plans if replicas else None
+    first = PlacementManager(config, world_size=world_size, stage=0).plans if replicas else None
     with job_of(config, rank=rank, world_size=world_size, store=store, directory=directory, source=source) as job:
         if save:
             job.train(1)

@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.environment import check_restarts, detect, read_environment
-from megatron_ft.mcore.loop import standalone
+from megatron_ft.control.launchers.torchrun import check_restarts, detect, read_environment
+from megatron_ft.mcore import standalone
 from tests.helpers import dummy_rank
 
 

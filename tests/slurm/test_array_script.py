@@ -30,7 +30,7 @@ esac
     "scancel": 'echo "$*" >> "$FOLDER/cancelled"; exit 1\n',
     "python": """\
 case $* in
-  *join_main*) touch "$FOLDER/joined"; until [ -e "$FOLDER/over" ]; do read -rt 0.05 <> <(:) || true; done; exit 0 ;;
+  *node.join*) touch "$FOLDER/joined"; until [ -e "$FOLDER/over" ]; do read -rt 0.05 <> <(:) || true; done; exit 0 ;;
   *control.slurm.returns*) echo "$*" > "$FOLDER/counted"
     [ -z "${ENDS:-}" ] || { mkdir -p "$3/slurm"; echo '{"is_final": true}' > "$3/slurm/17.json"; }
     exit "${RETURNS:-0}" ;;

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm import calls
 from tests.helpers.slurm_cluster import SlurmCluster, wait_until
 from tests.helpers.slurm_jobs import Site, SlurmJob, submit

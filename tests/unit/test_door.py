@@ -90,7 +90,7 @@ def test_defaults_of_conf_are_those_of_the_dataclasses() -> None:
 
 def test_a_local_job_is_launched_with_its_configuration() -> None:
     with (
-        mock.patch("megatron_ft.control.launch.launch", return_value=6) as launch,
+        mock.patch("megatron_ft.control.launcher.launch", return_value=6) as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main(["training.train_iterations=20", "launch.ranks_per_node=2"]) == 6
@@ -136,7 +136,7 @@ def test_only_the_first_rank_of_a_node_tells_a_configuration_error(
 
 def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with (
-        mock.patch("megatron_ft.control.launch.launch") as launch,
+        mock.patch("megatron_ft.control.launcher.launch") as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main(["model=mixtral_8x7b", "training.device=cpu", "launch.ranks_per_node=8"]) == 2
@@ -148,7 +148,7 @@ def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixtu
 def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["launch.ranks_per_node=2", "parallel.tensor_model_parallel_size=2"]
     with (
-        mock.patch("megatron_ft.control.launch.launch") as launch,
+        mock.patch("megatron_ft.control.launcher.launch") as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main([*overrides, "parallel.expert_tensor_parallel_size=2"]) == 2
@@ -171,7 +171,7 @@ NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceFacts], mock.Mock]]:
     """Makes this machine one with other devices; gives what ``launch`` would have been called with."""
     with (
-        mock.patch("megatron_ft.control.launch.launch", return_value=0) as launch,
+        mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch,
         mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
     ):
 
@@ -298,7 +298,7 @@ def test_a_trace_that_starts_over_is_said_before_ranks_start(
 ) -> None:
     (tmp_path / "loads.json").write_text(json.dumps([[1] * 8] * 4))
     trace = ["model.router=trace", "model.router_trace_file=loads.json"]
-    with mock.patch("megatron_ft.control.launch.launch", return_value=0) as launch:
+    with mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch:
         assert pretrain_moe.main(trace) == 0
     assert launch.called
     assert "note: loads.json has one record" in capsys.readouterr().err

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_ft"
 MAX_LINES = 600
 NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints.py", "corpus", "config", "planning")
 NO_TORCH += ("control", "telemetry", "doctor", "records.py", "strict_json.py", "expert_loads.py", "failures")
-NO_TORCH += ("durable.py", "formatting.py")
+NO_TORCH += ("durable.py", "formatting.py", "serde.py")
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
 
 

@@ -26,7 +26,7 @@ from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.ports import free_port
 
 if TYPE_CHECKING:
-    from megatron_ft.mcore.loop.engine import TrainingEngine
+    from megatron_ft.mcore.training.engine import TrainingEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ITERATIONS = 5
@@ -182,7 +182,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install, take_device
-    from megatron_ft.mcore.loop.main import _prepare_process
+    from megatron_ft.mcore.rank_main import _prepare_process
     from megatron_ft.planning.rank_environment import rank_environment
     from tests.helpers.engines import VOCAB_SIZE, MadeUpSamples
 
@@ -194,7 +194,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
         device_type, transformer_impl = install(job)
     _prepare_process(job)
     from megatron_ft.mcore.groups import form_groups
-    from megatron_ft.mcore.loop.engine import TrainingEngine
+    from megatron_ft.mcore.training.engine import TrainingEngine
 
     groups = form_groups(
         job.parallel,
@@ -222,7 +222,7 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
     import torch
 
     engine = open_engine(place, from_dict(config))
-    from megatron_ft.mcore.checkpoint.digest import state_digest
+    from megatron_ft.mcore.state.digest import state_digest
 
     votes, seconds = [], []
     for number in range(1, NUM_ITERATIONS + 1):
@@ -261,7 +261,7 @@ def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """Train the jobs of a file and write what their ranks returned."""
-    from megatron_ft.mcore.loop.main import warm, warm_cuda
+    from megatron_ft.mcore.rank_main import warm, warm_cuda
     from tools.gpu.day import find_device_type
 
     spec, out = map(Path, arguments)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.generations import Generation, generations_of, missing
-from megatron_ft.control import forkserver
-from megatron_ft.control.launch import PRELOAD, PRELOAD_ON_CUDA
+from megatron_ft.control.launcher import PRELOAD, PRELOAD_ON_CUDA
+from megatron_ft.control.node import fork_server
 from tests.helpers.jobs import JobResult, run_job
 from tools.gpu.day import Day
 
@@ -98,8 +98,8 @@ def _serve(path: str, device_type: str, held: int, ends: int, says: Any) -> None
     os.close(ends)
     sys.stdin = os.fdopen(held)
     sys.stdout = os.fdopen(says.fileno(), "w", encoding="utf-8", closefd=False)
-    os.environ.update(forkserver.SINGLE_THREAD_ENVIRONMENT)
-    forkserver.main(["--socket", path, "--preload", *(PRELOAD_ON_CUDA if device_type == "cuda" else PRELOAD)])
+    os.environ.update(fork_server.SINGLE_THREAD_ENVIRONMENT)
+    fork_server.main(["--socket", path, "--preload", *(PRELOAD_ON_CUDA if device_type == "cuda" else PRELOAD)])
 
 
 def job_words(device_type: str, num_iterations: int) -> list[str]:

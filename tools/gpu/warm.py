@@ -27,7 +27,7 @@ def _import_all() -> None:
 
     device_type = find_device_type()
     began = time.perf_counter()
-    main = import_module("megatron_ft.mcore.loop.main")
+    main = import_module("megatron_ft.mcore.rank_main")
     (main.warm_cuda if device_type == "cuda" else main.warm)()
     seconds["what ranks need"] = round(time.perf_counter() - began, 2)
 

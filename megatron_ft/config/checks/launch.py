@@ -18,7 +18,8 @@ LONGEST_SOCKET_PATH = 107
 def check_launch(launch: LaunchConfig) -> None:
     """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
-    one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
+    if ":" not in launch.node_launcher:  # else the class of a launcher from outside, which the start imports
+        one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
     for key, value, wanted in (
         ("launch.mode", launch.mode, "local"),
         ("launch.forkserver_socket", launch.forkserver_socket, None),

@@ -1,1 +1,1 @@
-"""Slurm: the nodes of a job, and how a job outlives its console, its nodes and its allocation."""
+"""Slurm: the nodes of a job, and how a job outlives its launcher, its nodes and its allocation."""

@@ -1,7 +1,7 @@
-"""The attempts of a batch job on disk, and what one that has ended leaves to be read.
+"""The attempts of a batch job on disk, and the marker that a job leaves when it has ended.
 
-``slurm/attempts.jsonl`` of the run's folder has a line for each console that has ended; of arrays for those alone whose
-end nobody has seen. ``slurm/JOB.json`` says that the job is over.
+``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended; of arrays only for those whose
+end was not seen. ``slurm/JOB.json`` is the marker of a job that is over.
 """
 
 import json
@@ -17,20 +17,20 @@ from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.strict_json import parse_json
 
 FOLDER = "slurm"
-"""Of the run's folder."""
+"""Subfolder of the run's folder."""
 _FILE = "attempts.jsonl"
 _EVENTS, _METRICS = "events.jsonl", "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """What is read of a run's reports about one attempt: all that was appended since it began."""
+    """A run's reports about one attempt: all that was appended since it began."""
 
     run_dir: Path
     hosts: Sequence[str]
-    """Of the attempt, by node."""
+    """Hosts of the attempt, by node."""
     first_byte: int
-    """Of its events."""
+    """First byte of its events."""
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
@@ -98,10 +98,10 @@ def add_attempt(run_dir: Path, attempt: Attempt) -> None:
 
 
 def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_final: bool) -> Path:
-    """Say that the job is over and how, in ``slurm/JOB.json``: there all at once or not, on disk when this returns.
+    """Write that the job is over and how, to ``slurm/JOB.json``: whole or not at all, on disk when this returns.
 
     Args:
-        is_final: the run is over, or goes on only when somebody has mended something: no other job need try.
+        is_final: the run is over, or continues only after a repair: no other job need try.
     """
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,10 +112,10 @@ def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_
 
 
 def read_end(run_dir: Path, job_id: str) -> int | None:
-    """The exit code that a job has ended with; None as long as nobody says that it has.
+    """The exit code that a job has ended with; None as long as it has no marker.
 
     Raises:
-        ControlError: what it says is damaged.
+        ControlError: the marker is damaged.
     """
     path = marker_of(run_dir, job_id)
     try:
@@ -127,7 +127,7 @@ def read_end(run_dir: Path, job_id: str) -> int | None:
 
 
 def marker_of(run_dir: Path, job_id: str) -> Path:
-    """Where it is."""
+    """Path of the marker."""
     return run_dir / FOLDER / f"{job_id}.json"
 
 

@@ -1,8 +1,7 @@
-"""The last thing a node of a Slurm job does when its controller is silent: the job goes back to the queue if its batch
-host is dead.
+"""Requeues a Slurm job whose batch host is dead: the last thing that a node does when its controller does not answer.
 
 With ``--no-kill`` Slurm keeps an allocation whose batch host has died, and nothing of the job is left in it that could
-end it or go on: measured with 22.05, until its time limit. The nodes that live can ask for its return.
+end it or continue: measured with 22.05, until its time limit. The nodes that live can ask for its return.
 """
 
 import random
@@ -16,15 +15,15 @@ FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
 _GROWTH = 1.5
 
 
-def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) -> bool:
+def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None]) -> bool:
     """Ask Slurm until it takes the batch host from the job, then requeue the job.
 
     Slurm's judgement is waited for (``SlurmdTimeout``): a node that is cut off cannot tell who has died, and gets
     no answer meanwhile.
 
     Args:
-        say: takes what is to be read later: whom this process writes to may be dead.
-        is_over: set when somebody else goes on with the job, or ends it.
+        report: takes messages for a log: the reader of this process's output may be dead.
+        is_over: set when another process continues the job, or ends it.
 
     Returns:
         Whether the job was requeued.
@@ -40,12 +39,12 @@ def watch(job_id: str, is_over: threading.Event, *, say: Callable[[str], None]) 
         except calls.SlurmError as error:
             if str(error) != complaint:
                 complaint = str(error)
-                say(f"Slurm cannot be asked for job {job_id}: {error}")
+                report(f"Slurm cannot be asked for job {job_id}: {error}")
             continue
         if job.state != "RUNNING":
             return False
         if not job.has_batch_host:
-            say(f"batch host {job.batch_host} is dead: job {job_id} is requeued")
+            report(f"batch host {job.batch_host} is dead: job {job_id} is requeued")
             calls.requeue(job_id)
             return True
     return False

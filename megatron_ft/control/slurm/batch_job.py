@@ -1,8 +1,8 @@
-"""What a batch script runs: one console after the other, until the run is over or goes on in another allocation.
+"""Entry of a batch script: one launcher after the other, until the run is over or continues in another allocation.
 
 ``python -m megatron_ft.control.slurm.batch_job pretrain_moe.py OVERRIDES...`` starts ``python pretrain_moe.py
 OVERRIDES...`` as a child. ``SIGUSR1`` means that the nodes will be taken away (``sbatch --signal=B:USR1@300``): the
-console writes a checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
+launcher writes a checkpoint and ends, the job is requeued. ``SIGTERM`` means that the job is to end.
 """
 
 import os
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.rundir import is_claimed
 from megatron_ft.control.slurm import calls
 from megatron_ft.control.slurm.attempts import (
@@ -41,7 +41,7 @@ from megatron_ft.planning.recovery.job_attempts import (
 )
 
 _STALE = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
-"""What Slurm said about the allocation that the job began with."""
+"""Slurm's variables about the allocation that the job began with."""
 _DEFAULTS = {
     "SLURM_RESTART_COUNT": "0",
     "MFT_SPARE_NODES": "0",
@@ -55,24 +55,24 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What the site's file and Slurm say (``slurm/site.env``)."""
+    """Settings of the site's file (``slurm/site.env``) and of Slurm."""
 
     job_id: str
     hosts: tuple[str, ...]
-    """Of the allocation."""
+    """Hosts of the allocation."""
     num_spares: int
     max_fruitless: int
     on_warning: Next
     is_chained: bool
-    """Jobs of the same name wait to go on with the run."""
+    """Jobs of the same name wait to continue the run."""
     job_name: str
     final_exit_code: int | None
-    """Of a job that is over without having reached its end, where the site's tools ask for a certain one."""
+    """Exit code of a job that is over without having reached its end, where the site's tools need a certain one."""
     num_restarts: int
     """How often it has been requeued."""
     drain_poll_seconds: float
     patience_seconds: float
-    """Longest wait for a console that somebody else has left behind."""
+    """Longest wait for a launcher that an earlier job has left behind."""
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> "Site":
@@ -130,12 +130,12 @@ class BatchJob:
         self._num_nodes = self._count("launch.num_nodes", len(site.hosts) - site.num_spares)
         self._most_spares = self._count("launch.num_spare_nodes", site.num_spares)
         self._asked: Asked | None = None
-        self._has_to_tell = False
-        """The console does not know yet that it is asked to stop."""
+        self._has_to_forward = False
+        """A signal was not forwarded to the launcher yet."""
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Until the job is over, here; its exit code."""
+        """Run until the job is over, here; its exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)
@@ -176,15 +176,15 @@ class BatchJob:
         ]
 
     def _await_folder(self) -> None:
-        """The console before may live on where Slurm does not reach it: one has the run's folder at a time."""
+        """The launcher before may live on where Slurm does not reach it: one has the run's folder at a time."""
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
-            print(f"job {self._site.job_id}: waits: an earlier console has the run still", file=sys.stderr, flush=True)
+            print(f"job {self._site.job_id}: waits: an earlier launcher has the run still", file=sys.stderr, flush=True)
         while is_claimed(self._run_dir) and self._asked is None and time.monotonic() < deadline:
             threading.Event().wait(_LOOK_SECONDS)
 
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
-        """Run a console to its end; none where the job was asked to stop before."""
+        """Run a launcher to its end; none where the job was asked to stop before."""
         spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
         words = [f"launch.num_nodes={self._num_nodes}", f"launch.num_spare_nodes={spares}"]
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
@@ -192,7 +192,7 @@ class BatchJob:
         if self._asked is not None:
             return self._attempt_of(witness, EXIT_INTERRUPTED)
         with subprocess.Popen(command, env=_environment(hosts)) as self._console:
-            self._tell()
+            self._forward()
             with watch_drains(self._run_dir, hosts, poll_seconds=self._site.drain_poll_seconds):
                 exit_code = self._console.wait()
         self._console = None
@@ -213,13 +213,13 @@ class BatchJob:
         """A signal: the first lets ranks finish their iteration and write a checkpoint."""
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
-        self._has_to_tell = True
-        self._tell()
+        self._has_to_forward = True
+        self._forward()
 
-    def _tell(self) -> None:
-        """Pass a signal on, once: a second one ends ranks at once."""
-        if self._has_to_tell and self._console is not None:
-            self._has_to_tell = False
+    def _forward(self) -> None:
+        """Forward a signal, once: a second one ends ranks at once."""
+        if self._has_to_forward and self._console is not None:
+            self._has_to_forward = False
             self._console.terminate()
 
     def _end(self, attempt: Attempt, verdict: Verdict) -> int:
@@ -240,7 +240,7 @@ class BatchJob:
         return exit_code
 
     def _cancel_chain(self) -> None:
-        """The jobs that wait to go on with the run; one that begins all the same finds out for itself."""
+        """Cancel the jobs that wait to continue the run; one that begins all the same finds out for itself."""
         site = self._site
         try:
             calls.cancel_waiting(site.job_name)
@@ -256,14 +256,14 @@ class BatchJob:
             return calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
 
     def _was_requeued(self, attempt: Attempt) -> int:
-        """By somebody else, who had Slurm end this process: it is no end, so no marker is left."""
+        """End after Slurm requeued the job on another request: the job has not ended, so no marker is left."""
         print(f"job {self._site.job_id}: it was requeued from outside", file=sys.stderr, flush=True)
         return _as_exit_code(attempt)
 
     def _requeue(self, exclude: Sequence[str]) -> Verdict:
-        """Back to the queue: Slurm ends this process. What follows where it refuses to."""
+        """Requeue the job, where Slurm ends this process; the verdict where Slurm refuses."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # there is still something to say, to Slurm
+            signal.signal(number, signal.SIG_IGN)  # Slurm is still to be asked for exclusions
         try:
             calls.requeue(self._site.job_id)
         except calls.SlurmError as error:
@@ -281,19 +281,19 @@ class BatchJob:
         return default if text is None else _number({key: text}, key)
 
     def _value(self, key: str) -> str | None:
-        """The last override of a key."""
+        """Value of the last override of a key."""
         found = [word.partition("=")[2] for word in self._command if word.partition("=")[0].lstrip("+") == key]
         return found[-1] if found else None
 
 
 def _as_exit_code(attempt: Attempt) -> int:
-    """As shells show the signal that ended a process."""
+    """Exit code as shells show it, also for the signal that ended a process."""
     assert attempt.exit_code is not None, "this process has seen its end"
     return attempt.exit_code if attempt.exit_code >= 0 else 128 - attempt.exit_code
 
 
 def _environment(hosts: Sequence[str]) -> dict[str, str]:
-    """This process's, with the allocation as it is now: Slurm does not tell a batch script that nodes have gone."""
+    """Environment of this process, with the present allocation: Slurm keeps that of the start in a batch script's."""
     nodes, count = ",".join(hosts), str(len(hosts))
     now = {"SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes, "SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
     return {**{name: text for name, text in os.environ.items() if name not in _STALE}, **now}

@@ -1,7 +1,7 @@
-"""Calls of Slurm's commands: what becomes of a job and of its nodes, as Slurm sees it.
+"""Calls of Slurm's commands: state of a job and of its nodes, as Slurm sees it.
 
 Source: the manual pages scontrol(1) and sinfo(1). Measured with Slurm 22.05: a job that ``--no-kill`` keeps loses its
-dead nodes from ``NodeList``; ``BatchHost`` goes on naming the dead one.
+dead nodes from ``NodeList``; ``BatchHost`` still names the dead one.
 """
 
 import re
@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.errors import ConfigError, ControlError
 
 CALL_SECONDS = 60.0
@@ -18,7 +18,7 @@ _DRAINED = re.compile(r"(drained|draining|drng|drain)[*$~#!%^@+-]*", re.IGNORECA
 
 
 class SlurmError(ControlError):
-    """A command of Slurm failed: what it said is the message."""
+    """A command of Slurm failed; its output is the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class JobView:
     state: str
     """``RUNNING`` and so on."""
     batch_host: str
-    """Where its batch script was started; empty before it was."""
+    """Host of its batch script; empty before it was started."""
     hosts: tuple[str, ...]
     """Nodes it has."""
     num_restarts: int = 0
@@ -52,10 +52,10 @@ def view_job(job_id: str) -> JobView:
 
 
 def parse_job(text: str) -> JobView:
-    """What ``scontrol --oneliner show job`` says of one job.
+    """Read the output of ``scontrol --oneliner show job`` for one job.
 
     Raises:
-        SlurmError: it says no state, or nodes that are none.
+        SlurmError: it has no state, or invalid nodes.
     """
     found = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if "JobState" not in found:
@@ -107,7 +107,7 @@ def cancel_waiting(name: str) -> None:
 
 
 def drained_hosts(hosts: Sequence[str]) -> list[str]:
-    """Those of ``hosts`` that an administrator wants back.
+    """Hosts that an administrator drains.
 
     Raises:
         SlurmError: Slurm does not answer.
@@ -116,7 +116,7 @@ def drained_hosts(hosts: Sequence[str]) -> list[str]:
 
 
 def parse_drained(text: str) -> list[str]:
-    """What ``sinfo --Node --format='%N %T'`` says, a node more than once where it is in several partitions."""
+    """Read ``sinfo --Node --format='%N %T'``, which has a node more than once where it is in several partitions."""
     pairs = [line.split() for line in text.splitlines()]
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
 
@@ -133,7 +133,7 @@ def array_hosts(job_id: str) -> dict[int, str]:
 
 
 def parse_array_hosts(text: str) -> dict[int, str]:
-    """What ``squeue --array --format='%K %N'`` says of tasks that run.
+    """Read ``squeue --array --format='%K %N'`` for tasks that run.
 
     Raises:
         SlurmError: a line is no index and a host.
@@ -145,7 +145,7 @@ def parse_array_hosts(text: str) -> dict[int, str]:
 
 
 def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a command of Slurm to its end, whatever it says.
+    """Run a command of Slurm to its end, whatever its exit code.
 
     Args:
         environment: None for this process's.

@@ -1,6 +1,6 @@
-"""Nodes that Slurm's administrators want back leave a running job well, where the job can let them go.
+"""Drains nodes of a running job that Slurm's administrators drain, where the job can continue without them.
 
-In an allocation this is a thread of the batch script's process. An array has it as a process beside its console:
+In an allocation this is a thread of the batch script's process. An array has it as a process beside its launcher:
 ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID --poll-seconds 60``, until it is killed.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_ft.control.operating import JobNotRunning, Operator
+from megatron_ft.control.admin import AdminClient, JobNotRunning
 from megatron_ft.control.slurm import calls
 from megatron_ft.errors import MegatronFtError
 
@@ -25,7 +25,7 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
     """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
 
     A question that is under way at the end of the block has as long as a call of Slurm may take; a thread that has not
-    ended by then is left behind, and that is told. It asks the controller for nothing any more.
+    ended by then is left behind, with a message. It asks the controller for nothing any more.
 
     Args:
         hosts: of the job, by node.
@@ -44,7 +44,7 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
 
 
 def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
-    """A node that the controller refuses to let go is asked for again while it is drained; why not is told once. While
+    """Ask again for a node that the controller refuses to drain, while Slurm drains it; report the reason once. While
     Slurm does not answer nothing follows from it."""
     leaving: set[int] = set()
     refused: dict[int, str] = {}
@@ -62,7 +62,7 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
         for node, host in drained.items():
             if node in leaving:
                 continue
-            if is_over.is_set():  # the numbers are of a console that has ended
+            if is_over.is_set():  # the numbers are of a launcher that has ended
                 return
             try:
                 _drain(run_dir, node)
@@ -78,13 +78,13 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
 
 
 def _drained(hosts: Mapping[int, str]) -> Mapping[int, str]:
-    """Those nodes of the job whose hosts are."""
+    """Nodes of the job whose hosts are drained."""
     drained = set(calls.drained_hosts(list(dict.fromkeys(hosts.values())))) if hosts else set()
     return {node: host for node, host in hosts.items() if host in drained}
 
 
 def _drain(run_dir: Path, node: int) -> None:
-    with Operator(run_dir) as operator:
+    with AdminClient(run_dir) as operator:
         operator.drain(node)
 
 

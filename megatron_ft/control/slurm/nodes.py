@@ -1,4 +1,4 @@
-"""Nodes of a Slurm allocation: where each is, how its process is started.
+"""Nodes of a Slurm allocation: the host of each, and the command that starts its process.
 
 Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so nothing
 here goes by exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL leaves it running.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm.attempts import FOLDER
 from megatron_ft.errors import ConfigError
 
@@ -52,7 +52,7 @@ class Allocation:
         """Keep the batch script that runs, as ``slurm/JOB.sbatch`` of the run's folder.
 
         Args:
-            script: its path; None where it does not say, and nothing is kept.
+            script: its path; None keeps nothing.
         """
         if script is not None:
             folder = run_dir / FOLDER

@@ -1,7 +1,7 @@
-"""Whether an array's console that comes back may start: not where it comes back again and again and gets no further.
+"""Decides whether an array's launcher that comes back may start: not where it comes back without progress.
 
-Slurm starts task 0 again when its node has died, or was taken away before the console could end, as often as that
-happens. Nobody has seen the console's end: what is left to count is how far the run had come.
+Slurm starts task 0 again when its node has died, or was taken away before the launcher could end, as often as that
+happens. The launcher's end was not seen: only the progress of the run can be counted.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
 
 def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
-    """Keep that a console is gone, and say whether another may start: 0, or the exit code that the array ends with.
+    """Record that a launcher is gone; 0 if another may start, else the exit code that the array ends with.
 
-    Then ``slurm/ARRAY.json`` says so, and its nodes end.
+    The array's nodes end by the marker ``slurm/ARRAY.json``.
 
     Raises:
-        ControlError: what is kept of earlier consoles, or what the run has reported, is damaged.
+        ControlError: what is kept of earlier launchers, or what the run has reported, is damaged.
     """
     if not run_dir.is_dir():
         return EXIT_OK  # it came to nothing that could be counted
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array")
-    parser.add_argument("--max-fruitless", type=int, required=True, help="consoles in a row without progress")
+    parser.add_argument("--max-fruitless", type=int, required=True, help="launchers in a row without progress")
     chosen = parser.parse_args(arguments)
     try:
         return count_return(chosen.run_dir, chosen.array, max_fruitless=chosen.max_fruitless)

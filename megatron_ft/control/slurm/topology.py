@@ -1,4 +1,4 @@
-"""Failure domains as Slurm's topology has them: a node's domain is the leaf switch it hangs on.
+"""Failure domains by Slurm's topology: a node's domain is its leaf switch.
 
 Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); what the
 tests read was printed by Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` would be of one node only.
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.environment import expand_nodelist
+from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm import calls
 from megatron_ft.control.slurm.nodes import read_allocation
 from megatron_ft.errors import ConfigError
@@ -39,7 +39,7 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
 
 
 def read_topology(variables: Mapping[str, str]) -> str:
-    """What ``scontrol show topology`` prints.
+    """The output of ``scontrol show topology``.
 
     Raises:
         ConfigError: it cannot be run, fails, does not answer, or has nothing to say: there is no topology plugin.

@@ -1,4 +1,4 @@
-"""What rank 0 adds to the files of all ranks to make them a checkpoint; the manifest comes last."""
+"""Completes the files of all ranks to a checkpoint on rank 0; the manifest comes last."""
 
 import importlib.metadata
 import io

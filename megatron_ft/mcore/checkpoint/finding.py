@@ -6,7 +6,7 @@ from typing import Literal
 
 from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
 
@@ -16,14 +16,14 @@ class CheckpointFinder:
 
     def __init__(
         self,
-        agreement: Agreement,
+        collectives: Collectives,
         identity: JobIdentity,
         report_damage: Callable[[int, Path, str], None],
         *,
         allow_other_data: bool = False,
     ) -> None:
         """``report_damage`` gets iteration, directory and reason."""
-        self._agreement = agreement
+        self._collectives = collectives
         self._allow_other_data = allow_other_data
         self._identity = identity
         self._report_damage = report_damage
@@ -31,7 +31,7 @@ class CheckpointFinder:
         self.foreign: dict[Path, str] = {}
         """Checkpoints that ``newest`` has passed over for they are not this run's, each with the reason."""
         self._reasons: dict[str, str] = {}
-        """Of the checkpoints that this start has set aside, by their new names; on rank 0."""
+        """Checkpoints that this start has set aside, by their new names; on rank 0."""
 
     def newest(self, folder: Path) -> Path | None:
         """The newest checkpoint in ``folder`` that verifies and is of this run and of the iteration in its name.
@@ -45,7 +45,7 @@ class CheckpointFinder:
         while True:
             found = [entry.path for entry in checkpoints.list_checkpoints(folder) if entry.complete]
             names = [path.name for path in found if path not in self.foreign]
-            name: str | None = self._agreement.from_first(names[-1] if names else None)
+            name: str | None = self._collectives.from_first(names[-1] if names else None)
             if name is None:
                 return None
             path = folder / name
@@ -55,7 +55,7 @@ class CheckpointFinder:
                 self._set_aside(path, str(error), "damaged")
                 continue
             # Rank 0 compares for all: ranks that differ here would wait for each other for ever.
-            reason, error = self._agreement.from_first([self._not_own(path, manifest), self._other(path, manifest)])
+            reason, error = self._collectives.from_first([self._not_own(path, manifest), self._other(path, manifest)])
             if reason is not None:
                 self.foreign[path] = reason
                 continue
@@ -88,7 +88,7 @@ class CheckpointFinder:
         return None if reason is None else f"{path}: {reason}"
 
     def _other(self, path: Path, manifest: Manifest) -> str | None:
-        """What is told of a checkpoint of this run that was written with other settings; None of one with the same."""
+        """Describe the other settings of a checkpoint of this run; None where they are the same."""
         if manifest.format_version == 1:
             return None
         found = differences(manifest.settings, self._identity.settings)
@@ -104,19 +104,19 @@ class CheckpointFinder:
     def unusable(self, folder: Path) -> tuple[str, ...]:
         """Complete checkpoints of ``folder`` that were damaged and set aside, by this start or an earlier one."""
         reasons = []
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             for path in checkpoints.list_set_aside(folder):
                 reasons.append(f"{path}: {self._reasons.get(path.name, 'damaged, set aside by an earlier start')}")
-        return tuple(self._agreement.from_first(reasons))
+        return tuple(self._collectives.from_first(reasons))
 
     def _set_aside(self, path: Path, reason: str, kind: Literal["damaged", "foreign"]) -> None:
         moved, error = None, None
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             try:
                 moved = checkpoints.set_aside(path, kind)
             except OSError as failure:
                 error = f"{path}: {kind} ({reason}) and cannot be set aside: {failure}"
-        error = self._agreement.errors(error)
+        error = self._collectives.errors(error)
         if error is not None:
             raise CheckpointError(error)
         if moved is not None:
@@ -131,10 +131,10 @@ class CheckpointFinder:
         manifest: Manifest | None = None
         error: str | None = None
         try:
-            manifest = verify(directory, part=self._agreement.rank, num_parts=self._agreement.num_ranks)
+            manifest = verify(directory, part=self._collectives.rank, num_parts=self._collectives.num_ranks)
         except CheckpointError as failure:
             error = str(failure)
-        everywhere = self._agreement.errors(error)
+        everywhere = self._collectives.errors(error)
         if everywhere is not None:
             raise CheckpointError(everywhere if error is None else error)
         assert manifest is not None, "a manifest without an error"

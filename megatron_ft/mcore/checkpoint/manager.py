@@ -15,7 +15,6 @@ from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
-from megatron_ft.mcore.checkpoint.agreement import Agreement
 from megatron_ft.mcore.checkpoint.committing import COMMON_NAME, commit_files, software, torch_bytes
 from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
 from megatron_ft.mcore.checkpoint.loading import load_shards
@@ -30,6 +29,7 @@ from megatron_ft.mcore.checkpoint.state import (
     rank_state,
 )
 from megatron_ft.mcore.checkpoint.writer import Planner, WriteJob
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry
@@ -38,7 +38,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What a load found."""
+    """Result of a load."""
 
     iteration: int
     """Iterations done in the checkpoint."""
@@ -85,7 +85,7 @@ class CheckpointManager:
         self._config = config
         self._identity = identity
         self._topology = dict(topology_record)
-        self._agreement = Agreement(group)
+        self._collectives = Collectives(group)
         self._dp_cp_group = dp_cp_group
         self._report = report
         self._generation = generation
@@ -96,7 +96,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
-            self._agreement, identity, self._say_failed, allow_other_data=config.allow_other_data
+            self._collectives, identity, self._say_failed, allow_other_data=config.allow_other_data
         )
         self.last_saved_iteration: int | None = None
         """Iteration of the newest checkpoint that this manager completed or loaded."""
@@ -134,7 +134,7 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Complete a save whose writing has ended on all ranks; returns at once otherwise."""
-        if self._pending is not None and self._agreement.all(self._pending.job.done):
+        if self._pending is not None and self._collectives.all(self._pending.job.done):
             self._complete(self._pending)
 
     def finish(self) -> None:
@@ -158,17 +158,17 @@ class CheckpointManager:
     def _await_given_up(self) -> None:
         """Until no rank writes for a save that was given up: it may be in the folder that is about to be made anew."""
         WriteJob.await_given_up()
-        self._agreement.all(True)
+        self._collectives.all(True)
 
     def _open_directory(self, iteration: int) -> Path | None:
         name: str | None = None
         error: str | None = None
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             try:
                 name = checkpoints.start_directory(self.folder, iteration).name
             except OSError as failure:
                 error = f"{type(failure).__name__}: {failure}"
-        name, error = self._agreement.from_first([name, error])
+        name, error = self._collectives.from_first([name, error])
         if error is not None:
             self._say_failed(iteration, self.folder / checkpoints.directory_name(iteration), error)
             return None
@@ -185,7 +185,7 @@ class CheckpointManager:
         }
         shards, common = save_preprocess(tree, validate_access_integrity=False)
         whole_files = {}
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             whole_files[COMMON_NAME] = torch_bytes(common)
         return WriteJob(self._planner.plan(shards, directory), directory, whole_files)
 
@@ -200,9 +200,9 @@ class CheckpointManager:
     def _complete(self, pending: _Pending) -> None:
         began = time.monotonic()
         self._pending = None
-        error = self._agreement.errors(pending.job.error)
+        error = self._collectives.errors(pending.job.error)
         if error is None:
-            written = self._agreement.gather(
+            written = self._collectives.gather(
                 {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
             )
             error, num_bytes = self._commit(pending, written)
@@ -219,13 +219,13 @@ class CheckpointManager:
                 blocked_seconds=pending.blocked_seconds + time.monotonic() - began,
             ).to_record()
         )
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             self._clean(pending)
 
     def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
         """Rank 0 writes what is left, the manifest last; all ranks learn how it went."""
         error, num_bytes = None, 0
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             try:
                 num_bytes = commit_files(
                     pending.directory, pending.job.planned, written, partial(self._manifest, pending)
@@ -233,7 +233,7 @@ class CheckpointManager:
                 checkpoints.move_latest(self.folder, pending.directory, pending.iteration)
             except OSError as failure:
                 error = f"rank 0: {type(failure).__name__}: {failure}"
-        error, num_bytes = self._agreement.from_first([error, num_bytes])
+        error, num_bytes = self._collectives.from_first([error, num_bytes])
         return error, num_bytes
 
     def _manifest(self, pending: _Pending, files: tuple[FileEntry, ...]) -> Manifest:
@@ -250,7 +250,7 @@ class CheckpointManager:
         )
 
     def _discard(self, pending: _Pending, error: str) -> None:
-        if self._agreement.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
+        if self._collectives.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
             try:
                 checkpoints.delete(pending.directory)
             except OSError as failure:
@@ -344,5 +344,5 @@ class CheckpointManager:
         self._tell(CheckpointFailed(iteration=iteration, error=error, path=str(path)).to_record())
 
     def _tell(self, record: dict[str, Any]) -> None:
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             self._report(record)

@@ -19,7 +19,7 @@ SHARDING_METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-"""What Megatron is told about how to lay the optimizer out in a checkpoint."""
+"""Megatron's metadata for the layout of the optimizer in a checkpoint."""
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -20,7 +20,7 @@ OURS_KEY = "megatron_ft"
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What is saved, and what a load fills: objects are changed in place, numbers are assigned."""
+    """State that is saved, and that a load fills: objects are changed in place, numbers are assigned."""
 
     model_chunks: list[torch.nn.Module]
     """Model chunks of this rank, wrapped or not, in virtual-pipeline order."""
@@ -50,13 +50,13 @@ def build_shards(state: TrainingState, metadata: dict[str, Any], *, is_loading: 
 
 
 def rank_state(*, empty: bool = False) -> ShardedObject:
-    """This rank's own state (its generators) as an object of the checkpoint."""
+    """Make this rank's own state (its generators) an object of the checkpoint."""
     world, rank = dist.get_world_size(), dist.get_rank()
     return ShardedObject(RANK_STATE_KEY, None if empty else {"rng": capture_rng()}, (world,), (rank,), replica_id=0)
 
 
 def common_state(state: TrainingState) -> dict[str, Any]:
-    """What all ranks share, to be written once."""
+    """State that all ranks share, written once."""
     return {
         "iteration": state.iteration,
         "checkpoint_version": 3.0,

@@ -33,14 +33,14 @@ BACKEND, BACKEND_VERSION = "torch_dist", 1
 
 @dataclass(kw_only=True)
 class PlannedWrite:
-    """What this rank writes, with its own copy of every tensor."""
+    """Bytes that this rank writes, from its own copy of every tensor."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
     """Per file its name and (write item, bytes or CPU tensor)."""
     writer: Any
     """Megatron's storage writer, for the metadata at the end."""
     metadata: Metadata | None
-    """Where every tensor lies; on rank 0 only."""
+    """Location of every tensor; on rank 0 only."""
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
@@ -111,7 +111,7 @@ class WriteJob:
     """Writes a :class:`PlannedWrite` in a thread. ``error`` and ``entries`` are final once ``done``."""
 
     _given_up: ClassVar[list["WriteJob"]] = []
-    """Of this process, that may still write: they outlive the memberships that began them."""
+    """Saves of this process that may still write: they outlive the memberships that began them."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned

@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, MixedPrecisionOptimizer
 
-from megatron_ft.mcore.checkpoint.digest import masters_of
+from megatron_ft.mcore.state.digest import masters_of
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:

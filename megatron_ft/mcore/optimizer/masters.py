@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.mcore.checkpoint.digest import masters_of
 from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state, sub_optimizers
 from megatron_ft.mcore.model.names import named_parameters
+from megatron_ft.mcore.state.digest import masters_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -18,9 +18,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.config.optimizer import OptimizerConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.checkpoint.agreement import Agreement
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.optimizer.masters import MOMENTS, Master, masters
-from megatron_ft.mcore.optimizer.state_view import expert_of
+from megatron_ft.mcore.state.tensors import expert_of
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
@@ -115,7 +115,7 @@ class StateCopies:
     def _receive(self, config: OptimizerConfig) -> list[Kept]:
         """Learn what owners lend, make room, and take their state over."""
         mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
-        offers = Agreement(self._group).gather(mine)
+        offers = Collectives(self._group).gather(mine)
         kept = []
         for position, owner in enumerate(self._ranks):
             described = offers[position].get(str(self._me))

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.control.worker import RankContext
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import Record, SnapshotProblem
-from megatron_ft.mcore.checkpoint.agreement import Agreement
-from megatron_ft.mcore.loop.extras import capture_extras
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
@@ -20,7 +19,7 @@ from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 
 if TYPE_CHECKING:
-    from megatron_ft.mcore.loop.trainer import Trainer
+    from megatron_ft.mcore.training.trainer import Trainer
 
 SERVICE = "keeper"
 _FOLDER = "windows"
@@ -43,7 +42,7 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
     config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
         return None
-    service, present = context.services[SERVICE], list(dict.fromkeys(trainer.nodes))
+    service, present = context.sidecars[SERVICE], list(dict.fromkeys(trainer.nodes))
     peers = peer_assignment(config).peers[present.index(context.node)]
     hello = {
         "token": service["token"],
@@ -62,15 +61,15 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
     return KeeperClient(service["socket"], hello=hello)
 
 
-def share_addresses(context: RankContext, agreement: Agreement) -> RankContext:
+def share_addresses(context: RankContext, collectives: Collectives) -> RankContext:
     """Add the addresses of the snapshot servers of all present nodes to ``context``; collective.
 
     Nodes that join later know those of the nodes that were there before, which do not know theirs.
     """
-    service = context.services[SERVICE]
-    gathered = agreement.gather([context.node, service["addresses"][str(context.node)]])
+    service = context.sidecars[SERVICE]
+    gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
     addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
-    return replace(context, services={**context.services, SERVICE: {**service, "addresses": addresses}})
+    return replace(context, sidecars={**context.sidecars, SERVICE: {**service, "addresses": addresses}})
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
@@ -80,7 +79,7 @@ def persist_url(config: JobConfig, run_dir: Path) -> str:
 
 
 def open_restorer(
-    trainer: "Trainer", client: KeeperClient | None, *, region: Agreement | None = None
+    trainer: "Trainer", client: KeeperClient | None, *, region: Collectives | None = None
 ) -> SnapshotRestorer:
     """The object that finds the newest window.
 
@@ -96,7 +95,7 @@ def open_restorer(
         identity=trainer.identity,
         topology=trainer.topology_record,
         settings=trainer.replay_config(),
-        agreement=trainer.agreement if region is None else region,
+        collectives=trainer.collectives if region is None else region,
         client=client,
         folder=WindowFolder(persist_url(config, run_dir)) if has_folder and region is None else None,
         report=trainer.report_own if region is None else lambda record: _report_problem(trainer, record),
@@ -135,7 +134,7 @@ def restart_snapshots(trainer: "Trainer") -> None:
     """Begin new windows in a membership that has formed, with copies on the nodes that are there; collective."""
     if trainer.config.snapshot.policy is None:
         return
-    trainer.context = share_addresses(trainer.context, trainer.agreement)
+    trainer.context = share_addresses(trainer.context, trainer.collectives)
     client = open_snapshot_client(trainer)
     assert client is not None, "there is a policy"
     trainer.snapshots = take_snapshots(trainer, client, None)
@@ -147,7 +146,7 @@ def _slice_header(trainer: "Trainer", index: int) -> dict[str, str]:
         return {}
     placement = None if trainer.placement is None else trainer.placement.to_json()
     return {
-        EXTRAS: json.dumps(capture_extras(trainer.engine)),
+        EXTRAS: json.dumps(trainer.engine.train_state().to_json()),
         PLACEMENT: json.dumps(placement),
         CONFIG: json.dumps(trainer.replay_config()),
         SETTINGS: json.dumps(trainer.identity.settings),

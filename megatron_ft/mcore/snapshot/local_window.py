@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan, plan_replay
 from megatron_ft.planning.recovery.sources import StoredWindow

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from megatron_ft.config.identity import JobIdentity, differences
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
-from megatron_ft.mcore.checkpoint.agreement import Agreement
-from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.replaying import open_replay
+from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.recovery.replay import open_replay
 from megatron_ft.mcore.snapshot.local_window import CONFIG, SETTINGS, LocalWindow
+from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
@@ -27,10 +27,10 @@ _Result = TypeVar("_Result")
 
 
 class SnapshotRestorer:
-    """Finds and restores the newest state. Public methods are collective over the ranks of ``agreement``.
+    """Finds and restores the newest state. Public methods are collective over the ranks of ``collectives``.
 
     Args:
-        agreement: of all ranks, or of those of a few pipeline stages.
+        collectives: of all ranks, or of those of a few pipeline stages.
         client: connection to the node's snapshot server; None where the job takes no snapshots.
         folder: persisted windows; None where the run has none.
         topology: parallel sizes, as manifests record them.
@@ -49,7 +49,7 @@ class SnapshotRestorer:
         identity: JobIdentity,
         topology: dict[str, int],
         settings: dict[str, Any],
-        agreement: Agreement,
+        collectives: Collectives,
         client: KeeperClient | None,
         folder: WindowFolder | None,
         report: Callable[[Record], None],
@@ -60,7 +60,7 @@ class SnapshotRestorer:
         self._identity = identity
         self._topology = topology
         self._settings = settings
-        self._agreement = agreement
+        self._collectives = collectives
         self._client = client
         self._folder = folder
         self._report = report
@@ -94,7 +94,7 @@ class SnapshotRestorer:
             return None
         mine = [asdict(window) for window in self._held_windows()]
         # From here on every rank computes with the same lists, and so takes the same decisions.
-        everyone = self._agreement.gather([mine, self._other_settings])
+        everyone = self._collectives.gather([mine, self._other_settings])
         stored = [[StoredWindow.from_json(window) for window in windows] for windows, _ in everyone]
         other_settings: list[tuple[int, str]] = everyone[0][1]
         by_rank = [[window for window in windows if only in (None, window.key)] for windows in stored]
@@ -115,7 +115,7 @@ class SnapshotRestorer:
             window, error = self._open(source)
             if error is not None:
                 self._report_problem(f"load {source.kind}", error)
-            errors = self._agreement.gather(error)
+            errors = self._collectives.gather(error)
             for rank, text in enumerate(errors):
                 if text is not None:
                     by_rank[rank].remove(source.places[rank])
@@ -124,7 +124,7 @@ class SnapshotRestorer:
                 continue
             assert window is not None, "without an error it was opened"
             # By content: a window that was captured again under the same name deserves a try.
-            self._chosen_digest = window_digest(self._agreement.gather(window.digest))
+            self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
                 self._choose(source)
@@ -197,34 +197,34 @@ class SnapshotRestorer:
     def _on_first(self, work: Callable[[], _Result]) -> _Result | None:
         """Do ``work`` on rank 0, for its result there; every rank raises its CheckpointError."""
         result = error = None
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             try:
                 result = work()
             except CheckpointError as failure:
                 error = str(failure)
-        error = self._agreement.errors(error)
+        error = self._collectives.errors(error)
         if error is not None:
             raise CheckpointError(error)
         return result
 
     def _note_unusable(self, reasons: Sequence[str]) -> None:
         # A window that some rank never finished to write is not among them: it was never complete.
-        everywhere = self._agreement.gather([*reasons, *self._damaged])
+        everywhere = self._collectives.gather([*reasons, *self._damaged])
         self.unusable = tuple(dict.fromkeys(reason for found in everywhere for reason in found))
 
     def _carry_out(self, engine: TrainingEngine, window: LocalWindow) -> ReplayResult:
-        return carry_out(window.replay_plan(), open_replay(engine, window, self._agreement))
+        return carry_out(window.replay_plan(), open_replay(engine, window, self._collectives))
 
     def _rejected_windows(self) -> dict[str, RejectedWindow]:
         """Rejected windows of this run, by digest."""
         rejected = self._on_first(lambda: read_rejected(self._run_dir))
-        known = self._agreement.from_first([asdict(window) for window in rejected or ()])
+        known = self._collectives.from_first([asdict(window) for window in rejected or ()])
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
     def _reject(self, window: LocalWindow, reason: str) -> None:
         """List the window with the run, so that no later start tries it; no rank ends before that is on disk."""
         key = window.window.key
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             self._report_problem("replay", f"window of iteration {key.start_iteration}: {reason}")
         rejection = RejectedWindow(**asdict(key), digest=self._chosen_digest, reason=reason)
         try:
@@ -286,7 +286,7 @@ class SnapshotRestorer:
 
     def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
         """This rank's part, verified; or the problem with it."""
-        place = source.places[self._agreement.rank]
+        place = source.places[self._collectives.rank]
         try:
             window = self._read(place) if place.where == "persisted" else self._fetch(place)
             window.replay_plan()

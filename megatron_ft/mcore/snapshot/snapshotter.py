@@ -16,12 +16,12 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.policy import build_policy
 from megatron_ft.events import Record, SnapshotProblem, WindowDelayed
-from megatron_ft.mcore.checkpoint.agreement import Agreement
-from megatron_ft.mcore.loop.engine import TrainingEngine
-from megatron_ft.mcore.loop.reporting import planned_record
-from megatron_ft.mcore.optimizer.operator_view import OperatorView
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.snapshot.local_window import PLAN
 from megatron_ft.mcore.snapshot.stats import SnapshotStats
+from megatron_ft.mcore.state.operator_view import OperatorView
+from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.mcore.training.reporting import planned_record
 from megatron_ft.planning.commit import Vote, WindowReport
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.activations import Activations
@@ -86,7 +86,7 @@ class Snapshotter:
         self._config = config
         self._engine = engine
         self._client = client
-        self._agreement = Agreement(engine.groups.vote)
+        self._collectives = Collectives(engine.groups.vote)
         self._assignment = assignment
         self._node = node
         self._header = header
@@ -146,9 +146,9 @@ class Snapshotter:
         assert opened is not None and memory is not None, "resumed"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
         # Both answers are gathered: a rank that captured alone would have a window that can never be committed.
-        if self._agreement.any(window_bytes(whole, shards) > memory.arena.window_bytes):
+        if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
             return self._report_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
-        if not self._agreement.all(bool(self._window_report().has_free_buffer)):
+        if not self._collectives.all(bool(self._window_report().has_free_buffer)):
             return self._report_delayed(iteration)
         capture = self._capture(whole, opened.view, memory)
         self._begin(iteration, capture)
@@ -179,7 +179,7 @@ class Snapshotter:
                 return
             self._opened = self._open(iteration)
             # Memory that survived an earlier process may hold what is still being written to storage.
-            has_buffer = self._agreement.all(bool(self._window_report().has_free_buffer))
+            has_buffer = self._collectives.all(bool(self._window_report().has_free_buffer))
         if self._start is None and not self._begin_window(iteration, self._opened, has_buffer=has_buffer):
             return
         assert self._start is not None, "a window is under way"
@@ -307,7 +307,7 @@ class Snapshotter:
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
         if self._memory is not None:
-            if not self._agreement.any(exact > self._memory.arena.window_bytes):
+            if not self._collectives.any(exact > self._memory.arena.window_bytes):
                 return self._memory
             self._report_plan_problem(iteration, "windows have outgrown their memory: those in it are abandoned")
             self._buffers = WindowBuffers(committed=self._buffers.committed)
@@ -340,9 +340,9 @@ class Snapshotter:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
         if bandwidth is None:
-            bandwidth = min(self._agreement.gather(capture_bandwidth(self._engine.device, self._copier)))
+            bandwidth = min(self._collectives.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:
-            seconds = min(self._agreement.gather(statistics.median(self._iteration_seconds)))
+            seconds = min(self._collectives.gather(statistics.median(self._iteration_seconds)))
         return SnapshotContext(
             bandwidth_bytes_per_second=bandwidth,
             iteration_seconds=seconds,
@@ -359,7 +359,7 @@ class Snapshotter:
         plan = replan(self._policy, Demand(shards_by_rank=view.shards_by_rank), self._context(), opened.plan)
         if plan == opened.plan:
             return opened
-        if self._agreement.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
+        if self._collectives.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
             self._report_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
             return opened
         return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
@@ -384,7 +384,7 @@ class Snapshotter:
 
     def _report_plan_problem(self, iteration: int, error: str) -> None:
         # Once for the job.
-        if self._agreement.rank == 0:
+        if self._collectives.rank == 0:
             self._report_problem(iteration, "plan", error)
 
     def _report_problem(self, iteration: int, what: str, error: str) -> None:

@@ -242,6 +242,9 @@ def _add_times(recoveries: Sequence[Recovery], metrics: Sequence[Metrics]) -> No
             decided = max(begin, min(_decided(recovery), default=begin))
             first, last = bisect.bisect_right(ats, since), bisect.bisect_right(ats, decided)
             end = bisect.bisect_right(ats, until)
+            # The last iteration before a change can be reported after the decision.
+            while last < end and trained[last].iteration <= recovery.iteration:
+                last += 1
             recovery.course = Course(
                 begin=begin,
                 decided=decided,

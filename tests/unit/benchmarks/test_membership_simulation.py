@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.membership_simulation import simulate
 from benchmarks.simulated_job import KEEPS_LAYOUT
-from megatron_ft.control import membership_join, membership_places, membership_reform
-from megatron_ft.control.membership_state import MembershipPolicy, Reform, State, Step
+from megatron_ft.control.membership import joining, reconfigure, replacing
+from megatron_ft.control.membership.nodes import NodeRecord, NodeState
+from megatron_ft.control.membership.state import MembershipPolicy, Phase, Reform, State, Step
 from megatron_ft.planning.recovery.target import Position, Target
 
 SEEDS = range(60)
@@ -32,57 +33,60 @@ def test_a_target_that_forgets_settled_votes_is_noticed(
     def forget(positions: Sequence[Position]) -> Target:
         return Target(iteration=choose(position.completed for position in positions), vote=None)
 
-    monkeypatch.setattr(membership_reform, "choose_target", forget)
+    monkeypatch.setattr(reconfigure, "choose_target", forget)
     _, failures = simulate(SEEDS)
     assert any(broken_rule in failure["error"] for failure in failures)
 
 
 def test_going_on_before_everybody_has_spoken_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    everybody = membership_reform.left_ranks
+    everybody = reconfigure.remaining_ranks
 
     def fewer(policy: MembershipPolicy, state: State) -> set[int]:
         left = everybody(policy, state)
-        return left if len(state.spoke) < 2 else left & set(state.spoke)
+        return left if len(state.has_reported) < 2 else left & set(state.has_reported)
 
-    monkeypatch.setattr(membership_reform, "left_ranks", fewer)
+    monkeypatch.setattr(reconfigure, "remaining_ranks", fewer)
     _, failures = simulate(SEEDS)
     assert any("not heard" in failure["error"] for failure in failures)
 
 
 def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    reform = membership_reform._reform
+    reform = reconfigure._reform
 
     def generous(policy: MembershipPolicy, state: State, now: float) -> Step:
         step = reform(policy, state, now)
-        return replace(step, state=replace(step.state, members=(*step.state.members, policy.num_nodes)))
+        return replace(
+            step,
+            state=replace(step.state, nodes=replace(step.state.nodes, members=(*step.state.members, policy.num_nodes))),
+        )
 
-    monkeypatch.setattr(membership_reform, "_reform", generous)
+    monkeypatch.setattr(reconfigure, "_reform", generous)
     _, failures = simulate(SEEDS)
     assert any("came back" in failure["error"] for failure in failures)
 
 
 def newcomers(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
     """Those that are not ready, too."""
-    nodes = [newcomer.node for newcomer in state.newcomers]
+    nodes = [record.node for record in state.nodes.joining]
     return tuple(sorted(nodes[: max(0, policy.most_members - num_staying)]))
 
 
 def too_many(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
     """All that are ready, spares as well."""
-    return tuple(sorted(newcomer.node for newcomer in state.newcomers if newcomer.is_ready))
+    return tuple(sorted(record.node for record in state.nodes.joining if record.state is NodeState.READY))
 
 
-def anybody(policy: MembershipPolicy, state: State, node: int) -> bool:
+def nobody(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
     """Takes every node for one without ranks."""
-    return True
+    return False
 
 
 @pytest.mark.parametrize(
     ("modules", "name", "wrong", "broken_rule"),
     [
-        ((membership_reform,), "admitted", newcomers, "did not wait"),
-        ((membership_reform, membership_join), "admitted", too_many, "too many"),
-        ((membership_join,), "is_vacant", anybody, "beside one that lives"),
+        ((reconfigure,), "admitted", newcomers, "did not wait"),
+        ((reconfigure, joining), "admitted", too_many, "too many"),
+        ((joining,), "_has_living_rank", nobody, "beside one that lives"),
     ],
 )
 def test_wrong_decisions_about_newcomers_are_noticed(
@@ -99,24 +103,24 @@ def test_wrong_decisions_about_newcomers_are_noticed(
 
 
 def test_a_node_that_leaves_in_the_middle_of_an_iteration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    following = membership_reform._next
+    following = reconfigure._next
 
     def hasty(policy: MembershipPolicy, state: State) -> Reform:
         reform = following(policy, state)
-        return reform if not state.draining else replace(reform, leaving=tuple(sorted(state.draining)))
+        return reform if not state.nodes.draining else replace(reform, leaving=tuple(sorted(state.nodes.draining)))
 
-    monkeypatch.setattr(membership_reform, "_next", hasty)
+    monkeypatch.setattr(reconfigure, "_next", hasty)
     _, failures = simulate(SEEDS)
     assert any("without a word" in failure["error"] for failure in failures)
 
 
 def test_a_change_that_is_ordered_again_and_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = membership_join._change
+    change = joining._change
 
     def forgetful(policy: MembershipPolicy, state: State, now: float) -> Step | None:
-        return change(policy, replace(state, change=None), now)
+        return change(policy, replace(state, phase=Phase.RUNNING), now)
 
-    monkeypatch.setattr(membership_join, "_change", forgetful)
+    monkeypatch.setattr(joining, "_change", forgetful)
     _, failures = simulate(SEEDS)
     assert any("two changes" in failure["error"] for failure in failures)
 
@@ -136,10 +140,10 @@ def in_any_order(state: State) -> tuple[int, ...]:
 
 def not_ready(state: State) -> list[int]:
     """Newcomers that do not live yet, too."""
-    return [newcomer.node for newcomer in state.newcomers][: len(membership_places.lost_places(state))]
+    return [record.node for record in state.nodes.joining][: len(replacing.lost_places(state))]
 
 
-FILLED = membership_places.filled
+FILLED = replacing.filled
 
 
 @pytest.mark.parametrize(
@@ -152,18 +156,18 @@ FILLED = membership_places.filled
 def test_wrong_decisions_about_places_are_noticed(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
 ) -> None:
-    monkeypatch.setattr(membership_places, name, wrong)
+    monkeypatch.setattr(replacing, name, wrong)
     _, failures = simulate(KEEPING)
     assert any(broken_rule in failure["error"] for failure in failures), failures
 
 
 def test_killing_ranks_that_were_started_for_a_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    reform = membership_reform._reform
+    reform = reconfigure._reform
 
     def harsh(policy: MembershipPolicy, state: State, now: float) -> Step:
         step = reform(policy, state, now)
         return step if step.reform is None else replace(step, nodes=step.reform.lost)
 
-    monkeypatch.setattr(membership_reform, "_reform", harsh)
+    monkeypatch.setattr(reconfigure, "_reform", harsh)
     _, failures = simulate(KEEPING)
     assert any("would be killed" in failure["error"] for failure in failures)

@@ -55,7 +55,7 @@ def test_jobs_use_the_training_loop_and_planners_do_not() -> None:
         name: {path.relative_to(ROOT).as_posix() for path in used_files(ROOT / claims[name].script)}
         for name in ("elastic-bitwise", "balance", "seeded-faults")
     }
-    loop, slurm = "megatron_ft/mcore/loop/engine.py", "megatron_ft/control/slurm/batch_job.py"
+    loop, slurm = "megatron_ft/mcore/training/engine.py", "megatron_ft/control/slurm/batch_job.py"
     assert loop in used["elastic-bitwise"] and loop not in used["balance"]
     assert slurm not in used["balance"]
     assert {loop, slurm, "tests/unit/benchmarks/test_source.py"} <= used["seeded-faults"]

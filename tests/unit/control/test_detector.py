@@ -3,22 +3,23 @@
 from dataclasses import replace
 
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place, SignsOfLife
-from megatron_ft.control.facts import JobHung, NodeLost, RankBroken, RankHung
-from megatron_ft.control.membership_state import MembershipPolicy, Phase, State
+from megatron_ft.control.membership.events import JobHung, NodeLost, RankBroken, RankHung
+from megatron_ft.control.membership.nodes import Nodes
+from megatron_ft.control.membership.state import MembershipPolicy, Phase, State
 from megatron_ft.planning.recovery.target import Position
 
 MEMBERSHIP = MembershipPolicy(
     num_nodes=2, ranks_per_node=2, start_timeout_seconds=100.0, stop_timeout_seconds=20.0, min_nodes=1
 )
 POLICY = DetectorPolicy(heartbeat_interval_seconds=1.0, heartbeat_timeout_seconds=10.0, hang_seconds=60.0)
-RUNNING = State(phase=Phase.RUNNING, members=(0, 1))
+RUNNING = State(phase=Phase.RUNNING, nodes=Nodes.of((0, 1)))
 AT = 1000.0
 
 
 def looks(detector: Detector, state: State, start: float, seconds: float) -> list[NodeLost | RankHung | JobHung]:
     """What is found when somebody looks every second."""
     return [
-        fact for second in range(int(seconds)) for fact in detector.look(state, start + second, AT + start + second)
+        event for second in range(int(seconds)) for event in detector.look(state, start + second, AT + start + second)
     ]
 
 
@@ -92,7 +93,7 @@ def test_ranks_that_stand_at_the_same_place_are_hung_together() -> None:
     assert isinstance(hung, JobHung)
     assert hung.detail.startswith("no rank got any further for detector.hang_seconds=60: all are in iteration 7")
     silent = Detector(MEMBERSHIP, POLICY)
-    assert [type(fact) for fact in looks(silent, RUNNING, 0.0, 62)] == [JobHung]
+    assert [type(event) for event in looks(silent, RUNNING, 0.0, 62)] == [JobHung]
 
 
 def test_nobody_is_hung_while_ranks_start_stop_or_say_how_far_they_are() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.serialize import from_dict, to_dict
-from megatron_ft.control.agent import Agent
+from megatron_ft.control.node.agent import Agent
 from megatron_ft.framing import FrameReader
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_ft.control import report
-from megatron_ft.control.job_end import JobEnd
-from megatron_ft.control.launch import exit_code_of
-from megatron_ft.control.membership_state import Decision, Failure, MembershipPolicy, Outcome, State, Step
+from megatron_ft.control.controller.job_result import JobResult
+from megatron_ft.control.launcher import exit_code_of
+from megatron_ft.control.membership.state import Decision, Failure, MembershipPolicy, Outcome, State, Step
 from megatron_ft.control.report import failed_records, failure_screen, lost_records, restart_records, resume_advice
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
@@ -25,9 +25,9 @@ def died(rank: int, at: float, returncode: int = 1, *, by_us: bool = False, **mo
     return {rank: {**about, "log": f"/runs/x/logs/rank-{rank:05d}.log", "log_tail": "last words", **more}}
 
 
-def ended(first: int, *deaths: dict[int, dict[str, Any]]) -> JobEnd:
+def ended(first: int, *deaths: dict[int, dict[str, Any]]) -> JobResult:
     details = {rank: about for death in deaths for rank, about in death.items()}
-    return JobEnd(Outcome.FAILED, "why", Failure(rank=first, at_seconds=details[first]["at_seconds"]), details)
+    return JobResult(Outcome.FAILED, "why", Failure(rank=first, at_seconds=details[first]["at_seconds"]), details)
 
 
 def test_the_first_is_shown_with_its_traceback_and_the_others_in_a_line_each() -> None:
@@ -121,9 +121,9 @@ def test_a_failure_after_restarts_says_what_was_survived() -> None:
 def test_exit_codes() -> None:
     assert exit_code_of(ended(0, died(0, 1.0)), run_finished=False) == RankFailed.exit_code
     assert exit_code_of(ended(0, died(0, 1.0, exit_code=6)), run_finished=False) == TrainingStopped.exit_code
-    lost = JobEnd(Outcome.FAILED, "", Failure(node=0, at_seconds=1.0))
+    lost = JobResult(Outcome.FAILED, "", Failure(node=0, at_seconds=1.0))
     assert exit_code_of(lost, run_finished=False) == ControlError.exit_code
-    stopped = JobEnd(Outcome.INTERRUPTED, "", None)
+    stopped = JobResult(Outcome.INTERRUPTED, "", None)
     assert [exit_code_of(stopped, run_finished=finished) for finished in (False, True)] == [130, 0]
 
 
@@ -167,7 +167,7 @@ def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
 @pytest.mark.parametrize("exit_is_known", [False, True])
 def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: bool) -> None:
     """Its node was killed by the control plane; the exit may be known when the others go on, or not yet."""
-    why = "rank 1 does not say how far it is (launch.position_timeout_seconds=10)"
+    why = "rank 1 does not report how far it is (launch.position_timeout_seconds=10)"
     deaths = (Failure(rank=0, at_seconds=10.0), Failure(rank=2, number=1, at_seconds=10.0, detail=why))
     step = Step(State(generation=2, survived=(deaths,)), Decision.REFORM, "rank 0 was killed by SIGKILL")
     details = died(0, 10.0, -9, number=0)

@@ -20,7 +20,7 @@ WAITS = {
     "item at clip_grads.py:get_grad_norm_fp32": 1,
     "tolist at engine.py:_own_share": 1,
     "item at observation.py:take_auxiliary_losses": 2,
-    "synchronize at pace.py:seconds": 6,
+    "synchronize at reporting.py:seconds": 6,
 }
 """Where the host waits for the device in an iteration, and how often. A number may fall, and is then lowered here."""
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.worker import RankContext
 from megatron_ft.mcore.groups import Groups, dissolve_groups, form_groups, open_store
 from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening

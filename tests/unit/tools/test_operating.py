@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control import operating
+from megatron_ft.control import admin as operating
 from megatron_ft.control.rpc import RpcServer, new_token
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message

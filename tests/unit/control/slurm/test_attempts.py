@@ -1,4 +1,4 @@
-"""What a batch job keeps of its consoles, and what is read of a run's reports about one."""
+"""What a batch job keeps of its launchers, and what is read of a run's reports about one."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The process behind a batch script; consoles and Slurm follow a script here, ``tests/slurm`` has real ones."""
+"""The process behind a batch script; launchers and Slurm follow a script here, ``tests/slurm`` has real ones."""
 
 import json
 import os
@@ -61,16 +61,16 @@ def loss(iteration: int) -> dict[str, Any]:
 
 @dataclass
 class Play:
-    """A batch job whose consoles do what they are told."""
+    """A batch job whose launchers do what they are told."""
 
     folder: Path
 
     def start(
         self, acts: Sequence[Mapping[str, Any]], *words: str, nodes_now: str = "n[0-3]", **variables: str
     ) -> "subprocess.Popen[str]":
-        """Start it. The n-th console does ``acts[n]``."""
+        """Start it. The n-th launcher does ``acts[n]``."""
         (self.folder / "acts.json").write_text(json.dumps(acts))
-        (self.folder / "console.py").write_text(CONSOLE)
+        (self.folder / "launcher.py").write_text(CONSOLE)
         programs = self.folder / "bin"
         for name in ("scontrol", "scancel", "sinfo"):
             write_program(programs, name, SCONTROL)
@@ -80,7 +80,7 @@ class Play:
         environment["EXCLUDED"] = "(null)"
         environment["RESTARTS"] = variables.get("SLURM_RESTART_COUNT", "0")
         environment |= {**ALLOCATION, "PYTHONPATH": str(REPOSITORY), **variables}
-        command = [str(self.folder / "console.py"), f"run.dir={self.folder}", "run.name=run", *words]
+        command = [str(self.folder / "launcher.py"), f"run.dir={self.folder}", "run.name=run", *words]
         return subprocess.Popen(
             [sys.executable, "-m", "megatron_ft.control.slurm.batch_job", *command],
             env=environment,
@@ -95,14 +95,14 @@ class Play:
         return process.returncode, errors
 
     def claim(self) -> RunDir:
-        """Have the run's folder, as a console that lives."""
+        """Have the run's folder, as a launcher that lives."""
         return claim(
             RunConfig(dir=str(self.folder), name="run", resume="auto"), model_name="tiny", config_yaml="a: 1\n"
         )
 
     @property
     def told(self) -> list[dict[str, Any]]:
-        """What each console was started with."""
+        """What each launcher was started with."""
         return [json.loads(line) for line in (self.folder / "run" / "told.jsonl").read_text().splitlines()]
 
     @property
@@ -171,7 +171,7 @@ def test_a_warning_lets_the_console_save_and_requeues_without_an_end_marker(play
         {"exit_code": 130, "waits": True, "writes": {"metrics.jsonl": [loss(9)]}},
     ]
     process = play.start(acts, MFT_SPARE_NODES="1", EXCLUDED="n[8-9]")
-    wait_until("the console waits", (play.folder / "run" / "waits").exists)
+    wait_until("the launcher waits", (play.folder / "run" / "waits").exists)
     process.send_signal(signal.SIGUSR1)
     wait_until("Slurm was told", lambda: len(play.calls) == 2)
     assert play.calls == ["scontrol requeue 17", "scontrol update jobid=17 ExcNodeList=n8,n9,n2"]
@@ -189,7 +189,7 @@ def test_where_slurm_refuses_to_requeue_the_job_ends_and_says_so(play: Play) -> 
 
 def test_a_request_to_end_ends_it(play: Play) -> None:
     process = play.start([{"exit_code": 130, "waits": True}])
-    wait_until("the console waits", (play.folder / "run" / "waits").exists)
+    wait_until("the launcher waits", (play.folder / "run" / "waits").exists)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 130
@@ -199,7 +199,7 @@ def test_a_request_to_end_ends_it(play: Play) -> None:
 
 def test_a_job_that_somebody_else_requeues_leaves_no_marker(play: Play) -> None:
     process = play.start([{"exit_code": 130, "waits": True}], RESTARTS="1")
-    wait_until("the console waits", (play.folder / "run" / "waits").exists)
+    wait_until("the launcher waits", (play.folder / "run" / "waits").exists)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, play.marker) == (130, None)
@@ -210,7 +210,7 @@ def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> 
     earlier = play.claim()
     process = play.start([{"exit_code": 0}], SLURM_RESTART_COUNT="1")
     assert process.stderr is not None
-    assert "an earlier console has the run still" in process.stderr.readline()
+    assert "an earlier launcher has the run still" in process.stderr.readline()
     assert not (earlier.path / "told.jsonl").exists()
     earlier.release()
     assert process.wait(timeout=60) == 0
@@ -228,7 +228,7 @@ def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
 def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
     earlier = play.claim()
     process = play.start([], SLURM_RESTART_COUNT="1", MFT_ON_WARNING="end")
-    assert process.stderr is not None and "an earlier console has the run still" in process.stderr.readline()
+    assert process.stderr is not None and "an earlier launcher has the run still" in process.stderr.readline()
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=60)
     earlier.release()
@@ -294,7 +294,7 @@ def test_a_count_that_is_none_is_refused_before_anything_starts(play: Play) -> N
 
 
 def test_a_job_that_could_not_find_its_run_again_is_refused(play: Play) -> None:
-    command = [sys.executable, "-m", "megatron_ft.control.slurm.batch_job", "console.py", "run.dir=runs"]
+    command = [sys.executable, "-m", "megatron_ft.control.slurm.batch_job", "launcher.py", "run.dir=runs"]
     environment = {**os.environ, **ALLOCATION}
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == ConfigError.exit_code

@@ -74,7 +74,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def watch(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(calls, "requeue", slurm.requeued.append)
     monkeypatch.setattr(calls, "view_job", slurm.view)
-    return batch_host.watch("17", threading.Event(), say=lambda _: None)
+    return batch_host.watch("17", threading.Event(), report=lambda _: None)
 
 
 ALIVE, DEAD = JobView("RUNNING", "a", ("a", "b")), JobView("RUNNING", "a", ("b",))
@@ -96,4 +96,4 @@ def test_a_job_that_runs_no_more_is_left_alone(state: str, monkeypatch: pytest.M
 def test_nothing_is_asked_once_somebody_else_goes_on() -> None:
     is_over = threading.Event()
     is_over.set()
-    assert not batch_host.watch("17", is_over, say=lambda _: None)
+    assert not batch_host.watch("17", is_over, report=lambda _: None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.operating import JobNotRunning
+from megatron_ft.control.admin import JobNotRunning
 from megatron_ft.control.slurm import calls, drains
 from megatron_ft.control.slurm.calls import SlurmError
 from megatron_ft.errors import ConfigError, ControlError
@@ -48,7 +48,7 @@ class Play:
 def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
     """The nodes that the controller was asked to let go."""
     monkeypatch.setattr(calls, "drained_hosts", play.drained_hosts)
-    monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
+    monkeypatch.setattr(drains, "AdminClient", lambda run_dir: play)
     drains._watch(Path("run"), lambda: dict(enumerate(HOSTS)), 0.0, play.is_over)
     return play.asked
 
@@ -93,7 +93,7 @@ def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pyte
         return places.pop(0)
 
     monkeypatch.setattr(calls, "drained_hosts", lambda hosts: [host for host in hosts if host in "ac"])
-    monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
+    monkeypatch.setattr(drains, "AdminClient", lambda run_dir: play)
     drains._watch(Path("run"), hosts, 0.0, is_over)
     assert play.asked == [7, 7]
 
@@ -117,7 +117,7 @@ def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
 
     play = Play([], [])
     monkeypatch.setattr(calls, "drained_hosts", never)
-    monkeypatch.setattr(drains, "Operator", lambda run_dir: play)
+    monkeypatch.setattr(drains, "AdminClient", lambda run_dir: play)
     monkeypatch.setattr(calls, "CALL_SECONDS", 0.1)
     with drains.watch_drains(Path("run"), HOSTS, poll_seconds=0.0):
         assert is_asked.wait(60)
@@ -126,7 +126,7 @@ def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert play.asked == [], "the next console has other numbers"
+    assert play.asked == [], "the next launcher has other numbers"
     monkeypatch.setattr(calls, "drained_hosts", lambda hosts: [])
     with drains.watch_drains(Path("run"), HOSTS, poll_seconds=60.0):
         pass

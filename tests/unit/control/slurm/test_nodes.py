@@ -9,8 +9,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from megatron_ft.control.agent import AgentSpec
-from megatron_ft.control.node_main import NodeSpec
+from megatron_ft.control.node.agent import AgentSpec
+from megatron_ft.control.node.main import NodeSpec
 from megatron_ft.control.slurm.attempts import leave_marker
 from megatron_ft.control.slurm.nodes import Allocation, address_of, own_address, read_allocation
 from megatron_ft.errors import ConfigError, ControlError
@@ -104,7 +104,7 @@ def test_a_node_is_told_all_in_one_line() -> None:
 
 
 def test_a_node_that_is_told_nothing_ends() -> None:
-    command = [sys.executable, "-m", "megatron_ft.control.node_main"]
+    command = [sys.executable, "-m", "megatron_ft.control.node.main"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (
         ControlError.exit_code,
@@ -114,7 +114,7 @@ def test_a_node_that_is_told_nothing_ends() -> None:
 
 def test_a_node_whose_fork_server_fails_ends(tmp_path: Path) -> None:
     spec = NodeSpec(agent=_agent(log_dir=str(tmp_path)), preload=["no_such_module"])
-    command = [sys.executable, "-m", "megatron_ft.control.node_main"]
+    command = [sys.executable, "-m", "megatron_ft.control.node.main"]
     done = subprocess.run(command, input=spec.to_line(), capture_output=True, timeout=60, check=False)
     assert done.returncode == ControlError.exit_code
     assert "no_such_module" in (tmp_path / "forkserver-003.log").read_text()

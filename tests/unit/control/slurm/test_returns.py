@@ -1,4 +1,4 @@
-"""An array's console that comes back after the death of its node: as long as the run gets on."""
+"""An array's launcher that comes back after the death of its node: as long as the run gets on."""
 
 import json
 from pathlib import Path

@@ -29,7 +29,7 @@ VERSION_1 = Path(__file__).parents[3] / "fixtures" / "checkpoints" / "version_1.
 
 
 class OneRank:
-    """``Agreement`` of a job of one rank."""
+    """``Collectives`` of a job of one rank."""
 
     rank, num_ranks = 0, 1
 

@@ -50,15 +50,15 @@ def test_generators_return_to_what_was_captured() -> None:
 
 
 def test_agreement_carries_json(lonely_group: object) -> None:
-    from megatron_ft.mcore.checkpoint.agreement import Agreement
+    from megatron_ft.mcore.collectives import Collectives
 
-    agreement = Agreement(lonely_group)
+    collectives = Collectives(lonely_group)
     record = {"text": "ä" * 1000, "numbers": [1, 2.5, None]}
-    assert agreement.gather(record) == [record]
-    assert agreement.from_first([None]) == [None]
-    assert agreement.errors(None) is None
-    assert agreement.errors("disk full") == "rank 0: disk full"
-    assert agreement.all(True) and not agreement.any(False)
+    assert collectives.gather(record) == [record]
+    assert collectives.from_first([None]) == [None]
+    assert collectives.errors(None) is None
+    assert collectives.errors("disk full") == "rank 0: disk full"
+    assert collectives.all(True) and not collectives.any(False)
 
 
 def test_a_frame_is_filled_where_shards_were() -> None:
@@ -75,7 +75,7 @@ def test_a_frame_is_filled_where_shards_were() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "uint8"])
 def test_a_digest_sees_every_bit_dtype_and_shape(dtype: str) -> None:
-    from megatron_ft.mcore.checkpoint.digest import tensor_digest
+    from megatron_ft.mcore.state.digest import tensor_digest
 
     tensor = torch.arange(6).to(getattr(torch, dtype))
     base = tensor_digest(tensor)

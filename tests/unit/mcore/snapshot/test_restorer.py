@@ -33,7 +33,7 @@ RUN_ID = "5" * 32
 
 
 class OneRank:
-    """``Agreement`` of a job of one rank."""
+    """``Collectives`` of a job of one rank."""
 
     rank, num_ranks = 0, 1
 
@@ -80,7 +80,7 @@ def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
         identity=JobIdentity(run_id=RUN_ID, run_name=run_dir.name, settings=OWN),
         topology=TOPOLOGY,
         settings=SETTINGS,
-        agreement=OneRank(),  # type: ignore[arg-type]
+        collectives=OneRank(),  # type: ignore[arg-type]
         client=None,
         folder=WindowFolder(run_dir / "windows"),
         report=records.append,

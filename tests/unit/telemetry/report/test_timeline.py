@@ -6,7 +6,16 @@ from megatron_ft import events
 from megatron_ft.telemetry.report.timeline import Lane, Timeline
 from megatron_ft.telemetry.report.timeline import timeline_of as timeline_of_recovery
 
-from .conftest import MadeUpRun, elastic, localized, next_membership, restarted, stage_recovery, started
+from .conftest import (
+    ITERATION_SECONDS,
+    MadeUpRun,
+    elastic,
+    localized,
+    next_membership,
+    restarted,
+    stage_recovery,
+    started,
+)
 
 
 def timeline_of(run: MadeUpRun, number: int = 1) -> Timeline:
@@ -210,3 +219,15 @@ def test_nodes_stand_where_the_decision_before_has_put_them(run: MadeUpRun) -> N
         ("rank 2", 3, "was rank 3"),
         ("rank 2", 4, "lost"),
     ]
+
+
+def test_a_report_of_an_iteration_before_the_change_ends_no_pause(run: MadeUpRun) -> None:
+    run.say(0.0, started(2))
+    end = run.train(1, 4, 0.0)
+    run.decide(end - 0.01, 0, "nodes [1] join", next=next_membership(1, (0, 1), (0, 1)), joined_nodes=[1])
+    about = {"world_size": 2, "nodes": (0, 1), "reason": "nodes [1] join", "iteration": 4}
+    run.say(end + 0.7, events.MembershipChanged(generation=1, seconds=0.6, **about))
+    run.train(5, 5, end + 0.7)
+    (recovery,) = run.report().recoveries
+    assert recovery.pause_seconds == pytest.approx(0.01 + 0.7 + ITERATION_SECONDS)
+    assert recovery.course is not None and [record.iteration for record in recovery.course.after] == [5]

@@ -1,0 +1,1 @@
+"""The process that decides for a job, and what reaches it."""

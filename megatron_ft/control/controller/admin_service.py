@@ -1,0 +1,86 @@
+"""Calls of administrators to the controller of a running job: its status, and that a node leaves or joins."""
+
+from collections.abc import Callable
+
+from megatron_ft.control.detector import Detector
+from megatron_ft.control.membership.events import AddRequested, DrainRequested, MachineEvent
+from megatron_ft.control.membership.joining import refuse_add, refuse_drain
+from megatron_ft.control.membership.state import MembershipPolicy, State
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import Message
+
+
+class AdminService:
+    """Methods of the controller's service, called in its threads: they read the present state and hand events in."""
+
+    def __init__(
+        self,
+        policy: MembershipPolicy,
+        *,
+        read_state: Callable[[], State],
+        detector: Detector,
+        ask: Callable[[MachineEvent], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``read_state`` gives what the controller knows at that moment; ``ask`` returns when it knows of an event."""
+        self._policy = policy
+        self._read_state = read_state
+        self._detector = detector
+        self._ask = ask
+        self._clock = clock
+
+    @property
+    def methods(self) -> dict[str, Callable[[Message], Message]]:
+        """Name to method."""
+        return {"status": self._status, "drain": self._drain, "add": self._add}
+
+    def _status(self, _request: Message) -> Message:
+        state = self._read_state()
+        return {
+            "generation": state.generation,
+            "phase": state.phase.value,
+            "members": list(state.members),
+            "waiting": sorted(state.nodes.waiting),
+            "lost": sorted(state.nodes.lost),
+            "draining": sorted(state.nodes.draining),
+            "nodes": {str(node): self._node(node) for node in sorted(state.nodes.registered)},
+            "num_reforms": state.num_reforms,
+        }
+
+    def _node(self, node: int) -> Message:
+        """Progress of the rank of a node that is furthest behind, and the time since the last call of its agent."""
+        places = [self._detector.place(rank) for rank in self._policy.ranks_of(node)]
+        known = [place for place in places if place is not None]
+        behind = min(known, key=lambda place: (place.iteration, place.step), default=None)
+        seconds = self._detector.seconds_since_word(node, self._clock())
+        return {
+            "iteration": None if behind is None else behind.iteration,
+            "phase": None if behind is None else behind.phase,
+            "seconds_since_word": None if seconds is None else max(0.0, seconds),
+        }
+
+    def _drain(self, request: Message) -> Message:
+        node = self._known(request)
+        self._refuse(refuse_drain(self._policy, self._read_state(), node))
+        self._ask(DrainRequested(node))
+        state = self._read_state()
+        if state.nodes.is_member(node) and node not in state.nodes.draining:  # another request was faster
+            self._refuse(refuse_drain(self._policy, state, node))
+        return {}
+
+    def _add(self, request: Message) -> Message:
+        node = self._known(request)
+        self._refuse(refuse_add(self._policy, self._read_state(), node))
+        self._ask(AddRequested(node))
+        return {}
+
+    def _known(self, request: Message) -> int:
+        node, most = int(request["node"]), self._policy.most_nodes
+        if not 0 <= node < most:
+            raise ControlError(f"node {node}: the job has nodes 0 to {most - 1} (launch.max_nodes)")
+        return node
+
+    @staticmethod
+    def _refuse(reason: str | None) -> None:
+        if reason is not None:
+            raise ControlError(reason)

@@ -1,0 +1,399 @@
+"""The job's controller: agents report to it, it decides by ``membership`` and gives orders.
+
+Calls arrive at the ``server``; one thread, in ``run``, takes in order what came there, asks the state machine and
+writes orders, which agents fetch. What it takes in is in the journal before anything follows from it, and a controller
+that takes over does the same again: this class depends on nothing else.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_ft.control import messages
+from megatron_ft.control.certificates import Certificates
+from megatron_ft.control.controller.admin_service import AdminService
+from megatron_ft.control.controller.essential_writes import CannotDecide
+from megatron_ft.control.controller.inbox import Item, Origin, Posted
+from megatron_ft.control.controller.job_result import JobResult, add_failure_report, result_of
+from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.server import ControllerServer
+from megatron_ft.control.detector import Detector, DetectorPolicy, Place
+from megatron_ft.control.membership import machine
+from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost, RankHung, Tick
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step
+from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
+from megatron_ft.control.node.sidecars import by_name
+from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.framing import Message
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.serde import encode
+
+RecordSink = Callable[[Message, Origin], None]
+"""Takes a record and its origin, by which a second delivery is known."""
+
+StepSink = Callable[[Step], None]
+
+BuildLaunchSpec = Callable[[int, Sequence[int], Mapping[int, StoreEndpoint]], LaunchSpec]
+"""Takes a generation, its nodes and where each can serve a store."""
+
+RecordDecision = Callable[[Message], None]
+"""Returns when the decision is on disk."""
+
+
+class Controller:
+    """One job, one membership at a time."""
+
+    def __init__(
+        self,
+        policy: MembershipPolicy,
+        *,
+        interface: str,
+        token: str,
+        launch_spec: BuildLaunchSpec,
+        record_decision: RecordDecision,
+        journal: Journal | None = None,
+        epoch: int = 1,
+        port: int = 0,
+        certificates: Certificates | None = None,
+        detection: DetectorPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bind the service.
+
+        Args:
+            launch_spec: called at each start and each next membership, in the thread of ``run``.
+            detection: when silence and standstill count as a loss; default: the defaults of its class.
+            record_decision: called before ranks are told how they continue without lost nodes, or that they do not.
+            journal: what an earlier controller of this job took in; it is continued.
+            epoch: this controller's, see ``lease``; every answer has it.
+            port: to serve at; 0 takes a free one.
+            certificates: of the channel to agents, see ``certificates``.
+            clock: continues from the last time in ``journal``.
+        """
+        self._policy = policy
+        self._clock = clock
+        self._journal = journal
+        self._known_orders: deque[Message] = deque()
+        """Orders in the journal that are to be given again."""
+        self._num_posted = 0
+        """Numbered events of the launcher that were taken in."""
+        self._past_deadline: float | None = None
+        self._unix_seconds = 0.0
+        """When the event that is being taken in arrived."""
+        self._launch_spec = launch_spec
+        self._record_decision = record_decision
+        begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
+        self._state = machine.initial(policy, begin_seconds)
+        self._members = {0: self._state.members}
+        self._num_starts = 0
+        self._starts: dict[int, int] = {}
+        """For each node the start that made its present ranks; reports of those of an earlier one are ignored."""
+        detection = detection or DetectorPolicy()
+        self._check_seconds = detection.heartbeat_interval_seconds
+        self._detector = Detector(policy, detection)
+        self._check_at = clock()
+        self._found: deque[MachineEvent] = deque()
+        self._details: dict[int, Message] = {}
+        self._sidecars: dict[int, dict[str, str]] = {}
+        self._stores: dict[int, StoreEndpoint] = {}
+        admin = AdminService(
+            policy,
+            read_state=lambda: self._state,
+            detector=self._detector,
+            ask=lambda event: self._server.ask(event),
+            clock=clock,
+        )
+        self._server = ControllerServer(
+            policy,
+            self._members,
+            sign_of_life=lambda node: self._detector.hear(node, self._clock()),
+            clock=clock,
+            sign_seconds=detection.heartbeat_interval_seconds,
+            others=admin.methods,
+            interface=interface,
+            token=token,
+            epoch=epoch,
+            port=port,
+            certificates=certificates,
+        )
+        self.address = self._server.address
+
+    @property
+    def state(self) -> State:
+        """State of the job."""
+        return self._state
+
+    @property
+    def details(self) -> dict[int, Message]:
+        """Details of the ends of this generation's ranks, see ``JobResult``."""
+        return self._details
+
+    def post(self, event: MachineEvent, number: int | None = None) -> None:
+        """Hand in an event; safe in any thread and in signal handlers.
+
+        Args:
+            number: of events that are sent again to a controller that takes over: from 0, without gaps.
+        """
+        self._server.post(event, number)
+
+    def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
+        """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
+
+        At a restart, and when a next membership begins, ``details`` are still those of the generation before. A
+        controller that takes over makes its predecessors' decisions again first, for ``on_step`` to see.
+        """
+        step = self._take_over(on_step)
+        self._server.open()
+        try:
+            while step is None or step.decision is not Decision.END:
+                step = self._serve(on_record, on_step)
+        except CannotDecide as error:
+            self._server.give(to_message(messages.End(reason=str(error))))
+            return JobResult(error.outcome, str(error), None, self._details)
+        self._server.finish()
+        return result_of(step.state, step.reason, self._details)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+    # --- what arrives --------------------------------------------------------------------------------------------
+
+    def _take_over(self, on_step: StepSink) -> Step | None:
+        """Take in the journal again; the last decision."""
+        entries = [] if self._journal is None else self._journal.entries
+        self._known_orders.extend(entry["order"] for entry in entries if "order" in entry)
+        step = None
+        for entry in entries:
+            if "now" in entry:
+                step = self._take_in(entry, on_step)
+        return step
+
+    def _serve(self, on_record: RecordSink, on_step: StepSink) -> Step | None:
+        """Take the next thing in; the step that followed."""
+        match self._take():
+            case Item() as item:
+                return self._serve_item(item, on_record, on_step)
+            case Posted(event, arrived_seconds, number):
+                about = messages.event_to_json(event) | ({} if number is None else {"posted": number})
+                if number is None or number == self._num_posted:
+                    return self._take_in(self._journalled(about, arrived_seconds, event), on_step)
+        return None
+
+    def _serve_item(self, item: Item, on_record: RecordSink, on_step: StepSink) -> Step | None:
+        """Take in what a node delivered, unless that was done already; only then its call is answered."""
+        step, origin = None, item.origin
+        if origin is None:
+            step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
+        elif self._server.expects(origin) and isinstance(item.report, (RecordWritten, Progress)):
+            self._pass_on(item.report, origin, on_record)
+            self._server.count(origin)
+        elif self._server.expects(origin):
+            about = {"item": item.content, "origin": origin}
+            entry = self._journalled(about, item.arrived_seconds)
+            step = self._take_in(entry, on_step, item.report)
+        self._server.done(item)
+        return step
+
+    def _pass_on(self, report: Report, origin: Origin, on_record: RecordSink) -> None:
+        """Take in a report that no decision follows from: it is in no journal."""
+        match report:
+            case RecordWritten(record=record):
+                on_record(record, origin)
+            case Progress(rank=rank, start=start) if start == self._starts.get(origin.node):
+                place = Place(report.iteration, report.phase, report.step)
+                self._detector.progress(rank, place, self._clock())
+
+    def _journalled(self, about: Message, arrived_seconds: float, event: MachineEvent | None = None) -> Message:
+        """An entry with its times, in the journal; a tick is an entry only where something follows from it."""
+        entry = {"now": self._clock(), "arrived": arrived_seconds, "unix": time.time(), **about}
+        if isinstance(event, Tick):
+            step = machine.advance(self._policy, self._state, event, entry["now"], arrived_seconds)
+            if step.decision is Decision.WAIT and step.state == self._state:
+                return entry
+        if self._journal is not None:
+            self._journal.append(entry)
+        return entry
+
+    def _take_in(self, entry: Message, on_step: StepSink, report: Report | None = None) -> Step:
+        """Decide upon an entry of the journal and carry the decision out: the same again at every reading.
+
+        Args:
+            report: that of the entry, where it was read already.
+        """
+        if "posted" in entry:
+            self._num_posted = entry["posted"] + 1
+        if "origin" in entry:
+            self._server.count(Origin(*entry["origin"]))
+        before, self._unix_seconds = self._state, entry["unix"]
+        event = self._event_of(entry, report)
+        step = machine.advance(self._policy, before, event, entry["now"], entry.get("arrived"))
+        self._state = step.state
+        self._members[step.state.generation] = step.state.members
+        if step.decision is not Decision.WAIT or step.state.failed_starts:
+            on_step(step)
+            self._execute(before, step)
+        return step
+
+    def _take(self) -> Item | Posted:
+        """The next thing. That a deadline has passed is found once, when all that arrived before is taken in."""
+        self._check()
+        while self._found:
+            found = self._found.popleft()
+            if not isinstance(found, NodeLost) or self._detector.seconds_since_word(found.node, self._clock()) is None:
+                return Posted(found, self._clock())  # else it has called meanwhile
+        deadline = self._state.wake_seconds
+        if deadline is None or deadline == self._past_deadline or deadline > self._check_at:
+            return self._server.take(self._check_at)
+        taken = self._server.take(deadline)
+        if isinstance(taken, Posted) and isinstance(taken.event, Tick):
+            self._past_deadline = deadline
+        return taken
+
+    def _check(self) -> None:
+        """Find out, now and then, which nodes and ranks are lost without having ended."""
+        now = self._clock()
+        if now >= self._check_at:
+            self._check_at = now + self._check_seconds
+            self._found.extend(self._detector.look(self._state, now, time.time()))
+
+    # --- machine events ------------------------------------------------------------------------------------------
+
+    def _event_of(self, entry: Message, report: Report | None) -> MachineEvent:
+        """The machine event of an entry; a tick where its process was replaced by another since."""
+        item = entry.get("item")
+        if item is None:
+            return self._posted(messages.event_from_json({k: v for k, v in entry.items() if k not in _ABOUT_ENTRY}))
+        match item["op"]:
+            case "asked":
+                return messages.event_from_json(item["event"])
+            case "joined":
+                return self._joined(messages.decode_call(messages.Join, item["join"]))
+        report = messages.decode_report(item) if report is None else report
+        if report.start != self._starts.get(self._policy.node_of(report.rank)):
+            return Tick()  # of a process that ended before the present ones were started
+        if isinstance(report, EndReport) and not (isinstance(report, messages.Broken) and report.planned):
+            self._note(report.rank, report.generation, to_message(report))
+        assert isinstance(report, (EndReport, messages.Reported)), "other reports are passed on"
+        return report.event()
+
+    def _posted(self, event: MachineEvent) -> MachineEvent:
+        match event:
+            case NodeLost(node, process_id=process_id):
+                if not self._server.end(node, process_id):
+                    return Tick()
+                self._detector.forget(node)
+            case RankHung(rank, at_seconds, detail):
+                about = {"at_seconds": at_seconds, "node": self._policy.node_of(rank), "hung": detail}
+                self._note(rank, self._state.generation, about)
+        return event
+
+    def _joined(self, join: messages.Join) -> MachineEvent:
+        if not self._server.admit(join.node, join.process_id):
+            return Tick()  # it has asked again
+        self._sidecars[join.node] = {name: sidecar.address for name, sidecar in join.sidecars.items()}
+        if join.store is not None:
+            self._stores[join.node] = join.store
+        return NodeJoined(join.node)
+
+    def _note(self, rank: int, generation: int, report: Message) -> None:
+        """Keep what is reported of an end."""
+        node, members = self._policy.node_of(rank), self._members[generation]
+        if node not in self._state.members or node in self._state.nodes.waiting:
+            return
+        # Reported before its first membership was announced to it; a node that is back may have had another place.
+        if node not in members or self._policy.keeps_layout:
+            members = self._state.members
+        about = self._details.setdefault(rank, {"number": self._policy.number_among(members, rank)})
+        killed_by_us = self._state.phase is Phase.KILLING or node in self._state.nodes.lost
+        add_failure_report(about, report, caused_by_us=killed_by_us)
+
+    # --- orders --------------------------------------------------------------------------------------------------
+
+    def _execute(self, before: State, step: Step) -> None:
+        """Carry out a decision made in the state ``before``."""
+        generation, nodes, reason = step.state.generation, list(step.nodes), step.reason
+        match step.decision:
+            case Decision.START | Decision.RESTART:
+                self._details = {}
+                self._start(step.state.members, is_joining=False)
+            case Decision.START_NODES:
+                self._start(step.nodes, is_joining=True)
+            case Decision.CHANGE:
+                self._order(messages.Change(generation=generation, leaving=nodes, reason=reason))
+            case Decision.KILL_NODES:
+                self._order(messages.Kill(nodes=nodes, reason=reason))
+            case Decision.BREAK:
+                self._order(messages.Break(generation=generation, lost=nodes, reason=reason))
+            case Decision.REFORM:
+                self._details = {}
+                self._reform(before, step)
+            case Decision.STOP:
+                declines = self._policy.may_lose_nodes and bool(step.state.failures)
+                if declines:
+                    self._record(before, step, {"declined": reason, "lost_nodes": sorted(before.nodes.lost)})
+                self._order(messages.Stop(survivors_end=declines, reason=reason))
+            case Decision.KILL:
+                self._order(messages.Kill(nodes=list(range(self._policy.most_nodes)), reason=reason))
+            case Decision.END:
+                self._order(messages.End(reason=reason))
+
+    def _reform(self, before: State, step: Step) -> None:
+        """Begin the next membership, once the decision and all that it rests on are on disk."""
+        assert step.reform is not None, "a decision to reform"
+        spec = self._launch_spec(step.state.generation, step.state.members, self._stores)
+        following = NextMembership(
+            generation=step.state.generation,
+            previous_ranks=step.reform.previous_ranks,
+            nodes=step.reform.nodes,
+            target=step.reform.target,
+            master_addr=spec.master_addr,
+            master_port=spec.master_port,
+            reason=step.reason,
+        )
+        following.validate()
+        lost, left, joined = step.reform.lost, step.reform.leaving, step.reform.joining
+        order = messages.Reform(next=following, lost=list(step.nodes), leaving=list(left), reason=step.reason)
+        settled = self._settled(order)
+        nodes = {"lost_nodes": list(lost), "left_nodes": list(left), "joined_nodes": list(joined)}
+        self._record(before, step, {"next": settled["next"], **nodes})
+        self._server.give(settled)
+
+    def _record(self, before: State, step: Step, decision: Message) -> None:
+        positions = [event.position for event in before.broken] if step.reform is None else step.reform.positions
+        about = {"generation": before.generation, "time_unix_seconds": self._unix_seconds, "reason": step.reason}
+        self._record_decision({**about, "positions": encode(list(positions)), **decision})
+
+    def _start(self, nodes: Sequence[int], *, is_joining: bool) -> None:
+        """Start the ranks of ``nodes``; each receives where every node's sidecars listen."""
+        state, policy = self._state, self._policy
+        self._starts |= dict.fromkeys(nodes, self._num_starts)
+        spec = self._launch_spec(state.generation, state.members, self._stores)
+        order = messages.Start(
+            **vars(spec),
+            start=self._num_starts,
+            generation=state.generation,
+            ranks={str(node): list(policy.ranks_of(node)) for node in nodes},
+            nodes=[node for node in state.members for _ in range(policy.ranks_per_node)],
+            is_joining=is_joining,
+            sidecars=by_name(self._sidecars),
+        )
+        self._num_starts += 1
+        self._order(order)
+
+    def _order(self, order: Order) -> None:
+        self._server.give(self._settled(order))
+
+    def _settled(self, order: Order) -> Message:
+        """The order as every controller of the job reads it: from the journal, where it is from now on."""
+        if self._known_orders:
+            return self._known_orders.popleft()
+        message = to_message(order)
+        if self._journal is not None:
+            self._journal.append({"order": message})
+            self._journal.sync()
+        return message
+
+
+_ABOUT_ENTRY = ("now", "arrived", "unix", "posted")
+"""Fields of an entry beside its machine event."""

@@ -1,0 +1,115 @@
+"""Journal of what a controller has taken in: one that takes over does the same again and has the same state.
+
+One JSON object a line; the first has the ``format``. An entry is in the file before anything follows from it, so that
+it outlives its writer; ``sync`` makes it outlive the machine.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ft.durable import write_whole
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import Message
+from megatron_ft.strict_json import parse_json
+
+FORMAT = 2
+"""Rises when an entry changes its meaning; a journal of another format is refused."""
+
+Do = Callable[[Callable[[], None]], None]
+
+
+def _at_once(write: Callable[[], None]) -> None:
+    write()
+
+
+class Journal:
+    """Appends entries to one file. One writer at a time, see ``lease``."""
+
+    def __init__(self, path: Path, do: Do = _at_once) -> None:
+        """Open ``path``, or begin it; ``entries`` is what it holds.
+
+        The last line, where it was cut short, was never acted upon: it is removed.
+
+        Args:
+            do: carries out each write, again where it failed; see ``essential_writes``.
+
+        Raises:
+            ControlError: another line is no JSON object, or another version of this package wrote the journal.
+        """
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
+        if lines and lines[0].get("format") != FORMAT:
+            raise ControlError(
+                f"{path}: has format {lines[0].get('format', 1)}, must have {FORMAT}: another version wrote it; "
+                "start the job again, which continues from its newest checkpoint"
+            )
+        self.entries = lines[1:]
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._descriptor, len(whole))
+        self._num_bytes = len(whole)
+        self._unsynced = b""
+        """The last bytes, which may not be on disk yet."""
+        self._do = do
+        if not lines:
+            self.append({"format": FORMAT})
+
+    def first(self, name: str, value: float) -> float:
+        """The value that the job's first controller wrote under ``name``: ``value`` where this one is the first."""
+        for entry in self.entries:
+            if name in entry:
+                return float(entry[name])
+        self.append({name: value})
+        return value
+
+    def append(self, entry: Message) -> None:
+        """Write one entry; it outlives this process when this returns.
+
+        Raises:
+            OSError: the disk did not take it; nothing of it is in the file.
+        """
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        self._do(lambda: self._write(self._num_bytes, line))
+        self._num_bytes += len(line)
+        self._unsynced += line
+
+    def _write(self, begin: int, content: bytes) -> None:
+        try:
+            os.lseek(self._descriptor, begin, os.SEEK_SET)
+            write_whole(self._descriptor, content)
+        except OSError:
+            os.ftruncate(self._descriptor, begin)
+            raise
+
+    def sync(self) -> None:
+        """Return when everything is on disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._do(self._sync)
+        self._unsynced = b""
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError:
+            # The kernel reports a failure once and may drop what it could not write: write it again.
+            self._write(self._num_bytes - len(self._unsynced), self._unsynced)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def _parse(line: bytes, path: Path, number: int) -> Message:
+    try:
+        entry = parse_json(line)
+    except ValueError as error:
+        raise ControlError(f"{path}, line {number}: no JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise ControlError(f"{path}, line {number}: must be an object, is {type(entry).__name__}")
+    return entry

@@ -1,0 +1,252 @@
+"""The controller's process: ``python -m megatron_ft.control.controller.main``.
+
+It reads one line of JSON from standard input (``ControllerSpec``) and keeps it open: when it closes, the launcher is
+gone. What it takes in is in the journal first, so that the launcher can start another one in its place at any time. It
+talks to the launcher through a unix socket: events in, records and decisions out, each with a number by which the
+launcher drops what it has already.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.control import report
+from megatron_ft.control.admin import CONTROLLER_FILE
+from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.controller.controller import Controller
+from megatron_ft.control.controller.essential_writes import EssentialWrites, StandingClock
+from megatron_ft.control.controller.inbox import Origin
+from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.launch_spec import launch_spec
+from megatron_ft.control.controller.lease import Lease, acquire_lease
+from megatron_ft.control.detector import DetectorPolicy
+from megatron_ft.control.launchers.base import launcher_class
+from megatron_ft.control.membership import events
+from megatron_ft.control.membership.state import Decision, MembershipPolicy, Step
+from megatron_ft.control.messages import event_from_json
+from megatron_ft.control.runtime_dir import Use
+from megatron_ft.control.unauthenticated import check_descriptors, raise_descriptor_limit
+from megatron_ft.durable import append_line
+from megatron_ft.errors import ControlError, MegatronFtError
+from megatron_ft.framing import FrameReader, Message, read_line, send
+
+FOLDER = "control"
+"""Subfolder of the run's folder, with the journal and ``epoch``."""
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSpec:
+    """Specification that the process reads from standard input."""
+
+    config: dict[str, Any]
+    """JSON of ``JobConfig``."""
+    run_dir: str
+    resume_from: str | None
+    entry: str
+    working_dir: str
+    token: str
+    launcher_descriptor: int
+    """Descriptor of the connection to the launcher."""
+    port: int = 0
+    """To serve at; 0 takes a free one. A controller that takes over serves where its predecessor did."""
+    runtime_dir: str | None = None
+    """The folder of the job's sockets on this machine, which its last process removes."""
+
+    def to_line(self) -> bytes:
+        """One line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+class _Launcher:
+    """The connection to the launcher."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._num_events = 0
+
+    @functools.cached_property
+    def _socket(self) -> socket.socket:
+        """Opened at its first use: a second controller that was started by mistake may have none."""
+        return socket.socket(fileno=self._descriptor)
+
+    def send(self, message: Message) -> None:
+        """Send a message; blocks while the launcher is behind."""
+        with self._lock:
+            send(self._socket, message)
+
+    def record(self, record: Message, origin: Origin) -> None:
+        """Pass on what a rank reports."""
+        self.send({"op": "record", "record": record, "origin": origin})
+
+    def event(self, event: Message) -> None:
+        """Send what follows from a decision; numbered, for a controller that takes over sends it again."""
+        self.send({"op": "event", "number": self._num_events, **event})
+        self._num_events += 1
+
+    def listen(self, post: Callable[[events.MachineEvent, int], None]) -> None:
+        """Thread: receive the launcher's events."""
+        reader, closed = FrameReader(self._socket), False
+        while not closed:
+            messages, closed = reader.pump()
+            for message in messages:
+                if message["op"] == "ping":
+                    self.send({"op": "pong"})
+                else:
+                    post(event_from_json(message["event"]), message["number"])
+
+
+class ControllerProcess:
+    """One controller's life."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        run_dir = Path(spec.run_dir)
+        folder = run_dir / FOLDER
+        self._launcher = _Launcher(spec.launcher_descriptor)
+        self._writes = EssentialWrites(run_dir, self._report_wait, self._report_end_of_wait)
+        self._writes.do(lambda: folder.mkdir(mode=0o700, exist_ok=True))
+        self._access_path = run_dir / CONTROLLER_FILE
+        self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
+        self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
+        config: JobConfig = from_dict(spec.config)
+        starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
+        self._policy = MembershipPolicy.of(config.launch, starts_nodes=starts_nodes)
+        check_descriptors(self._policy.most_nodes)
+        journal = Journal(folder / JOURNAL, self._writes.do)
+        self._writes.clock = StandingClock(clock_after(journal.entries))
+        resume_from = None if spec.resume_from is None else Path(spec.resume_from)
+        self._decisions_path = run_dir / "decisions.jsonl"
+        self._controller = Controller(
+            self._policy,
+            interface=config.launch.interface,
+            token=spec.token,
+            launch_spec=functools.partial(
+                launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
+            ),
+            record_decision=self._record_decision,
+            detection=DetectorPolicy(**asdict(config.detector)),
+            journal=journal,
+            epoch=self._lease.epoch,
+            port=spec.port,
+            certificates=read_certificates(config.launch.tls_dir),
+            clock=self._writes.clock,
+        )
+        self._num_recorded = _num_lines(self._decisions_path)
+        """Decisions in the file, by earlier jobs of the run, too."""
+        self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
+
+    def run(self) -> None:
+        """Serve until the job has ended and the launcher has closed standard input."""
+        self._launcher.send(
+            {
+                "op": "ready",
+                "address": self._controller.address,
+                "epoch": self._lease.epoch,
+                "process_id": os.getpid(),
+            }
+        )
+        for target, arguments in ((self._launcher.listen, (self._post,)), (self._end_with_launcher, ())):
+            threading.Thread(target=target, args=arguments, daemon=True).start()
+        end = self._controller.run(self._launcher.record, self._on_step)
+        self._launcher.event({"event": "ended", "end": end.to_json()})
+        threading.Event().wait()  # agents fetch their last order until the launcher closes standard input
+
+    def _post(self, event: events.MachineEvent, number: int) -> None:
+        if isinstance(event, events.KillRequested):
+            self._writes.request_end()
+        self._controller.post(event, number)
+
+    def _report_wait(self, problem: str) -> None:
+        self._launcher.send({"op": "waits", "problem": problem})
+
+    def _report_end_of_wait(self, seconds: float) -> None:
+        self._launcher.send({"op": "goes_on", "seconds": seconds})
+
+    def _end_with_launcher(self) -> None:
+        """Thread: end when standard input closes: the launcher has ended the job, or has died.
+
+        A launcher that was killed could not take back what grants access to this controller, nor remove the folder of
+        sockets.
+        """
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads(self._access_path.read_bytes())["process_id"] == os.getpid():
+                self._access_path.unlink()
+        if self._use is not None:
+            self._use.end()
+        os._exit(0)
+
+    def _record_decision(self, decision: Message) -> None:
+        """Record a decision, unless the controller before has; one with a stale lease must not decide."""
+        self._writes.check_place()
+        if self._lease.is_stale:
+            raise ControlError(f"stale epoch {self._lease.epoch}: another controller has taken over")
+        if self._num_decisions >= self._num_recorded:
+            line = json.dumps(decision).encode() + b"\n"
+            self._writes.do(lambda: append_line(self._decisions_path, line))
+        self._num_decisions += 1
+
+    def _on_step(self, step: Step) -> None:
+        for event in report.failed_start_records(step):
+            self._launcher.event({"event": "record", "record": event.to_record()})
+        match step.decision:
+            case Decision.STOP if not step.state.failures:
+                self._launcher.event({"event": "stopping"})
+            case Decision.START_AGENTS:
+                self._launcher.event({"event": "start_agents", "nodes": list(step.nodes)})
+            case Decision.RESTART:
+                for event in report.restart_records(step, self._controller.details, self._policy):
+                    self._launcher.event({"event": "record", "record": event.to_record()})
+            case Decision.REFORM:
+                for event in report.lost_records(step, self._controller.details, self._policy):
+                    self._launcher.event({"event": "record", "record": event.to_record()})
+
+
+def clock_after(entries: list[Message]) -> Callable[[], float]:
+    """A monotonic clock that continues from the time of the last entry, by the time that has passed since then."""
+    now_seconds = time.monotonic()
+    last = next((entry for entry in reversed(entries) if "now" in entry), None)
+    if last is None:
+        return time.monotonic
+    offset_seconds = last["now"] + max(0.0, time.time() - last["unix"]) - now_seconds
+    return lambda: time.monotonic() + offset_seconds
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def main() -> int:
+    """Entry of the controller's process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the launcher is asked to stop, and asks
+    raise_descriptor_limit()
+    line = read_line(sys.stdin.fileno())
+    if not line.endswith(b"\n"):
+        print("controller: the launcher closed standard input before it sent the spec", file=sys.stderr)
+        return ControlError.exit_code
+    try:
+        ControllerProcess(ControllerSpec(**json.loads(line))).run()
+    except (MegatronFtError, OSError) as error:
+        with contextlib.suppress(OSError):  # its log is on a disk that is full
+            print(f"controller: {error}", file=sys.stderr, flush=True)
+        os._exit(ControlError.exit_code)  # threads that serve calls would be waited for as long as those calls may take
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""The launcher of ``launch.mode=local``: what the command that a user typed becomes.
+
+It claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and leaves no
+process behind. Where and how agents start is up to the ``NodeLauncher`` that ``launch.node_launcher`` names.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.control import report
+from megatron_ft.control.admin import CONTROLLER_FILE
+from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.controller.job_result import JobResult
+from megatron_ft.control.controller.link import ControllerLink
+from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
+from megatron_ft.control.detector import DetectorPolicy
+from megatron_ft.control.launchers.base import LaunchContext, NodeLauncher, open_launcher
+from megatron_ft.control.launchers.processes import Processes, kill, tell
+from megatron_ft.control.membership import events
+from megatron_ft.control.membership.state import MembershipPolicy, Outcome
+from megatron_ft.control.node.agent import AgentSpec
+from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
+from megatron_ft.control.node.ranks import tail_of
+from megatron_ft.control.node.sidecars import STOP_SECONDS
+from megatron_ft.control.ports import free_port
+from megatron_ft.control.rpc import check_interface, join_address, new_token
+from megatron_ft.control.rundir import RunDir, claim, has_complete_state
+from megatron_ft.control.runtime_dir import make_runtime_dir
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
+from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
+from megatron_ft.framing import Message
+
+RANK_ENTRY = "megatron_ft.mcore.rank_main:run_rank"
+PRELOAD = ("megatron_ft.mcore.rank_main:warm",)
+PRELOAD_ON_CUDA = ("megatron_ft.mcore.rank_main:warm_cuda",)
+_CLEANUP_SECONDS = 5.0
+
+
+class Sinks(Protocol):
+    """Takes records; ``megatron_ft.telemetry.SinkSet`` is one."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take one record."""
+
+    def close(self, exit_code: int, reason: str) -> None:
+        """Take in that the run has ended."""
+
+
+class OpenSinks(Protocol):
+    """Opens the sinks of a run; ``megatron_ft.telemetry.open_sinks`` is one."""
+
+    def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> Sinks:
+        """Open them."""
+
+
+def launch(
+    config: JobConfig,
+    config_yaml: str,
+    *,
+    open_sinks: OpenSinks,
+    entry: str = RANK_ENTRY,
+    preload: Sequence[str] | None = None,
+    command: Sequence[str] | None = None,
+    sidecars: Mapping[str, str] | None = None,
+) -> int:
+    """Run the job; its exit code (``errors.EXIT_CODES``).
+
+    Args:
+        config_yaml: the resolved configuration, kept in the run folder.
+        entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
+        preload: modules imported (``module:function``: called) before ranks are forked; default: those of the device.
+        command: how the user started the job, for the advice how to resume; default: as this process was.
+        sidecars: name to module of processes that every node has beside its ranks, see ``node/sidecars.py``.
+
+    Raises:
+        ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.
+    """
+    if preload is None:
+        preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
+    launcher = open_launcher(config.launch, os.environ)
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, interface=launcher.interface))
+    _check_places(config.launch)
+    run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
+    try:
+        world_size = config.launch.num_nodes * config.launch.ranks_per_node
+        sinks = open_sinks(config, run_dir.path, world_size=world_size)
+        job = _Job(config, run_dir, sinks, preload, entry, dict(sidecars or {}), launcher)
+        exit_code, reason = ControlError.exit_code, "the launcher failed"
+        try:
+            with run_dir.watched(lambda: sinks.write(RunFolderMissing(path=str(run_dir.path)).to_record())):
+                result = job.run()
+            exit_code, reason = job.exit_code(result), result.reason
+        except (OSError, ControlError) as error:
+            reason = f"the launcher failed: {error}"
+            raise ControlError(reason) from error
+        finally:
+            sinks.close(exit_code, reason)
+        launcher.finish(exit_code, reason)
+        job.print_result(result, exit_code, [sys.executable, *sys.argv] if command is None else command)
+        return exit_code
+    finally:
+        run_dir.release()
+
+
+def _check_places(config: LaunchConfig) -> None:
+    """Refuse addresses and sockets that cannot work."""
+    check_interface(config.interface)
+    read_certificates(config.tls_dir)
+    free_port(config.interface)
+    path = config.forkserver_socket
+    if path is not None and not Path(path).is_socket():
+        raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
+
+
+class _Job:
+    def __init__(
+        self,
+        config: JobConfig,
+        run_dir: RunDir,
+        sinks: Sinks,
+        preload: Sequence[str],
+        entry: str,
+        sidecars: dict[str, str],
+        launcher: NodeLauncher,
+    ) -> None:
+        self._config = config.launch
+        self._run_dir = run_dir
+        self._sinks = sinks
+        self._preload = preload
+        self._entry, self._sidecars = entry, sidecars
+        self._num_interrupts = 0
+        self._interrupted_by = ""
+        self._run_finished = False
+        self._faults = report.InjectedFaults()
+        self._has_ended = False
+        self._policy = MembershipPolicy.of(config.launch, starts_nodes=launcher.starts_nodes)
+        self._detection = DetectorPolicy(**dataclasses.asdict(config.detector))
+        self._token = new_token()
+        self._port = free_port(config.launch.interface)
+        self._job = config
+        self._launcher = launcher
+        self._fork_server: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> JobResult:
+        """Start everything, serve until the job ends, leave nothing behind."""
+        with make_runtime_dir() as runtime_dir:
+            processes = Processes(runtime_dir, self._run_dir.path / "logs")
+            self._controller = self._link(processes)
+            with self._signals():
+                try:
+                    return self._serve(processes)
+                finally:
+                    self._clean_up()
+
+    def _serve(self, processes: Processes) -> JobResult:
+        self._controller.begin()
+        self._start_fork_server(processes)
+        policy = self._policy
+        context = LaunchContext(
+            run_dir=self._run_dir.path,
+            processes=processes,
+            preload=self._preload,
+            most_nodes=policy.most_nodes,
+            num_returns=policy.max_node_restarts if policy.restart_lost_nodes else 0,
+        )
+        self._launcher.publish(context, self._agent_spec(processes, 0))
+        for node in range(policy.num_nodes + policy.num_spare_nodes):
+            self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
+        result = self._controller.run(self._on_record, functools.partial(self._on_event, processes))
+        self._has_ended = True
+        return result
+
+    def _link(self, processes: Processes) -> ControllerLink:
+        """The connection to the controller of this job, which begins with an empty journal."""
+        run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
+        (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
+
+        def start(launcher: socket.socket) -> "subprocess.Popen[bytes]":
+            spec = ControllerSpec(
+                config=to_dict(self._job),
+                run_dir=str(run_dir),
+                resume_from=None if resume_from is None else str(resume_from),
+                entry=self._entry,
+                working_dir=os.getcwd(),
+                token=self._token,
+                launcher_descriptor=launcher.fileno(),
+                port=self._port,
+                runtime_dir=str(processes.runtime_dir),
+            )
+            module, kept = "megatron_ft.control.controller.main", (launcher.fileno(),)
+            process: subprocess.Popen[bytes] = processes.start(module, [], "controller.log", {}, descriptors=kept)
+            tell(process, spec.to_line())
+            return process
+
+        return ControllerLink(
+            start,
+            access_path=run_dir / CONTROLLER_FILE,
+            access={"token": self._token, "tls_dir": self._config.tls_dir},
+            silence_seconds=self._detection.heartbeat_timeout_seconds,
+            log=processes.log_dir / "controller.log",
+        )
+
+    def _start_fork_server(self, processes: Processes) -> None:
+        if self._launcher.is_local and self._config.forkserver_socket is None:
+            arguments = ["--socket", str(processes.forkserver_socket), "--preload", *self._preload]
+            module = "megatron_ft.control.node.fork_server"
+            self._fork_server = processes.start(module, arguments, "forkserver.log", SINGLE_THREAD_ENVIRONMENT)
+
+    def _on_end(self, node: int) -> Callable[[str, int], None]:
+        return lambda detail, process_id: self._controller.post(events.NodeLost(node, time.time(), detail, process_id))
+
+    def _start_again(self, processes: Processes, node: int) -> None:
+        """Start an agent in a running job: an obstacle fails this start and nothing else."""
+        try:
+            self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
+        except OSError as error:
+            detail = f"its process could not be started: {error}"
+            self._controller.post(events.NodeLost(node, time.time(), detail))
+
+    def _agent_spec(self, processes: Processes, node: int) -> AgentSpec:
+        return AgentSpec(
+            controller_address=join_address(self._config.interface, self._port),
+            token=self._token,
+            node=node,
+            runtime_dir=str(processes.runtime_dir),
+            forkserver_socket=self._config.forkserver_socket or str(processes.forkserver_socket),
+            sidecars=self._sidecars,
+            interface=self._config.interface,
+            log_dir=str(processes.log_dir),
+            tls_dir=self._config.tls_dir,
+            heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
+            heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
+            lost_controller_seconds=self._detection.lost_controller_seconds,
+        )
+
+    def _on_record(self, record: Message) -> None:
+        self._run_finished = self._run_finished or record.get("kind") == "run_finished"
+        if self._faults.is_news(record):
+            self._sinks.write(record)
+
+    def _on_event(self, processes: Processes, event: Message) -> None:
+        """Carry out what follows from a decision."""
+        match event["event"]:
+            case "stopping":
+                self._sinks.write(StopRequested(source=self._interrupted_by).to_record())
+            case "record":
+                self._sinks.write(event["record"])
+            case "start_agents":
+                for node in event["nodes"]:
+                    self._start_again(processes, node)
+            case "waits":
+                self._sinks.write(ControllerWaits(problem=event["problem"]).to_record())
+            case "goes_on":
+                self._sinks.write(ControllerGoesOn(seconds=event["seconds"]).to_record())
+            case "replaced":
+                self._sinks.write(ControllerReplaced(reason=event["reason"]).to_record())
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._interrupt) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+        self._num_interrupts += 1
+        self._interrupted_by = signal.Signals(number).name
+        self._controller.post(events.StopRequested() if self._num_interrupts == 1 else events.KillRequested())
+
+    def _clean_up(self) -> None:
+        """End every process: agents first, which the controller has ordered to end, then fork server and ranks."""
+        patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
+        patience_seconds = patience_seconds if self._has_ended else 0.5
+        self._launcher.stop(patience_seconds)
+        self._controller.close()
+        if self._fork_server is not None:
+            self._fork_server.stdin.close()  # type: ignore[union-attr]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._fork_server.wait(timeout=patience_seconds)
+            kill(self._fork_server)
+
+    def exit_code(self, result: JobResult) -> int:
+        """The job's exit code; records of failed ranks go to the sinks."""
+        if result.outcome is Outcome.FAILED:
+            for event in report.end_records(result, self._policy):
+                self._sinks.write(event.to_record())
+        return exit_code_of(result, run_finished=self._run_finished)
+
+    def print_result(self, result: JobResult, exit_code: int, command: Sequence[str]) -> None:
+        """Print what the user has to know, on standard error."""
+        if exit_code == EXIT_OK:
+            return
+        run_dir = self._run_dir.path
+        has_checkpoint = has_complete_state(run_dir)
+        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint)
+        if result.outcome is Outcome.FAILED:
+            print(report.failure_screen(result, run_dir, resume, self._node_log(result)), file=sys.stderr, flush=True)
+        else:
+            print(f"Stopped by {self._interrupted_by}.\n{resume}", file=sys.stderr, flush=True)
+
+    def _node_log(self, result: JobResult) -> str:
+        logs = self._run_dir.path / "logs"
+        node = result.first_failure.node if result.first_failure else None
+        names = ["forkserver.log"]
+        if node is not None:
+            own = f"node-{node:03d}"
+            names = [f"{own}.log", *(f"{own}-{service}.log" for service in self._sidecars), *names]
+        return "\n".join(f"{name}:\n{tail_of(logs / name)}" for name in names if (logs / name).exists())
+
+
+def exit_code_of(result: JobResult, *, run_finished: bool) -> int:
+    """Exit code for the end of a job.
+
+    The code of the first failure is passed on when it is an error of this project's own. A stop request that came
+    when the run had finished changes nothing.
+    """
+    if result.outcome is Outcome.FINISHED or (result.outcome is Outcome.INTERRUPTED and run_finished):
+        return EXIT_OK
+    if result.outcome is Outcome.INTERRUPTED:
+        return EXIT_INTERRUPTED
+    first = result.first_failure
+    if first is None or first.rank is None:
+        return ControlError.exit_code
+    own_code = result.details.get(first.rank, {}).get("exit_code")
+    return RankFailed.exit_code if own_code is None else int(own_code)

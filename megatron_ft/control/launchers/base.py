@@ -1,0 +1,174 @@
+"""The protocol of launchers, which start, watch and stop the agents of a job's nodes, and what they share."""
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.control.launchers.processes import Processes, kill
+from megatron_ft.control.membership.machine import describe_returncode
+from megatron_ft.control.node.agent import AgentSpec
+from megatron_ft.control.node.ranks import last_line, size_of
+from megatron_ft.errors import ConfigError
+
+OnEnd = Callable[[str, int], None]
+"""Takes how a node's process ended, in words, and its process id; called in another thread."""
+
+_KEY = "launch.node_launcher"
+_PATHS = {
+    "local": "megatron_ft.control.launchers.local:LocalLauncher",
+    "srun": "megatron_ft.control.launchers.slurm:SlurmLauncher",
+    "none": "megatron_ft.control.launchers.slurm_array:SlurmArrayLauncher",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchContext:
+    """Properties of the job that a launcher needs."""
+
+    run_dir: Path
+    processes: Processes
+    preload: Sequence[str]
+    """Modules that fork servers import."""
+    most_nodes: int
+    """Nodes that there can be: they are numbered from 0 to below it."""
+    num_returns: int
+    """Times that a lost node may come back."""
+
+
+class NodeLauncher(Protocol):
+    """Starts, watches and stops the agents of one job; used by the launcher's main thread.
+
+    Its class is called with ``LaunchConfig`` and the environment variables; it raises ConfigError where it cannot be
+    used here, before anything is started.
+    """
+
+    starts_nodes: ClassVar[bool]
+    """Whether it starts agents; else nodes come by themselves, by what ``publish`` gives them."""
+    is_local: ClassVar[bool]
+    """Whether agents run on this machine and share its fork server."""
+
+    @property
+    def interface(self) -> str:
+        """Address of this machine that the controller binds to."""
+
+    def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
+        """Begin with a job that was claimed: keep and publish what nodes need that come by themselves.
+
+        Args:
+            spec: that of node 0, of which others differ by what only their machine knows.
+        """
+
+    def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
+        """Start the agent of a node; one that it had before ends first, and ``on_end`` is called for it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+
+    def stop(self, patience_seconds: float) -> None:
+        """Leave no agent behind: wait for all, then end those that are left; take back what was published."""
+
+    def finish(self, exit_code: int, reason: str) -> None:
+        """Take in how the job ended."""
+
+
+def launcher_class(name: str) -> type[NodeLauncher]:
+    """The class of ``launch.node_launcher``: one of this package by its name, another by ``module:Class``.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    module, _, attribute = _PATHS.get(name, name).partition(":")
+    try:
+        found: type[NodeLauncher] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        constraint = f"must be one of {', '.join(_PATHS)}, or module:Class of a launcher that can be imported: {error}"
+        raise ConfigError.of(_KEY, name, constraint) from None
+    return found
+
+
+def open_launcher(launch: LaunchConfig, variables: Mapping[str, str]) -> NodeLauncher:
+    """The launcher of a job.
+
+    Raises:
+        ConfigError: there is no such launcher, or it cannot be used here.
+    """
+    make: Callable[[LaunchConfig, Mapping[str, str]], NodeLauncher] = launcher_class(launch.node_launcher)
+    return make(launch, variables)
+
+
+@dataclass
+class _Node:
+    process: "subprocess.Popen[bytes]"
+    watcher: threading.Thread = field(default_factory=threading.Thread)
+
+
+class ProcessLauncher:
+    """A launcher of processes of this machine: agents, or commands that run them elsewhere."""
+
+    starts_nodes: ClassVar[bool] = True
+    is_local: ClassVar[bool] = False
+    term_seconds: ClassVar[float] = 0.0
+    """Time that a process has after SIGTERM before it is killed; 0 kills it at once."""
+
+    def __init__(self, launch: LaunchConfig, variables: Mapping[str, str]) -> None:
+        self._interface = launch.interface
+        self._nodes: dict[int, _Node] = {}
+        self._context: LaunchContext | None = None
+
+    @property
+    def interface(self) -> str:
+        return self._interface
+
+    @property
+    def context(self) -> LaunchContext:
+        """The job."""
+        assert self._context is not None, "publish comes first"
+        return self._context
+
+    def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
+        self._context = context
+
+    def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
+        if node in self._nodes:
+            kill(self._nodes[node].process, term_seconds=self.term_seconds)
+            self._nodes[node].watcher.join()  # its end is reported before the new agent can register
+        log = self.context.processes.log_dir / log_name(node)
+        log_begin_bytes = size_of(log)
+        process = self.start_process(node, spec)
+        watcher = threading.Thread(target=_watch, args=(process, log, log_begin_bytes, on_end), daemon=True)
+        self._nodes[node] = _Node(process, watcher)
+        watcher.start()
+
+    def start_process(self, node: int, spec: AgentSpec) -> "subprocess.Popen[bytes]":
+        """Start the process of a node; its output goes to ``log_name``."""
+        raise NotImplementedError
+
+    def stop(self, patience_seconds: float) -> None:
+        deadline = time.monotonic() + patience_seconds
+        for node in self._nodes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            kill(node.process, term_seconds=self.term_seconds)
+
+    def finish(self, exit_code: int, reason: str) -> None:
+        """See ``NodeLauncher``."""
+
+
+def log_name(node: int) -> str:
+    """Name of the log of a node's process."""
+    return f"node-{node:03d}.log"
+
+
+def _watch(process: "subprocess.Popen[bytes]", log: Path, log_begin_bytes: int, on_end: OnEnd) -> None:
+    returncode = process.wait()
+    detail = f"its process {describe_returncode(returncode)}" if returncode else "its process ended"
+    last = last_line(log, log_begin_bytes) if returncode > 0 else ""
+    on_end(detail + (f": {last}" if last else ""), process.pid)

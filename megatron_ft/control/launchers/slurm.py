@@ -1,0 +1,38 @@
+"""``launch.node_launcher=srun``: a node on each machine of the Slurm allocation that this command runs in."""
+
+import dataclasses
+import subprocess
+from collections.abc import Mapping
+
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.control.launchers.base import LaunchContext, ProcessLauncher, log_name
+from megatron_ft.control.launchers.processes import tell
+from megatron_ft.control.node.agent import AgentSpec
+from megatron_ft.control.node.main import NodeSpec
+from megatron_ft.control.slurm.nodes import TERM_SECONDS, address_of, read_allocation
+
+
+class SlurmLauncher(ProcessLauncher):
+    """Starts each agent by ``srun``, as a step of its own."""
+
+    term_seconds = TERM_SECONDS
+
+    def __init__(self, launch: LaunchConfig, variables: Mapping[str, str]) -> None:
+        super().__init__(launch, variables)
+        self._allocation = read_allocation(variables, most_nodes=launch.most_nodes)
+        self._interface = address_of(launch.interface)
+        self._script = variables.get("MFT_SCRIPT")
+
+    def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
+        super().publish(context, spec)
+        self._allocation.keep_script(context.run_dir, self._script)
+
+    def start_process(self, node: int, spec: AgentSpec) -> "subprocess.Popen[bytes]":
+        through, processes = self._allocation.srun(node), self.context.processes
+        started = processes.start("megatron_ft.control.node.main", [], log_name(node), {}, through=through)
+        process: subprocess.Popen[bytes] = started
+        # The controller knows the node by the process of ``srun``, whose end is seen here.
+        agent = dataclasses.replace(spec, process_id=process.pid)
+        node_spec = NodeSpec(agent=agent, preload=list(self.context.preload), batch_job=self._allocation.job_id)
+        tell(process, node_spec.to_line())
+        return process

@@ -1,0 +1,138 @@
+"""Machine events: what can happen to a job, as the state machine takes it in.
+
+Ranks have the number ``node * ranks_per_node + local_rank`` as long as the job lives, whatever number memberships give
+them. ``at_seconds`` is the wall clock of the machine that saw the event, in seconds since 1970.
+"""
+
+from dataclasses import dataclass
+
+from megatron_ft.planning.recovery.target import Position
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node's agent registered: at the start, or to join the running job."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node's agent is gone, and its ranks with it."""
+
+    node: int
+    at_seconds: float
+    detail: str = ""
+    process_id: int | None = None
+    """Process id of the agent, where it is known: a loss of an earlier one is stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReported:
+    """A rank has connected to its agent."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRaised:
+    """A rank is about to end with an exception in ``iteration``; ``final``: another try would fail in the same way."""
+
+    rank: int
+    at_seconds: float
+    iteration: int = 0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankBroken:
+    """A rank's iteration ended with an error, probably because others are gone; it waits for the next membership.
+
+    ``final``: another try would fail in the same way. ``planned``: there is no error, the rank stands at the boundary
+    at which the membership is to change.
+    """
+
+    rank: int
+    position: Position
+    at_seconds: float
+    iteration: int = 0
+    final: bool = False
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """A rank's process ended; ``returncode`` is negative for a signal, ``done``: whether its work was done.
+
+    ``iteration`` is the last it has reached, 0 before the first.
+    """
+
+    rank: int
+    returncode: int
+    at_seconds: float
+    done: bool
+    iteration: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankHung:
+    """A rank lives and is unresponsive: it is to be killed. ``detail`` describes how that is known."""
+
+    rank: int
+    at_seconds: float
+    detail: str
+    iteration: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobHung:
+    """No rank makes progress, and none is behind the others."""
+
+    at_seconds: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequested:
+    """An operator wants a node that is not a member to be started, and to join."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator wants a member to leave the job at the next iteration boundary."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The job is to stop after the iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillRequested:
+    """The job is to end at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+MachineEvent = (
+    NodeJoined
+    | NodeLost
+    | RankReported
+    | RankRaised
+    | RankBroken
+    | RankExited
+    | RankHung
+    | JobHung
+    | AddRequested
+    | DrainRequested
+    | StopRequested
+    | KillRequested
+    | Tick
+)

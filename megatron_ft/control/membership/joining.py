@@ -1,0 +1,249 @@
+"""Rules for nodes that join a running job, and for those that leave it on request.
+
+A node that is not a member is wanted when its agent registers, or when an operator adds it. Its ranks are started
+(``START_NODES``) and wait when all have connected. Once the first node has waited ``join_window_seconds``, or a member
+is to leave, the members are ordered to stop at a boundary (``CHANGE``); when all have, the next membership begins
+(``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
+"""
+
+from dataclasses import replace
+
+from megatron_ft.control.membership.nodes import AgentState, NodeRecord, Nodes, NodeState
+from megatron_ft.control.membership.state import (
+    SETTLED_ITERATIONS,
+    TRAINING,
+    Decision,
+    FailedStart,
+    MembershipPolicy,
+    Moment,
+    Phase,
+    State,
+    Step,
+    ranks_of_all,
+)
+
+_NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
+
+
+def register(policy: MembershipPolicy, state: State, node: int) -> State:
+    """Take in that a node's agent has registered."""
+    nodes = state.nodes.change(node, agent=AgentState.REGISTERED, was_registered=True)
+    return replace(state, nodes=_want(policy, nodes, node))
+
+
+def add(policy: MembershipPolicy, state: State, node: int) -> State:
+    """Take in that an operator wants a node to join, however often it was lost before."""
+    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0)
+    return replace(state, nodes=_want(policy, nodes, node))
+
+
+def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
+    if not policy.may_lose_nodes or nodes.is_member(node) or node in nodes.waiting:
+        return nodes
+    has_left = nodes[node].state is NodeState.LEFT
+    return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
+
+
+def count_loss(record: NodeRecord, iteration: int) -> int:
+    """Losses in a row of a node, once it is left behind after ``iteration``."""
+    has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
+    return 1 if has_settled else record.num_losses + 1
+
+
+def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
+    """Whether a lost node is started again."""
+    return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
+
+
+def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *, num_losses: int = 1) -> State:
+    """Count a failed start as a loss, or several; the node is started again as often as is allowed."""
+    nodes = state.nodes.change(node, num_losses=state.nodes[node].num_losses + num_losses)
+    starts_again = may_return(policy, nodes[node])
+    nodes = nodes.change(node, is_wanted=starts_again)
+    return replace(state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)))
+
+
+def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
+    """Take in that a node's agent is gone, and its ranks with it."""
+    record = state.nodes[node]
+    never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
+    if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
+        state = fail_start(policy, state, node, reason)
+    elif not policy.restart_lost_nodes:
+        state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
+    nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
+    return replace(state, nodes=nodes, gone=state.gone | set(policy.ranks_of(node)))
+
+
+def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
+    """Take in that a rank lives; a node that joins is ready when all its ranks do."""
+    state = replace(state, connected=state.connected | {rank})
+    node = policy.node_of(rank)
+    is_starting = state.nodes[node].state is NodeState.STARTING
+    if not is_starting or not state.connected >= set(policy.ranks_of(node)):
+        return state
+    number = state.nodes.next_queue_number
+    nodes = state.nodes.change(node, state=NodeState.READY, since_seconds=now.seconds, queue_number=number)
+    return replace(state, nodes=nodes)
+
+
+def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str) -> State:
+    """Take in that a rank of a node that is not a member has ended: the node will not join with these ranks."""
+    node = policy.node_of(rank)
+    state = replace(state, gone=state.gone | {rank})
+    return _dismiss(policy, state, node, reason) if node in state.nodes.waiting else state
+
+
+def drain(policy: MembershipPolicy, state: State, node: int) -> State:
+    """Take in that a member is to leave, unless it cannot."""
+    if refuse_drain(policy, state, node) is not None:
+        return state
+    return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
+
+
+def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
+    """Why a node cannot leave; None if it can."""
+    if state.phase in _NOT_ALIVE or state.interrupted:
+        return f"the job is {'stopping' if state.interrupted else state.phase.value}"
+    if not state.nodes.is_member(node):
+        return f"node {node} is not a member"
+    if policy.keeps_layout:
+        return "launch.keep_layout=true: every place of the layout is needed, and only a lost node is replaced"
+    if state.nodes[node].state is NodeState.DRAINING:
+        return f"node {node} is leaving already"
+    num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
+    if num_left < policy.fewest_nodes:
+        return f"{num_left} nodes would be left, launch.min_nodes={policy.fewest_nodes}"
+    return None
+
+
+def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
+    """Why a node cannot be added; None if it can."""
+    if state.phase in _NOT_ALIVE or state.interrupted:
+        return f"the job is {'stopping' if state.interrupted else state.phase.value}"
+    if not policy.may_lose_nodes:
+        return f"launch.min_nodes={policy.min_nodes} and launch.max_nodes={policy.max_nodes}: no node can join this job"
+    if state.nodes.is_member(node):
+        return f"node {node} is a member"
+    if node in state.nodes.waiting or state.nodes[node].is_wanted:
+        return f"node {node} is waiting to join already"
+    if not policy.starts_nodes and node not in state.nodes.registered:
+        return f"node {node} has no process, and launch.node_launcher=none starts none: it joins when it comes"
+    return None
+
+
+def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+    """Nodes that join the next membership beside ``num_staying`` members: those that have waited longest, rising."""
+    ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
+    return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
+
+
+def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    """The next step about nodes that join or leave, while the members train."""
+    if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
+        return None
+    if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
+        return None  # ranks have done their work: the job is about to end
+    return kill_or_start(policy, state, now) or _change(policy, state, now)
+
+
+def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
+    """Set when ``decide`` has its next step."""
+    if state.phase not in TRAINING:
+        return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
+    if decide(policy, state, now) is not None:
+        return replace(state, wake_up_seconds=now.arrived_seconds)
+    waits = {NodeState.STARTING: policy.start_timeout_seconds, NodeState.READY: policy.join_window_seconds}
+    times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
+    return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
+
+
+def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    """The next step about nodes outside of the membership."""
+    return _kill(policy, state, now) or _start(policy, state, now)
+
+
+def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    for record in state.nodes.joining:
+        is_due = now.arrived_seconds >= record.since_seconds + policy.start_timeout_seconds
+        if record.state is NodeState.STARTING and is_due:
+            late = f"not all of its ranks reported (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
+            state = _dismiss(policy, state, record.node, late)
+    dismissed = tuple(sorted(state.nodes.dismissed))
+    if not dismissed:
+        return None
+    reason = f"nodes {list(dismissed)} do not join: a rank has ended or did not report"
+    state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
+    return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
+
+
+def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
+    startable = [record for record in wanted if not _has_living_rank(policy, state, record)]
+    present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
+    if present:
+        return Step(
+            _begin(policy, state, present, now),
+            Decision.START_NODES,
+            f"nodes {list(present)} are to join",
+            nodes=present,
+        )
+    absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
+    if absent:
+        state = replace(state, nodes=state.nodes.change(absent, agent=AgentState.STARTING))
+        return Step(state, Decision.START_AGENTS, f"nodes {list(absent)} are to join", nodes=absent)
+    return None
+
+
+def _has_living_rank(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
+    return record.has_ranks and not state.gone >= set(policy.ranks_of(record.node))
+
+
+def _begin(policy: MembershipPolicy, state: State, started: tuple[int, ...], now: Moment) -> State:
+    """Start the ranks of nodes; what is known of their earlier ranks no longer counts."""
+    nodes = state.nodes
+    for node in started:
+        nodes = nodes.change(
+            node,
+            state=NodeState.STARTING,
+            is_wanted=False,
+            is_dismissed=False,
+            has_ranks=True,
+            since_seconds=now.seconds,
+            queue_number=nodes.next_queue_number,
+            # A dead member stays lost for the others until the next membership.
+            is_announced=nodes[node].is_announced and node in nodes.members,
+        )
+    ranks = {rank for node in started for rank in policy.ranks_of(node)}
+    return replace(state, nodes=nodes, gone=state.gone - ranks, connected=state.connected - ranks)
+
+
+def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    if state.phase is Phase.CHANGING:
+        return None
+    num_spare = len(state.members) - policy.fewest_nodes
+    leaving = tuple(sorted(state.nodes.draining)[: max(0, num_spare)])
+    joining = admitted(policy, state, len(state.members) - len(leaving))
+    since = [record.since_seconds for record in state.nodes.joining if record.node in joining]
+    if not leaving and (not since or now.arrived_seconds < min(since) + policy.join_window_seconds):
+        return None
+    state = replace(state, phase=Phase.CHANGING, nodes=state.nodes.change(leaving, leaves_now=True))
+    return Step(state, Decision.CHANGE, describe_change(joining, leaving), nodes=leaving)
+
+
+def describe_change(joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
+    """``nodes [3] join, nodes [1] leave``."""
+    parts = [f"nodes {list(nodes)} {what}" for nodes, what in ((joining, "join"), (leaving, "leave")) if nodes]
+    return ", ".join(parts) or "no node joins or leaves"
+
+
+def _stop_joining(nodes: Nodes, node: int) -> Nodes:
+    """The same where ``node`` no longer waits to join: a dead member is lost again, another node absent."""
+    if node not in nodes.waiting:
+        return nodes
+    return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)
+
+
+def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
+    state = fail_start(policy, state, node, reason)
+    return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))

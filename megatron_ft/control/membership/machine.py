@@ -1,0 +1,356 @@
+"""A pure state machine: who belongs to the job, and what happens next.
+
+Machine events (``events``) and a clock go in; a new state, a decision and its reason come out. Nothing here reads a
+clock, a file or a socket: the controller drives it with real time, tests and simulations with virtual time.
+"""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_ft.control.membership import joining, reconfigure, replacing
+from megatron_ft.control.membership.events import (
+    AddRequested,
+    DrainRequested,
+    JobHung,
+    KillRequested,
+    MachineEvent,
+    NodeJoined,
+    NodeLost,
+    RankBroken,
+    RankExited,
+    RankHung,
+    RankRaised,
+    RankReported,
+    StopRequested,
+    Tick,
+)
+from megatron_ft.control.membership.nodes import AgentState, Nodes, NodeState
+from megatron_ft.control.membership.state import (
+    TRAINING,
+    Decision,
+    Failure,
+    MembershipPolicy,
+    Moment,
+    Outcome,
+    Phase,
+    State,
+    Step,
+    is_late,
+    ranks_of_all,
+)
+
+_REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
+
+Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
+"""Takes the state in which the event is taken in already; the step, or None where it does not apply."""
+
+
+def initial(policy: MembershipPolicy, now_seconds: float) -> State:
+    """The state of a job that no node has joined yet."""
+    deadline = now_seconds + policy.start_timeout_seconds
+    return State(deadline_seconds=deadline, nodes=Nodes.of(range(policy.num_nodes)))
+
+
+def advance(
+    policy: MembershipPolicy,
+    state: State,
+    event: MachineEvent,
+    now_seconds: float,
+    arrived_seconds: float | None = None,
+) -> Step:
+    """Take in one event and decide: the first of ``TRANSITIONS`` that applies.
+
+    Args:
+        now_seconds: the controller's monotonic clock.
+        arrived_seconds: when the event arrived, on the same clock; of a ``Tick``: everything that arrived before that
+            time has been taken in. Default: ``now_seconds``.
+    """
+    now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
+    if state.phase is Phase.ENDED:
+        return Step(state, Decision.WAIT, "the job has ended")
+    observed = _observe(policy, replace(state, failed_starts=()), event, now)
+    step = Step(observed, Decision.WAIT, observed.phase.value)
+    for transition in TRANSITIONS:
+        decided = transition(policy, observed, event, now)
+        if decided is not None:
+            step = decided
+            break
+    if policy.keeps_layout and step.state.phase in (Phase.REFORMING, Phase.FILLING):
+        return replace(step, state=replacing.set_wake_up(policy, step, now))
+    return replace(step, state=joining.set_wake_up(policy, step.state, now))
+
+
+def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> State:
+    match event:
+        case NodeJoined(node):
+            return joining.register(policy, state, node)
+        case AddRequested(node):
+            return joining.add(policy, state, node)
+        case DrainRequested(node):
+            return joining.drain(policy, state, node)
+        case RankReported(rank):
+            return joining.connect(policy, state, rank, now)
+        case RankRaised() | RankBroken() | RankExited() | RankHung():
+            return _observe_rank(policy, state, event)
+        case JobHung(at_seconds, detail):
+            return _fail(state, Failure(at_seconds=at_seconds, detail=detail))
+        case NodeLost():
+            return _lose_node(policy, state, event)
+        case StopRequested() | KillRequested():
+            return replace(state, interrupted=True)
+    return state
+
+
+def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State:
+    node, detail = event.node, event.detail
+    state = joining.lose_agent(policy, state, node, detail)
+    if state.phase is Phase.FORMING and not policy.starts_nodes:  # it may come back, as others may still come
+        return replace(state, nodes=state.nodes.change(node, was_registered=False))
+    if not state.nodes.is_member(node):
+        return state
+    failure = Failure(node=node, at_seconds=event.at_seconds, sudden=True, detail=f"node {node} was lost: {detail}")
+    return reconfigure.lose(policy, _fail(state, failure), node)
+
+
+def _observe_rank(
+    policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung
+) -> State:
+    """Take in what happens to a rank; on nodes that are lost or not members it is not a failure of the job."""
+    node, rank = policy.node_of(event.rank), event.rank
+    if node not in state.members or node in state.nodes.waiting:
+        if not isinstance(event, RankExited):
+            return state
+        return joining.lose_rank(policy, state, rank, f"its rank {rank} {describe_returncode(event.returncode)}")
+    name = f"rank {policy.number_among(state.members, rank)}"
+    is_lost = node in state.nodes.lost
+    match event:
+        case RankBroken():
+            received = reconfigure.receive(policy, state, event)
+            return _fail(state, reconfigure.failure_of(policy, state, event)) if received is None else received
+        case RankRaised(_, at_seconds, iteration, final):
+            failure = Failure(
+                rank=rank, at_seconds=at_seconds, iteration=iteration, final=final, detail=f"{name} raised"
+            )
+            return state if is_lost else _fail(state, failure)
+        case RankHung(_, at_seconds, detail, iteration):
+            failure = Failure(
+                rank=rank, at_seconds=at_seconds, iteration=iteration, sudden=True, detail=f"{name} {detail}"
+            )
+            is_over = is_lost or rank in state.gone
+            return state if is_over else reconfigure.lose(policy, _fail(state, failure), node)
+    state = replace(state, gone=state.gone | {rank})
+    if is_lost or (event.done and event.returncode == 0):
+        return state
+    failure = Failure(
+        rank=rank,
+        at_seconds=event.at_seconds,
+        iteration=event.iteration,
+        # SIGABRT and SIGTERM can be consequences of another death: a library aborts, or the job stops.
+        sudden=event.returncode < 0 and -event.returncode not in (signal.SIGABRT, signal.SIGTERM),
+        detail=f"{name} {describe_returncode(event.returncode)}",
+    )
+    return reconfigure.lose(policy, _fail(state, failure), node)
+
+
+def _fail(state: State, failure: Failure) -> State:
+    """Add a death; those that the controller caused do not count, and a rank dies once."""
+    known = any(old.rank == failure.rank and old.node == failure.node for old in state.failures)
+    if state.phase is Phase.KILLING or known:
+        return state
+    return replace(state, failures=(*state.failures, failure))
+
+
+def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    """Start all ranks again once the last one is gone, where enough nodes live and another try may succeed."""
+    first = state.first_failure
+    if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
+        return None
+    members = _restartable(policy, state)
+    if len(members) < policy.fewest_nodes or state.num_restarts_without_progress >= policy.max_restarts:
+        return None
+    restarted = State(
+        phase=Phase.STARTING,
+        generation=state.generation + 1,
+        nodes=_restarted_nodes(policy, state.nodes, members),
+        deadline_seconds=now.seconds + policy.start_timeout_seconds,
+        num_reforms=state.num_reforms,
+        survived=(*state.survived, state.failures),
+        furthest_iteration=max(state.furthest_iteration, first.iteration),
+        num_restarts=state.num_restarts_without_progress + 1,
+    )
+    return Step(restarted, Decision.RESTART, first.detail)
+
+
+def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
+    """Nodes that ranks can be started on again, as many as a membership has: healthy members first, rising.
+
+    In a job that keeps its layout, by place.
+    """
+    if policy.keeps_layout:
+        return replacing.restartable(state)
+    nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
+    live = {record.node for record in nodes.records if record.agent is not AgentState.LOST} & set(state.members)
+    if policy.may_lose_nodes:
+        live = {node for node in nodes.registered if nodes[node].state is not NodeState.LEFT}
+    staying = {node for node in live if nodes[node].state is not NodeState.DRAINING and not nodes[node].was_draining}
+    live = staying if len(staying) >= policy.fewest_nodes else live
+    ordered = sorted(live, key=lambda node: (node not in living_members, node not in nodes.waiting, node))
+    return tuple(sorted(ordered[: policy.most_members]))
+
+
+def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int, ...]) -> Nodes:
+    """The records of all nodes when all ranks start again: losses so far no longer count."""
+    found = Nodes.of(members).change(members, has_ranks=True)
+    for record in nodes.records:
+        node, is_registered = record.node, record.agent is AgentState.REGISTERED
+        has_left = record.state in (NodeState.LEFT, NodeState.DRAINING) or record.was_draining
+        comes = policy.may_lose_nodes and (record.was_registered if policy.restart_lost_nodes else is_registered)
+        found = found.change(
+            node,
+            agent=AgentState.LOST if record.agent is AgentState.STARTING else record.agent,
+            was_registered=record.was_registered,
+        )
+        if node not in members and has_left:
+            found = found.change(node, state=NodeState.LEFT)
+        elif node not in members:
+            found = found.change(node, is_wanted=record.is_wanted or comes)
+    return found
+
+
+def _any_lives(policy: MembershipPolicy, state: State) -> bool:
+    """Whether the exit of a started rank is not known yet."""
+    return not ranks_of_all(policy, state.nodes.with_ranks) <= state.gone
+
+
+def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    nothing_runs = state.phase is Phase.FORMING and (state.interrupted or state.failures)
+    # After a failure the exit of every rank is waited for: all of them may be started again.
+    remaining = ranks_of_all(policy, state.nodes.with_ranks if state.failures else state.members)
+    if not nothing_runs and not remaining <= state.gone:
+        return None
+    first = state.first_failure
+    return _ended(state, first.detail if first else _REASONS[state.outcome])
+
+
+def _ended(state: State, reason: str) -> Step:
+    return Step(replace(state, phase=Phase.ENDED, deadline_seconds=None), Decision.END, reason)
+
+
+def _end_without_exits(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    """Wait no longer for the exits of ranks that were killed."""
+    if state.phase is not Phase.KILLING or not is_late(state, now):
+        return None
+    missing = sorted(ranks_of_all(policy, state.nodes.with_ranks) - state.gone)
+    return _ended(state, f"timed out waiting {policy.kill_timeout_seconds} s for the exit of killed ranks {missing}")
+
+
+def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    if state.phase is Phase.KILLING:
+        return None
+    waits_for_change = state.phase is Phase.CHANGING and state.interrupted
+    overdue = (state.phase is Phase.STOPPING or waits_for_change) and is_late(state, now)
+    nothing_to_save = state.phase is Phase.STARTING and state.interrupted
+    if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
+        return None
+    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "asked to end")
+
+
+def _killing(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
+    state = replace(state, phase=Phase.KILLING, deadline_seconds=now.seconds + policy.kill_timeout_seconds)
+    return Step(state, Decision.KILL, reason)
+
+
+def _continue_without(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    return reconfigure.decide(policy, state, now)
+
+
+def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    if state.phase not in (Phase.FORMING, Phase.STARTING, *TRAINING):
+        return None
+    first = state.first_failure
+    if first is not None:
+        return reconfigure.stop_after_failure(policy, state, now, first.detail)
+    if not state.interrupted:
+        return None
+    deadline = now.seconds + policy.stop_timeout_seconds
+    if state.phase is not Phase.CHANGING:
+        state = replace(state, phase=Phase.STOPPING, deadline_seconds=deadline)
+        return Step(state, Decision.STOP, "asked to stop")
+    # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
+    if state.deadline_seconds is None:
+        state = replace(state, deadline_seconds=deadline)
+        return Step(state, Decision.WAIT, "asked to stop while ranks are on their way to a boundary")
+    return None
+
+
+def _shorten_stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    """After a death while stopping the rest gets the shorter grace."""
+    if state.phase is not Phase.STOPPING or not state.failures or isinstance(event, Tick):
+        return None
+    deadline = min(state.deadline_seconds or now.seconds, now.seconds + policy.failure_grace_seconds)
+    return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "stopping after a failure")
+
+
+def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    if state.phase not in (Phase.FORMING, Phase.STARTING) or not is_late(state, now):
+        return None
+    if state.phase is Phase.FORMING:
+        missing = f"nodes {sorted(set(state.members) - state.nodes.registered)}"
+    else:
+        ranks = ranks_of_all(policy, state.members) - state.connected
+        missing = f"ranks {sorted(policy.number_among(state.members, rank) for rank in ranks)}"
+    detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
+    state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))
+    return _ended(state, detail) if state.phase is Phase.FORMING else _killing(policy, state, now, detail)
+
+
+def _start(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    if state.phase is not Phase.FORMING or not state.nodes.registered.issuperset(state.members):
+        return None
+    nodes = state.nodes.change(state.members, has_ranks=True)
+    deadline = now.seconds + policy.start_timeout_seconds
+    state = replace(state, phase=Phase.STARTING, nodes=nodes, deadline_seconds=deadline)
+    return Step(state, Decision.START, f"all {len(state.members)} nodes joined")
+
+
+def _run(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    if state.phase is not Phase.STARTING or not state.connected >= ranks_of_all(policy, state.members):
+        return None
+    state = replace(state, phase=Phase.RUNNING, deadline_seconds=None)
+    return Step(state, Decision.WAIT, f"all {len(state.members) * policy.ranks_per_node} ranks reported")
+
+
+def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
+    return joining.decide(policy, state, now)
+
+
+TRANSITIONS: tuple[Transition, ...] = (
+    _restart,  # all ranks are gone after a failure: start them again, where that may help
+    _end,  # all ranks are gone, or none was started
+    _end_without_exits,  # ranks were killed, and their exits are overdue
+    _kill,  # a stop is overdue, or an operator wants the end at once
+    _continue_without,  # the job may lose nodes: break the membership, collect positions, begin the next one
+    _stop,  # a death that the job does not survive, or an operator wants the job to stop
+    _shorten_stop,
+    _time_out,  # nodes or ranks did not report in time
+    _start,  # FORMING -> STARTING: all nodes are registered
+    _run,  # STARTING -> RUNNING: all ranks have connected
+    _join_or_leave,  # nodes to start, to kill, to let in or to let leave while the members train
+)
+"""In order of priority: the first that applies decides."""
+
+
+def describe_returncode(returncode: int) -> str:
+    """``exited with code 1`` or ``was killed by SIGKILL``."""
+    if returncode == 0:
+        return "exited with code 0 before its work was done"
+    return f"exited with code {returncode}" if returncode > 0 else f"was killed by {signal_name(-returncode)}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,298 @@
+"""Rules for a job that continues without nodes it loses, and for every step to a next membership.
+
+A death ends the membership: the other ranks are ordered to stop (``BREAK``) and report how far they are
+(``RankBroken``), which a rank whose collective fails does by itself. When every rank that is left has reported, the
+next membership begins (``REFORM``), with nodes that are ready to join; in a job that keeps its layout, once a node is
+ready for every lost place (``replacing``). Any obstacle leads to the way of jobs that need all nodes: ``STOP``, then an
+end or a restart. A change that was ordered (``joining``) arrives here without a death, once all members stand at the
+boundary; a death meanwhile goes first, and the change is ordered again after it.
+"""
+
+from dataclasses import replace
+
+from megatron_ft.control.membership import replacing
+from megatron_ft.control.membership.events import RankBroken
+from megatron_ft.control.membership.joining import admitted, count_loss, describe_change, may_return
+from megatron_ft.control.membership.nodes import Nodes, NodeState
+from megatron_ft.control.membership.state import (
+    BREAKABLE,
+    TRAINING,
+    Decision,
+    Failure,
+    MembershipPolicy,
+    Moment,
+    Phase,
+    Reform,
+    State,
+    Step,
+    is_late,
+    remaining_ranks,
+)
+from megatron_ft.errors import RecoveryError
+from megatron_ft.planning.recovery.target import Position, choose_target
+
+
+def lose(policy: MembershipPolicy, state: State, node: int) -> State:
+    """Count a node with a death as lost, in phases in which the job can continue without it."""
+    if not policy.may_lose_nodes or state.phase not in BREAKABLE:
+        return state
+    return replace(state, nodes=state.nodes.lose([node]))
+
+
+def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
+    """Take in the report of a rank; None where the job does not wait for others and the error is a failure."""
+    node, rank = policy.node_of(event.rank), event.rank
+    is_stale = event.position.generation != state.generation
+    if is_stale or rank in state.has_reported or rank in state.gone or node in state.nodes.lost:
+        return state
+    if node not in state.members:
+        return state
+    if not policy.may_lose_nodes or state.phase not in BREAKABLE:
+        return None
+    return replace(
+        state,
+        broken=(*state.broken, event),
+        has_reported=state.has_reported | {rank},
+        has_errors=state.has_errors or not event.planned,
+    )
+
+
+def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    """The next step of a job that may lose nodes, while its ranks train or report how far they are."""
+    if not policy.may_lose_nodes or state.phase not in BREAKABLE:
+        return None
+    if not state.failures:
+        return _wait_for_others(policy, state, now) if state.broken else None
+    state = replacing.give_up_late(policy, state, now)
+    obstacle = _obstacle(policy, state)
+    if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
+        try:
+            if replacing.are_filled(policy, state):
+                return _reform(policy, state, now)
+            return _fill(policy, state, now)
+        except RecoveryError as error:
+            obstacle = str(error)
+    if obstacle is None and state.nodes.lost != state.nodes.announced:
+        return _break(policy, state, now)
+    if obstacle is None and is_late(state, now):
+        return _lose_unresponsive(policy, state, now)
+    if obstacle is None:
+        return Step(state, Decision.WAIT, "ranks report how far they are")
+    return _give_up(policy, state, now, obstacle)
+
+
+def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
+    """Every rank that is left has reported, and places are empty.
+
+    Raises:
+        RecoveryError: there is no iteration that all ranks can continue after.
+    """
+    if state.nodes.lost != state.nodes.announced:
+        return _break(policy, state, now)
+    state = replacing.count_losses(state, choose_target(_positions(policy, state)).iteration)
+    obstacle = replacing.obstacle(policy, state)
+    return replacing.fill(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
+
+
+def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
+    """Count nodes as lost whose ranks do not report while others have: something holds these ranks for good.
+
+    Where too few would be left, they have until ``reform_by_seconds``.
+    """
+    unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
+    last = state.reform_by_seconds
+    if last is None or now.arrived_seconds >= last:
+        return _give_up(policy, state, now, _describe_unresponsive(policy, state))
+    wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "ranks report how far they are")
+    if not state.has_reported:
+        return wait
+    latest = max(failure.at_seconds for failure in state.failures)  # on the clock of the deaths, not on that of ``now``
+    limit = f"(launch.position_timeout_seconds={policy.position_timeout_seconds:g})"
+    failures = tuple(
+        Failure(
+            rank=rank,
+            number=policy.number_among(state.members, rank),
+            at_seconds=latest,
+            detail=f"rank {policy.number_among(state.members, rank)} does not report how far it is {limit}",
+        )
+        for rank in unresponsive
+    )
+    nodes = state.nodes.lose({policy.node_of(rank) for rank in unresponsive})
+    without = replace(state, nodes=nodes, failures=(*state.failures, *failures))
+    return wait if _obstacle(policy, without) is not None else _break(policy, without, now)
+
+
+def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
+    """Give the ranks that live the time to report their failures."""
+    state = replace(state, phase=Phase.STOPPING, deadline_seconds=now.seconds + policy.failure_grace_seconds)
+    return Step(state, Decision.STOP, reason)
+
+
+def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
+    unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
+    names = [policy.number_among(state.members, rank) for rank in unresponsive]
+    return f"launch.reform_timeout_seconds={policy.reform_timeout_seconds:g}: timed out waiting for ranks {names}"
+
+
+def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
+    """There was no death, and ranks have reported: they stand at the boundary of a change, or failed."""
+    if state.has_errors:
+        return _wait_for_death(policy, state, now)
+    obstacle = _describe_unresponsive(policy, state) if is_late(state, now) else None
+    if remaining_ranks(policy, state) <= state.has_reported:
+        try:
+            return _reform(policy, state, now)
+        except RecoveryError as error:
+            obstacle = str(error)
+    if obstacle is None:
+        deadline = state.deadline_seconds or now.seconds + policy.reform_timeout_seconds
+        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks stand at the boundary")
+    state = replace(state, failures=(Failure(at_seconds=now.seconds, detail=obstacle),))
+    return stop_after_failure(policy, state, now, obstacle)
+
+
+def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
+    """Take errors without a death as failures of their own ranks, once a death had time to become known."""
+    if not is_late(state, now):
+        grace = now.seconds + policy.failure_grace_seconds
+        deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
+        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks failed, none has died yet")
+    failures = tuple(failure_of(policy, state, event) for event in state.broken if not event.planned)
+    state = replace(state, failures=failures, broken=(), has_reported=frozenset(), has_errors=False)
+    first = state.first_failure
+    assert first is not None, "a rank has failed"
+    return stop_after_failure(policy, state, now, first.detail)
+
+
+def failure_of(policy: MembershipPolicy, state: State, event: RankBroken) -> Failure:
+    """The error of a rank as the failure of the job."""
+    return Failure(
+        rank=event.rank,
+        at_seconds=event.at_seconds,
+        iteration=event.iteration,
+        final=event.final,
+        detail=f"rank {policy.number_among(state.members, event.rank)} raised",
+    )
+
+
+def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
+    """Why the job cannot continue without the nodes it lost; None if it can."""
+    for failure in state.failures:
+        node = failure.node if failure.rank is None else policy.node_of(failure.rank)
+        if node not in state.nodes.lost:
+            return failure.detail
+    ended = sorted(remaining_ranks(policy, state) & state.gone)
+    if ended:
+        return f"rank {policy.number_among(state.members, ended[0])} had done its work"
+    if policy.keeps_layout:
+        return replacing.obstacle(policy, state)
+    num_left = len(set(state.members) - state.nodes.lost)
+    num_joining = len(admitted(policy, state, num_left))
+    if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
+        joining = f" and {num_joining} are ready to join" if num_joining else ""
+        return f"{num_left} nodes are left{joining}, launch.min_nodes={policy.fewest_nodes}"
+    return None
+
+
+def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
+    first = state.first_failure
+    assert first is not None, "a node was lost"
+    last = now.seconds + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
+    state = replace(
+        state,
+        phase=Phase.REFORMING,
+        nodes=state.nodes.change(state.nodes.lost, is_announced=True),
+        deadline_seconds=min(last, now.seconds + policy.position_timeout_seconds),
+        reform_by_seconds=last,
+    )
+    nodes = tuple(sorted(state.nodes.lost - state.nodes.waiting))
+    return Step(state, Decision.BREAK, first.detail, nodes=nodes)
+
+
+def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
+    """Begin the next membership.
+
+    Raises:
+        RecoveryError: there is no iteration that all ranks can continue after.
+    """
+    reform = _next(policy, state)
+    first = state.first_failure
+    waiting = state.nodes.waiting
+    members = tuple(dict.fromkeys(reform.nodes))
+    following = replace(
+        state,
+        phase=Phase.RUNNING,
+        generation=state.generation + 1,
+        nodes=_next_nodes(policy, state.nodes, reform, members),
+        # A stop that was asked for meanwhile is ordered by the tick that follows at once.
+        deadline_seconds=now.arrived_seconds if state.interrupted else None,
+        reform_by_seconds=None,
+        broken=(),
+        has_reported=frozenset(),
+        has_errors=False,
+        failures=(),
+        survived=(*state.survived, state.failures),
+        num_reforms=state.num_reforms + 1,
+        furthest_iteration=max(state.furthest_iteration, first.iteration if first else 0),
+        num_restarts=state.num_restarts_without_progress,
+    )
+    reason = describe_change(reform.joining, reform.leaving) if first is None else first.detail
+    dead = tuple(sorted(set(reform.lost) - waiting - set(members)))
+    return Step(following, Decision.REFORM, reason, reform, nodes=dead)
+
+
+def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members: tuple[int, ...]) -> Nodes:
+    """The records of all nodes when a membership begins."""
+    iteration = reform.target.iteration
+    for node in reform.lost:
+        record = nodes[node]
+        if not record.is_counted:
+            nodes = nodes.change(node, num_losses=count_loss(record, iteration))
+        if record.state is NodeState.LOST:  # else it is back already, or on its way
+            returns = may_return(policy, nodes[node]) and not record.was_draining
+            state = NodeState.LEFT if record.was_draining else NodeState.LOST
+            nodes = nodes.change(node, state=state, is_wanted=record.is_wanted or returns)
+    nodes = nodes.change(reform.leaving, state=NodeState.LEFT)
+    nodes = nodes.change(reform.joining, state=NodeState.MEMBER, is_wanted=False, joined_iteration=iteration)
+    nodes = nodes.change(nodes.members, leaves_now=False, was_draining=False, is_counted=False)
+    nodes = replace(nodes, members=members)
+    # All losses so far are known to those that begin; one of a node that is back will be another.
+    nodes = nodes.change([record.node for record in nodes.records if record.is_announced], is_announced=False)
+    return nodes.change(nodes.lost, is_announced=True)
+
+
+def _next(policy: MembershipPolicy, state: State) -> Reform:
+    """Nodes, ranks and target of the next membership. A death goes first: no node leaves with it."""
+    leaves = not state.failures
+    leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
+    staying = set(state.members) - state.nodes.lost - leaving
+    members = tuple(sorted(staying | set(admitted(policy, state, len(staying)))))
+    if policy.keeps_layout:
+        members = replacing.filled(state)
+    joining = set(members) - staying
+    ranks = [rank for node in members for rank in policy.ranks_of(node)]
+    positions = _positions(policy, state)
+    return Reform(
+        lost=tuple(sorted(state.nodes.lost & set(state.members))),
+        leaving=tuple(sorted(leaving)),
+        joining=tuple(sorted(joining)),
+        positions=positions,
+        target=choose_target(positions),
+        previous_ranks=tuple(
+            None if policy.node_of(rank) in joining else policy.number_among(state.members, rank) for rank in ranks
+        ),
+        nodes=tuple(policy.node_of(rank) for rank in ranks),
+    )
+
+
+def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
+    """Position of each rank that is left, in rank order."""
+    left = remaining_ranks(policy, state)
+    positions = {event.rank: event.position for event in state.broken if event.rank in left}
+    return tuple(sorted(positions.values(), key=lambda position: position.rank))
+
+
+def _give_up(policy: MembershipPolicy, state: State, now: Moment, obstacle: str) -> Step:
+    if state.phase in TRAINING:  # no rank has been killed yet: each exit is still a death of its own
+        state = replace(state, nodes=state.nodes.restore_members())
+    return stop_after_failure(policy, state, now, obstacle)

@@ -1,0 +1,337 @@
+"""State, decisions and knobs of the state machine in ``machine``."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.control.membership.events import RankBroken
+from megatron_ft.control.membership.nodes import Nodes
+from megatron_ft.planning.recovery.target import Position, Target
+
+SAME_TIME_SECONDS = 1.0
+SETTLED_ITERATIONS = 10
+"""Iterations after which an earlier loss of a member no longer counts."""
+
+
+class Phase(Enum):
+    """Phase of the job."""
+
+    FORMING = "forming"
+    """Agents register."""
+    STARTING = "starting"
+    """Ranks are being started; not all have reported."""
+    RUNNING = "running"
+    CHANGING = "changing"
+    """Ranks run, and are to stop at the next iteration boundary, where nodes join or leave."""
+    REFORMING = "reforming"
+    """Nodes were lost; ranks of the others report how far they are."""
+    FILLING = "filling"
+    """All ranks that are left have reported; the job waits for nodes that take the places of lost ones."""
+    STOPPING = "stopping"
+    KILLING = "killing"
+    ENDED = "ended"
+
+
+TRAINING = (Phase.RUNNING, Phase.CHANGING)
+"""Ranks train."""
+BREAKABLE = (*TRAINING, Phase.REFORMING, Phase.FILLING)
+"""The job can continue without a node that is lost now."""
+
+
+class Decision(Enum):
+    """Decision that the controller carries out."""
+
+    WAIT = "wait"
+    START = "start"
+    RESTART = "restart"
+    BREAK = "break"
+    """End the membership: kill what is left of lost nodes, have the other ranks stop and report how far they are."""
+    REFORM = "reform"
+    """Begin the next membership, of the nodes that are left and those that join."""
+    CHANGE = "change"
+    """Have the members stop at the next iteration boundary and report how far they are: nodes join or leave there."""
+    START_NODES = "start_nodes"
+    """Start the ranks of nodes that are not members (``Step.nodes``); they wait until a membership names them."""
+    START_AGENTS = "start_agents"
+    """Start the agents of nodes (``Step.nodes``) that have none, or wait for them where the job starts none."""
+    KILL_NODES = "kill_nodes"
+    """Kill what is left of the ranks of nodes that will not join (``Step.nodes``)."""
+    STOP = "stop"
+    KILL = "kill"
+    END = "end"
+
+
+class Outcome(Enum):
+    """How the job ended."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipPolicy:
+    """Knobs of the decisions. Those without a docstring are keys of ``launch`` of the same name."""
+
+    num_nodes: int
+    ranks_per_node: int
+    start_timeout_seconds: float
+    stop_timeout_seconds: float
+    failure_grace_seconds: float = 2.0
+    """Time that other ranks have after the first death to report why they end, too."""
+    kill_timeout_seconds: float = 10.0
+    """Time after which the job no longer waits for the exit of killed ranks."""
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    position_timeout_seconds: float = 10.0
+    reform_timeout_seconds: float = 60.0
+    max_nodes: int | None = None
+    num_spare_nodes: int = 0
+    join_window_seconds: float = 5.0
+    max_node_restarts: int = 3
+    restart_lost_nodes: bool = False
+    keeps_layout: bool = False
+    """Whether every membership has ``num_nodes`` nodes, and others take the places of lost ones."""
+    starts_nodes: bool = True
+    """Whether the job starts the agents of nodes; else they come by themselves or not."""
+
+    @staticmethod
+    def of(launch: LaunchConfig, *, starts_nodes: bool) -> "MembershipPolicy":
+        """The knobs that a configuration has."""
+        return MembershipPolicy(
+            num_nodes=launch.num_nodes,
+            ranks_per_node=launch.ranks_per_node,
+            start_timeout_seconds=launch.start_timeout_seconds,
+            stop_timeout_seconds=launch.stop_timeout_seconds,
+            max_restarts=launch.max_restarts,
+            min_nodes=launch.min_nodes,
+            position_timeout_seconds=launch.position_timeout_seconds,
+            reform_timeout_seconds=launch.reform_timeout_seconds,
+            max_nodes=launch.max_nodes,
+            num_spare_nodes=launch.num_spare_nodes,
+            join_window_seconds=launch.join_window_seconds,
+            max_node_restarts=launch.max_node_restarts,
+            restart_lost_nodes=launch.restart_lost_nodes,
+            keeps_layout=launch.keep_layout,
+            starts_nodes=starts_nodes,
+        )
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Nodes that the job continues with, at least."""
+        return self.num_nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that there can be, members or not."""
+        return self.num_nodes + self.num_spare_nodes if self.max_nodes is None else self.max_nodes
+
+    @property
+    def most_members(self) -> int:
+        """Nodes that a membership can have."""
+        return self.most_nodes - self.num_spare_nodes
+
+    @property
+    def may_lose_nodes(self) -> bool:
+        """Whether memberships change while ranks live: nodes are lost, leave and join."""
+        return self.keeps_layout or self.fewest_nodes < self.most_nodes
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the job starts with."""
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """Node of a global rank."""
+        return rank // self.ranks_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """Global ranks of ``node``."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+
+    def number_among(self, members: Sequence[int], rank: int) -> int:
+        """Number of ``rank`` in a membership of the nodes ``members``: dense, in their order."""
+        return members.index(self.node_of(rank)) * self.ranks_per_node + rank % self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One death: of a rank, or of a node (``rank`` is ``None``), or of neither (both ``None``: start timed out)."""
+
+    at_seconds: float
+    """On the clock of the agent that saw it."""
+    rank: int | None = None
+    node: int | None = None
+    number: int | None = None
+    """Number of the rank in the membership that it failed in, where nothing else gives it."""
+    iteration: int = 0
+    """Last iteration the rank reached, 0 before the first."""
+    sudden: bool = False
+    """A lost node, or a signal that no lost peer causes: neither an error that a rank saw nor an abort."""
+    final: bool = False
+    """Another try would fail in the same way."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStart:
+    """A node that was started to join and failed before: its process or a rank ended, or was late."""
+
+    node: int
+    reason: str
+    starts_again: bool
+    """Whether the node is started once more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """State of the job as the controller knows it. Times are on the controller's clock.
+
+    Ranks have the number that ``events`` gives them, whatever number memberships give them.
+    """
+
+    phase: Phase = Phase.FORMING
+    generation: int = 0
+    nodes: Nodes = field(default_factory=Nodes)
+    deadline_seconds: float | None = None
+    """When the phase has taken too long."""
+    reform_by_seconds: float | None = None
+    """When ``REFORMING`` ends at the latest; ``deadline_seconds`` is the limit of those that do not report."""
+    wake_up_seconds: float | None = None
+    """When something is to be decided about nodes that join or leave."""
+    failed_starts: tuple[FailedStart, ...] = ()
+    """Failed starts of the last step alone."""
+    broken: tuple[RankBroken, ...] = ()
+    """Reports of living ranks of this generation, which is ending."""
+    has_reported: frozenset[int] = frozenset()
+    """Ranks of ``broken``."""
+    has_errors: bool = False
+    """Whether one of ``broken`` is not planned."""
+    connected: frozenset[int] = frozenset()
+    """Ranks that have connected to their agent."""
+    gone: frozenset[int] = frozenset()
+    """Ranks whose process has ended."""
+    failures: tuple[Failure, ...] = ()
+    """Deaths of this generation."""
+    survived: tuple[tuple[Failure, ...], ...] = ()
+    """Deaths of each earlier generation; none where it ended by a change on request."""
+    num_reforms: int = 0
+    """Generations that continued in living processes, without a start."""
+    interrupted: bool = False
+    furthest_iteration: int = 0
+    """Furthest iteration in which an earlier generation failed."""
+    num_restarts: int = 0
+    """Restarts since the job last got further."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Nodes of this generation, see ``Nodes.members``."""
+        return self.nodes.members
+
+    @property
+    def wake_seconds(self) -> float | None:
+        """When there is something to decide even if nothing happens."""
+        times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
+        return min(times, default=None)
+
+    @property
+    def first_failure(self) -> Failure | None:
+        """The earliest death of this generation, see ``first_of``."""
+        return first_of(self.failures)
+
+    @property
+    def num_restarts_without_progress(self) -> int:
+        """Restarts in a row that got the job no further than where it had failed before.
+
+        Judged by the first rank to fail: what fails at the same place each time fails in the same iteration there.
+        """
+        first = self.first_failure
+        return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the job ended, or would if it ended now."""
+        if self.failures:
+            return Outcome.FAILED
+        return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
+
+
+def first_of(failures: Sequence[Failure]) -> Failure | None:
+    """The earliest death; later ones may only be its consequences.
+
+    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen: a sudden death comes
+    first among those within ``SAME_TIME_SECONDS`` of the earliest.
+    """
+    earliest = min((failure.at_seconds for failure in failures), default=0.0)
+    close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
+    return min(close, key=lambda failure: (not failure.sudden, failure.at_seconds), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reform:
+    """The step from one membership to the next, as ``NextMembership`` has it."""
+
+    lost: tuple[int, ...]
+    """Nodes that are left behind, or whose ranks are new where they are among those ``joining``, too."""
+    leaving: tuple[int, ...]
+    """Nodes that leave on request; their ranks have reported, too."""
+    joining: tuple[int, ...]
+    """Nodes whose ranks were not of the membership before."""
+    positions: tuple[Position, ...]
+    """Position of each rank that has reported, in rank order."""
+    target: Target
+    previous_ranks: tuple[int | None, ...]
+    """For each new rank its number in the membership before; None for a joining node."""
+    nodes: tuple[int, ...]
+    """For each new rank its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One transition of the state machine."""
+
+    state: State
+    decision: Decision
+    reason: str
+    reform: Reform | None = None
+    """Next membership, of the decision ``REFORM``."""
+    nodes: tuple[int, ...] = ()
+    """Nodes of the decision: those that leave by a ``CHANGE``, those to start or to kill. Of ``BREAK`` and ``REFORM``
+    lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
+
+
+def ranks_of_all(policy: MembershipPolicy, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
+    """Global ranks of ``nodes``. Computed once for nodes that are asked about event by event."""
+    return _ranks_of_all(policy.ranks_per_node, nodes, frozenset())
+
+
+def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
+    """Ranks of the members that are not lost."""
+    return _ranks_of_all(policy.ranks_per_node, state.members, state.nodes.lost)
+
+
+@functools.lru_cache(maxsize=32)
+def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
+    firsts = (node * ranks_per_node for node in nodes if node not in lost)
+    return frozenset(rank for first in firsts for rank in range(first, first + ranks_per_node))
+
+
+class Moment(NamedTuple):
+    """The two times of an event, both on the controller's clock.
+
+    A controller with a backlog takes an event in long after it arrived. Lateness is judged by the arrival, or nodes
+    would be lost for the controller's own backlog. A limit that begins with a decision counts from the decision.
+    """
+
+    seconds: float
+    """When the event is taken in."""
+    arrived_seconds: float
+    """When it arrived. Of a ``Tick``: everything that arrived before has been taken in."""
+
+
+def is_late(state: State, now: Moment) -> bool:
+    """Whether the phase has taken too long."""
+    return state.deadline_seconds is not None and now.arrived_seconds >= state.deadline_seconds

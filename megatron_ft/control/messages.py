@@ -1,0 +1,378 @@
+"""Every message between agents and the controller, typed once; what fits no type here is refused.
+
+An agent registers (``Join``), fetches orders (``Poll`` -> ``Order``) and delivers reports of its ranks (``Deliver`` ->
+``Report``). A message travels, and stands in the journal, as a JSON object with its kind as ``op``. Ranks have the
+number that they were started with, whatever number memberships give them.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from megatron_ft.control.membership import events
+from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
+from megatron_ft.framing import MAX_FRAME_BYTES, Message
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.target import Position
+from megatron_ft.serde import Between, decode, encode
+
+MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
+"""JSON bytes of the report of a record: it is forwarded to the launcher in one message."""
+MAX_REPORT_BYTES = 1024 * 1024
+"""JSON bytes of every other report: it goes into the journal, and details of an end are forwarded to the launcher."""
+MAX_JOIN_BYTES = 64 * 1024
+"""JSON bytes of a registration: every node receives a part of it."""
+_MAX_INTEGER = 2**63 - 1
+
+Integer = Annotated[int, Between(-_MAX_INTEGER, _MAX_INTEGER)]
+Count = Annotated[int, Between(0, _MAX_INTEGER)]
+Seconds = Annotated[float, Between(0.0, float(_MAX_INTEGER))]
+Kind = TypeVar("Kind")
+
+
+# --- calls of an agent -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarAddress:
+    """Address of a sidecar of a node."""
+
+    address: str
+    socket: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """An agent registers."""
+
+    node: Integer
+    process_id: Integer
+    sidecars: dict[str, SidecarAddress] = field(default_factory=dict)
+    store: StoreEndpoint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poll:
+    """An agent waits for orders."""
+
+    node: Integer
+    session: Count
+    after: Count
+    """Orders that it has."""
+    wait_seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """An agent delivers reports."""
+
+    node: Integer
+    session: Count
+    first: Count
+    """Number of the first report."""
+    items: list[Any]
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A report of an agent about one of its ranks."""
+
+    op: ClassVar[str] = ""
+    rank: Count
+    start: Count
+    """Number of the start that made the rank's process; reports of earlier ones are stale."""
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordWritten(Report):
+    """A metrics or event record for the sinks; changes no state."""
+
+    op: ClassVar[str] = "record"
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Report):
+    """How far a rank is; changes no state."""
+
+    op: ClassVar[str] = "progress"
+    iteration: Count
+    phase: str
+    step: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported(Report):
+    """A rank has connected."""
+
+    op: ClassVar[str] = "reported"
+
+    def event(self) -> events.MachineEvent:
+        return events.RankReported(self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReport(Report):
+    """A rank fails or has ended; fields that are null are unknown."""
+
+    at_seconds: Seconds
+    node: Count | None = None
+    iteration: Count | None = None
+    phase: str | None = None
+    error: str | None = None
+    traceback: str | None = None
+    exit_code: Integer | None = None
+    """Exit code that the rank's own error has."""
+    log: str | None = None
+    log_tail: str | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another try would fail in the same way."""
+        return self.exit_code in FINAL_EXIT_CODES
+
+    def event(self) -> events.MachineEvent:
+        """The machine event that the state machine takes in."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised(EndReport):
+    """A rank is about to end with an exception."""
+
+    op: ClassVar[str] = "raised"
+
+    def event(self) -> events.MachineEvent:
+        return events.RankRaised(self.rank, self.at_seconds, self.iteration or 0, self.is_final)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken(EndReport):
+    """A rank's iteration ended, with an error or at a boundary; the rank waits for the next membership."""
+
+    op: ClassVar[str] = "broken"
+    position: Position
+    planned: bool = False
+
+    def event(self) -> events.MachineEvent:
+        """What the state machine takes in."""
+        about = (self.at_seconds, self.iteration or 0, self.is_final, self.planned)
+        return events.RankBroken(self.rank, self.position, *about)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited(EndReport):
+    """A rank's process has ended."""
+
+    op: ClassVar[str] = "exited"
+    returncode: Integer
+    done: bool
+
+    def event(self) -> events.MachineEvent:
+        return events.RankExited(self.rank, self.returncode, self.at_seconds, self.done, self.iteration or 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hung(EndReport):
+    """A rank is unresponsive; its agent kills it."""
+
+    op: ClassVar[str] = "hung"
+    hung: str = "was unresponsive"
+
+    def event(self) -> events.MachineEvent:
+        return events.RankHung(self.rank, self.at_seconds, self.hung, self.iteration or 0)
+
+
+_REPORTS: dict[object, type[Report]] = {
+    kind.op: kind for kind in (RecordWritten, Progress, Reported, Raised, Broken, Exited, Hung)
+}
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots: ``Start`` has a second base
+class LaunchSpec:
+    """Part of a rank's specification that is the same for all ranks of a start."""
+
+    entry: str
+    """``package.module:function``."""
+    config: dict[str, Any]
+    """JSON of ``JobConfig``."""
+    run_dir: str
+    working_dir: str
+    world_size: Count
+    num_nodes: Count
+    can_survive: bool
+    """Whether the rank continues when nodes are lost, leave or join."""
+    master_addr: str
+    master_port: Count
+    resume_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of the controller; every agent fetches every order."""
+
+    op: ClassVar[str] = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Order, LaunchSpec):
+    """Start the ranks of some nodes."""
+
+    op: ClassVar[str] = "start"
+    start: Count
+    generation: Count
+    ranks: dict[str, list[Count]]
+    """Node, as text, to the numbers of its ranks."""
+    nodes: list[Count]
+    """For each rank of the membership its node."""
+    is_joining: bool
+    sidecars: dict[str, dict[str, str]]
+    """Name to node, as text, to address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break(Order):
+    """The membership has ended: kill ranks of ``lost`` nodes, have the others stop and report how far they are."""
+
+    op: ClassVar[str] = "break"
+    generation: Count
+    lost: list[Count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change(Order):
+    """Have ranks stop at the next boundary and report how far they are."""
+
+    op: ClassVar[str] = "change"
+    generation: Count
+    leaving: list[Count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reform(Order):
+    """Begin the next membership."""
+
+    op: ClassVar[str] = "reform"
+    next: NextMembership
+    lost: list[Count]
+    leaving: list[Count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Order):
+    """Ask ranks to stop; ``survivors_end``: those that wait for a next membership end, too."""
+
+    op: ClassVar[str] = "stop"
+    survivors_end: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(Order):
+    """Kill the ranks of ``nodes``."""
+
+    op: ClassVar[str] = "kill"
+    nodes: list[Count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Order):
+    """The job has ended."""
+
+    op: ClassVar[str] = "end"
+
+
+_ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, Change, Reform, Stop, Kill, End)}
+
+
+# --- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def to_message(value: Report | Order) -> Message:
+    """The JSON object that travels; fields that are null are left out."""
+    return {"op": value.op, **{name: item for name, item in encode(value).items() if item is not None}}
+
+
+def decode_call(kind: type[Kind], content: Message) -> Kind:
+    """Read a call of an agent.
+
+    Raises:
+        ControlError: it is malformed.
+    """
+    return _decode(kind, content, f"malformed {kind.__name__.lower()}")
+
+
+def decode_report(content: object) -> Report:
+    """Read a report.
+
+    Raises:
+        ControlError: unknown kind, malformed, or too large.
+    """
+    kind, rest = _kind_of(_REPORTS, content, "report")
+    report = _decode(kind, rest, f"malformed report {kind.op}")
+    most_bytes = MAX_RECORD_BYTES if kind is RecordWritten else MAX_REPORT_BYTES
+    num_bytes = len(json.dumps(content, separators=(",", ":")))
+    if num_bytes > most_bytes:
+        raise ControlError(
+            f"report {kind.op} of rank {report.rank} has {num_bytes} bytes: must have at most {most_bytes}"
+        )
+    return report
+
+
+def decode_order(content: Message) -> Order:
+    """Read an order.
+
+    Raises:
+        ControlError: unknown kind, or malformed: the controller is of another version.
+    """
+    kind, rest = _kind_of(_ORDERS, content, "order")
+    return _decode(kind, rest, f"malformed order {kind.op}")
+
+
+def _kind_of(kinds: dict[object, type[Kind]], content: object, what: str) -> tuple[type[Kind], Message]:
+    if not isinstance(content, dict):
+        raise ControlError(f"malformed {what} {content!r:.100}: must be an object")
+    op = content.get("op")
+    kind = kinds.get(op) if isinstance(op, str) else None
+    if kind is None:
+        raise ControlError(f"unknown {what} {op!r:.100}")
+    return kind, {name: value for name, value in content.items() if name != "op"}
+
+
+def _decode(kind: type[Kind], content: Message, where: str) -> Kind:
+    try:
+        found: Kind = decode(kind, content)
+    except ValueError as error:
+        raise ControlError(f"{where}: {error}") from None
+    return found
+
+
+_EVENTS = {kind.__name__: kind for kind in get_args(events.MachineEvent)}
+
+
+def event_to_json(event: events.MachineEvent) -> Message:
+    """A machine event as the launcher sends it and the journal has it, its name as ``event``."""
+    return {"event": type(event).__name__, **encode(event)}
+
+
+def event_from_json(content: Message) -> events.MachineEvent:
+    """Inverse of ``event_to_json``.
+
+    Raises:
+        ControlError: unknown or malformed.
+    """
+    fields = {name: value for name, value in content.items() if name != "event"}
+    name = content.get("event")
+    kind = _EVENTS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ControlError(f"unknown machine event {name!r:.100}")
+    found: events.MachineEvent = _decode(kind, fields, f"malformed machine event {name}")
+    return found

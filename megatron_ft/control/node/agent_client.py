@@ -1,0 +1,245 @@
+"""``WorkerClient`` over the unix socket of a node's agent."""
+
+import contextlib
+import socket
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+
+from megatron_ft.control.node.worker_client import Abort, MembershipOrder, Record, StopFlag
+from megatron_ft.errors import ControlError, MegatronFtError
+from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.target import Position
+from megatron_ft.serde import encode
+
+_MAX_TRACEBACK, _MAX_ERROR = 65536, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Identity of a process when it starts."""
+
+    number: int
+    """By which the control plane knows the process as long as it lives: ``node * ranks_per_node + local_rank``."""
+    rank: int
+    """Its number in the membership of ``generation``; without meaning on a joining node."""
+    node: int
+    local_rank: int
+    generation: int
+    start: int
+    """Number of the start that made this process, from 0; stale processes are known by it."""
+    is_joining: bool = False
+
+
+class AgentClient:
+    """Messages go out in the calling thread: when the agent is behind, the socket's buffer is full and the call blocks.
+
+    A thread receives the agent's messages and answers its pings.
+    """
+
+    def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
+        """Connect and report.
+
+        Args:
+            can_survive: see ``WorkerClient``.
+
+        Raises:
+            ControlError: no agent listens at ``path``.
+        """
+        self._identity = identity
+        self._stop = stop
+        self._can_survive = can_survive
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            raise ControlError(f"rank {identity.number} cannot reach its agent at {path}: {error}") from error
+        self._rank: int | None = None if identity.is_joining else identity.rank
+        self._generation = identity.generation
+        self._changed = threading.Condition()
+        self._abort: Abort | None = None
+        self._broken: str | None = None
+        self._order: MembershipOrder | None = None
+        self._next: NextMembership | None = None
+        self._leaves = False
+        self._ended: str | None = None
+        self._listener = threading.Thread(target=self._listen, name="agent", daemon=True)
+        self._listener.start()
+        self._send({"op": "hello", "rank": identity.number, "start": identity.start})
+
+    # --- calls of the rank ---------------------------------------------------------------------------------------
+
+    def report(self, record: Record) -> None:
+        """See ``WorkerClient``.
+
+        Raises:
+            ControlError: the agent is gone.
+        """
+        self._send({"op": "record", "record": record})
+
+    def progress(self, iteration: int, phase: str) -> None:
+        self._send({"op": "progress", "iteration": iteration, "phase": phase})
+
+    def raised(self, traceback: str, *, error: str, exit_code: int | None) -> None:
+        """Say that this rank ends with an exception.
+
+        Args:
+            error: its last line.
+            exit_code: of an error of this project's own, else ``None``.
+        """
+        self._send({"op": "raised", **_failure(traceback, error, exit_code)})
+
+    def done(self) -> None:
+        """Say that this rank's work is done and that it ends."""
+        self._send({"op": "done"})
+
+    def stop_requested(self) -> bool:
+        return bool(self._stop)
+
+    @property
+    def can_survive(self) -> bool:
+        return self._can_survive
+
+    def on_break(self, abort: Abort) -> None:
+        with self._changed:
+            self._abort = abort
+            reason = self._broken
+        if reason is not None:
+            _call_in_thread(abort, reason)
+
+    def survive(self, position: Position, error: BaseException | str) -> NextMembership:
+        self._report_position(position, _describe(error))
+        following = self._await_next()
+        if following is None:
+            raise ControlError("training does not continue in this process: its node leaves the job")
+        return following
+
+    def await_membership(self) -> NextMembership:
+        if not self._identity.is_joining:
+            raise ControlError(f"rank {self._rank} was started with the others: it has a membership")
+        following = self._await_next()
+        if following is None:
+            raise ControlError("this node leaves the job before it has joined it")
+        return following
+
+    def change_requested(self) -> bool:
+        return self._order is not None
+
+    def awaited_change(self) -> MembershipOrder:
+        self._check_can_survive()
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._ended is not None)
+            if self._order is None:
+                raise ControlError(f"training does not continue in this process: {self._ended}")
+            return self._order
+
+    def change(self, position: Position) -> NextMembership | None:
+        self._report_position(position, {"planned": True, "at_seconds": time.time()})
+        return self._await_next()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the agent has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._listener.join()
+        with self._lock:
+            self._socket.close()
+
+    def _check_can_survive(self) -> None:
+        if not self._can_survive:
+            raise ControlError("launch.min_nodes: this job needs all of its nodes")
+
+    def _report_position(self, position: Position, about: Record) -> None:
+        self._check_can_survive()
+        if (position.rank, position.generation) != (self._rank, self._generation):
+            raise ControlError(f"rank {self._rank} of generation {self._generation} must not report {position}")
+        self._send({"op": "broken", "position": encode(position), **about})
+
+    def _await_next(self) -> NextMembership | None:
+        """The next membership; None where this rank's node leaves."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
+            following, self._next = self._next, None
+        if following is None and not self._leaves:
+            raise ControlError(f"training does not continue in this process: {self._ended}")
+        return following
+
+    # --- messages of the agent, in the listener's thread ---------------------------------------------------------
+
+    def _listen(self) -> None:
+        reader, closed = FrameReader(self._socket), False
+        try:
+            while not closed:
+                messages, closed = reader.pump()
+                for message in messages:
+                    self._receive(message)
+        finally:
+            with self._changed:
+                self._ended = self._ended or "the connection to the node's agent is closed"
+                self._changed.notify_all()
+
+    def _receive(self, message: Message) -> None:
+        abort = None
+        with self._changed:
+            match message["op"]:
+                case "ping":
+                    pass
+                case "break":
+                    if self._concerns_us(message) and self._broken is None:
+                        self._broken, abort = message["reason"], self._abort
+                case "change":
+                    if self._concerns_us(message):
+                        self._order = MembershipOrder(tuple(message["leaving"]))
+                case "leave":
+                    self._leaves = self._leaves or self._concerns_us(message)
+                case "reform":
+                    # Here, not in ``survive``: a break of the new membership may be the very next message.
+                    self._begin(NextMembership.from_json(message["next"]))
+                case "end":
+                    self._ended = message["reason"]
+                case other:
+                    raise ControlError(f"unknown message {other!r} of the node's agent")
+            self._changed.notify_all()
+        if message["op"] == "ping":
+            self._send({"op": "pong"})
+        if abort is not None:
+            _call_in_thread(abort, message["reason"])
+
+    def _concerns_us(self, message: Message) -> bool:
+        return self._rank is not None and message["generation"] == self._generation
+
+    def _begin(self, following: NextMembership) -> None:
+        rank = following.rank_on(self._identity.node, self._identity.local_rank)
+        if rank is None or following.previous_ranks[rank] != self._rank:  # None on a joining node
+            who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
+            raise ControlError(f"{who} is not of {following.summary()}")
+        self._rank, self._generation = rank, following.generation
+        self._next, self._broken, self._order = following, None, None
+
+    def _send(self, message: Record) -> None:
+        try:
+            with self._lock:
+                send(self._socket, message)
+        except OSError as error:
+            raise ControlError(f"the node's agent is gone: {error}") from error
+
+
+def _call_in_thread(abort: Abort, reason: str) -> None:
+    """Break connections without blocking the listener's thread: NCCL takes seconds to abort, and a rank that
+    answers no ping meanwhile is killed."""
+    threading.Thread(target=abort, args=(reason,), name="abort", daemon=True).start()
+
+
+def _describe(error: BaseException | str) -> Record:
+    if isinstance(error, str):
+        return _failure(error, error.strip().splitlines()[-1] if error.strip() else "", None)
+    own_code = error.exit_code if isinstance(error, MegatronFtError) else None
+    last_line = "".join(traceback.format_exception_only(error)).strip()
+    return _failure("".join(traceback.format_exception(error)), last_line, own_code)
+
+
+def _failure(text: str, error: str, exit_code: int | None) -> Record:
+    about = {"traceback": text[-_MAX_TRACEBACK:], "error": error[:_MAX_ERROR], "exit_code": exit_code}
+    return {**about, "at_seconds": time.time()}

@@ -1,0 +1,283 @@
+"""Starts ranks by forking a process that has already imported what they need.
+
+``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
+serves its unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor, and
+receives the process id, and the exit when it happens. Ranks belong to the connection that asked for them: when it
+closes, they are killed. When the server's standard input closes, it ends, and every rank with it.
+
+The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, not initialised.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.control.runtime_dir import Use
+from megatron_ft.errors import ControlError, SoftwareError
+from megatron_ft.framing import FrameReader, Message, send
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+MAX_CLIENTS = 512
+"""Connections that are served at a time; further ones are closed at once."""
+
+HELD_SIGNALS = (signal.SIGTERM,)
+"""Blocked in a new rank until it has its handlers, so that no stop request gets lost or kills it."""
+
+SINGLE_THREAD_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+"""Keeps libraries from starting threads while the server imports them."""
+
+
+@dataclass
+class _Client:
+    reader: FrameReader
+    children: dict[int, "_Child"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Child:
+    rank: int
+    process_id: int
+    pidfd: int
+    client: _Client
+
+
+class ForkServer:
+    """The server's single thread."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        run: Callable[[Message], int],
+        watch_stdin: bool,
+        *,
+        own_descriptors: Sequence[int] = (),
+    ) -> None:
+        """``run`` is called in each forked child with the spec it was asked with; its result is the exit code.
+
+        Args:
+            own_descriptors: further ones that forked children close.
+        """
+        self._run = run
+        self._own_descriptors = tuple(own_descriptors)
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._clients: list[_Client] = []
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        if watch_stdin:
+            self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._parent_closed)
+        self._serving = True
+
+    def serve(self) -> None:
+        """Serve until standard input closes; then kill what was started."""
+        try:
+            while self._serving:
+                for key, _ in self._selector.select():
+                    key.data()
+        finally:
+            for client in list(self._clients):
+                self._drop(client)
+
+    def _parent_closed(self) -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            self._serving = False
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if len(self._clients) >= MAX_CLIENTS:
+            connection.close()
+            return
+        client = _Client(FrameReader(connection))
+        self._clients.append(client)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(client))
+
+    def _read(self, client: _Client) -> None:
+        if client not in self._clients:
+            return
+        try:
+            messages, closed = client.reader.pump()
+            for message in messages:
+                self._obey(client, message)
+        except (ControlError, OSError, KeyError, TypeError, ValueError) as error:
+            print(f"fork server: dropping a client: {error!r}", file=sys.stderr, flush=True)
+            closed = True
+        if closed:
+            self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        for child in list(client.children.values()):
+            self._kill_group(child)
+        for child in list(client.children.values()):
+            self._reap(child, notify=False)
+        self._selector.unregister(client.reader.sock)
+        client.reader.close()
+        self._clients.remove(client)
+
+    def _obey(self, client: _Client, message: Message) -> None:
+        match message["op"]:
+            case "spawn":
+                self._spawn(client, message)
+            case "signal":
+                self._signal(client, message["rank"], message["signal"])
+            case other:
+                raise ControlError(f"unknown request {other!r}")
+
+    def _signal(self, client: _Client, rank: int, number: int) -> None:
+        """Signal a rank (SIGKILL: its whole group); one that has just ended is none."""
+        for child in list(client.children.values()):
+            if child.rank == rank and number == signal.SIGKILL:
+                self._kill_group(child)
+            elif child.rank == rank:
+                os.kill(child.process_id, number)
+
+    def _spawn(self, client: _Client, message: Message) -> None:
+        if not client.reader.descriptors:
+            raise ControlError("spawn without a log file")
+        rank = int(message["rank"])
+        log = client.reader.descriptors.popleft()
+        parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+        process_id = os.fork()
+        if process_id == 0:
+            self._become_rank(message, log, parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        os.close(log)
+        child = _Child(rank, process_id, os.pidfd_open(process_id), client)
+        client.children[process_id] = child
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(child, notify=True))
+        send(client.reader.sock, {"op": "spawned", "rank": child.rank, "process_id": process_id})
+
+    def _become_rank(self, message: Message, log: int, parent: int) -> None:
+        code = 1
+        try:
+            os.setsid()
+            die_with_parent(parent)
+            self._leave_server(log)
+            code = self._run(message["spec"])
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _leave_server(self, log: int) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.fd > 2:
+                os.close(key.fd)
+        for descriptor in self._own_descriptors:
+            os.close(descriptor)
+        self._selector.close()
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(log)
+
+    def _kill_group(self, child: _Child) -> None:
+        """Kill a rank and what it started. It is not reaped yet, so its number is still its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process_id, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.process_id, signal.SIGKILL)
+
+    def _reap(self, child: _Child, *, notify: bool) -> None:
+        if child.process_id not in child.client.children:
+            return
+        at_seconds = time.time()
+        if notify:
+            self._kill_group(child)
+        _, status = os.waitpid(child.process_id, 0)
+        del child.client.children[child.process_id]
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        if notify:
+            self._tell_exit(child, os.waitstatus_to_exitcode(status), at_seconds)
+
+    def _tell_exit(self, child: _Child, returncode: int, at_seconds: float) -> None:
+        message = {"op": "exited", "rank": child.rank, "returncode": returncode, "at_seconds": at_seconds}
+        with contextlib.suppress(ConnectionError):  # the client is gone: the next read drops it
+            send(child.client.reader.sock, message)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def preload(modules: Sequence[str]) -> float:
+    """Import ``modules``, calling the function of an entry ``module:function``; the seconds it took.
+
+    Raises:
+        SoftwareError: an import started threads, which a fork would lose.
+    """
+    begin = time.monotonic()
+    for entry in modules:
+        module, _, function = entry.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    if len(names) > 1:
+        raise SoftwareError(f"importing {', '.join(modules)} left {len(names)} threads ({names}): cannot fork")
+    gc.collect()
+    gc.freeze()
+    return time.monotonic() - begin
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening unix socket at ``path``, readable by this user only."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(previous)
+    listener.listen(128)
+    return listener
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of the server process."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket to serve; its directory is the fence")
+    parser.add_argument("--preload", nargs="*", default=[], help="modules, or module:function to call, first")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    use = Use(options.socket.parent)
+    listener = listen(options.socket)
+    try:
+        seconds = preload(options.preload)
+        print(json.dumps({"ready": True, "import_seconds": round(seconds, 3)}), flush=True)
+        run = importlib.import_module("megatron_ft.control.node.rank_process").run
+        own = () if use.descriptor is None else (use.descriptor,)
+        ForkServer(listener, run, watch_stdin=True, own_descriptors=own).serve()
+    finally:
+        listener.close()
+        options.socket.unlink(missing_ok=True)
+        use.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""A node that comes by itself: ``python -m megatron_ft.control.node.join RUN_DIR --node N --job ARRAY_JOB_ID``.
+
+It waits until a launcher has published how nodes join (``join_file``), its controller answers and the node's number is
+free: it takes the place of no process that lives. Then it starts ``node.main``, with the specification on standard
+input: that pipe is the node's lifeline, so that the node ends with this process, however it ends. The token is in no
+command line and no environment. When the node's process ends before the job is over, it joins again in the same way:
+with the same launcher, as often as that lets lost nodes return, or with the next one, which has another token. When the
+job's marker exists, the job is over and it exits with 0.
+"""
+
+import argparse
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.control.certificates import read_certificates
+from megatron_ft.control.launchers.processes import Processes, kill, tell
+from megatron_ft.control.node import join_file
+from megatron_ft.control.node.join_file import JoinFile
+from megatron_ft.control.node.main import NodeSpec
+from megatron_ft.control.rpc import RpcClient, RpcError
+from megatron_ft.control.slurm.attempts import read_end
+from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
+
+_CHECK_SECONDS = 1.0
+"""Time between two checks of what is published, and whether the job is over."""
+_ANSWER_SECONDS = 5.0
+_LAST_ORDER_SECONDS = 5.0
+"""Time that a node has to fetch the order to end from its controller; then its lifeline is cut."""
+_END_SECONDS = 30.0
+"""Time that it has to end after that, its sidecars too; then it is killed."""
+_PROCESS_IDS = 2**53
+"""Bound of the random number that identifies a process of a node: process ids of two machines can be equal."""
+
+_Process = subprocess.Popen[bytes]
+
+
+@dataclass
+class _Node:
+    """One number of the job, on this machine."""
+
+    run_dir: Path
+    number: int
+    job_id: str
+    patience_seconds: float
+    _stays: dict[str, int] = field(default_factory=dict)
+    """Token of each launcher that it has joined, and how often."""
+    _ended: set[str] = field(default_factory=set)
+    """Tokens of launchers whose job has ended for this node; their files are stale."""
+    _complaint: str = ""
+    """Last message about files that cannot be read."""
+
+    def run(self) -> int:
+        """Be the node until the job is over; the process's exit code.
+
+        Raises:
+            ControlError: no launcher publishes in time, the file is damaged, or the node may not come back.
+        """
+        while (found := self._await_launcher()) is not None:
+            self._count_stay(found)
+            log_dir = Path(found.agent.log_dir)
+            processes = Processes(Path(), log_dir)  # the node's own process makes the folder for its sockets
+            if self._stay(found, processes) == EXIT_OK:
+                self._ended.add(found.agent.token)
+        return EXIT_OK
+
+    def _await_launcher(self) -> JoinFile | None:
+        """A launcher that this node can join; None when the job is over."""
+        deadline = time.monotonic() + self.patience_seconds
+        while not self._is_over():
+            found = join_file.read(self.run_dir)
+            if found is not None and self._can_join(found):
+                return found
+            if time.monotonic() > deadline:
+                raise ControlError(f"{self.run_dir}: no launcher for {self.patience_seconds:g} s (--patience-seconds)")
+            threading.Event().wait(_CHECK_SECONDS)
+        return None
+
+    def _can_join(self, found: JoinFile) -> bool:
+        """Whether the launcher is of this job, lives, and has no living agent of this number."""
+        if found.job_id != self.job_id or found.agent.token in self._ended:
+            return False
+        present = _nodes_of(found)
+        return present is not None and self.number not in present
+
+    def _is_over(self) -> bool:
+        return read_end(self.run_dir, self.job_id) is not None
+
+    def _count_stay(self, found: JoinFile) -> None:
+        num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1
+        if num_stays > 1 + found.num_returns:
+            limit = f"came back {found.num_returns} times" if found.num_returns else "was lost"
+            keys = "launch.restart_lost_nodes, launch.max_node_restarts"
+            raise ControlError(f"node {self.number} {limit} and does not come back to this job ({keys})")
+
+    def _stay(self, found: JoinFile, processes: Processes) -> int:
+        """Be a node of the job as long as its process lives; its exit code."""
+        spec = NodeSpec(agent=found.spec_of(self.number, secrets.randbelow(_PROCESS_IDS)), preload=found.preload)
+        process: _Process = processes.start("megatron_ft.control.node.main", [], f"node-{self.number:03d}.log", {})
+        try:
+            tell(process, spec.to_line())
+            return self._await_end(process, found)
+        finally:
+            kill(process)
+
+    def _await_end(self, process: _Process, found: JoinFile) -> int:
+        """Wait until the node's process has ended; end it when its launcher was replaced or the job is over, which the
+        process may find late or never."""
+        while (news := self._check(found)) is None:
+            if (code := _wait(process, _CHECK_SECONDS)) is not None:
+                return code
+        code = _wait(process, _LAST_ORDER_SECONDS) if news == "over" else None
+        if code is None:
+            assert process.stdin is not None, "started with a lifeline"
+            process.stdin.close()
+            code = _wait(process, _END_SECONDS)
+        return ControlError.exit_code if code is None else code
+
+    def _check(self, found: JoinFile) -> str | None:
+        """``over``, or ``followed`` where another launcher of the job has published since; else None.
+
+        A node that has joined needs no file: one that cannot be read is reported, and ends nothing.
+        """
+        try:
+            if self._is_over():
+                return "over"
+            newest = join_file.read(self.run_dir)
+        except (ControlError, OSError) as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                print(f"node {self.number}: stays with its launcher: {error}", file=sys.stderr, flush=True)
+            return None
+        is_other = newest is not None and newest.agent.token != found.agent.token and newest.job_id == self.job_id
+        return "followed" if is_other else None
+
+
+def _wait(process: _Process, seconds: float) -> int | None:
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _nodes_of(found: JoinFile) -> set[int] | None:
+    """The nodes whose processes live, as their controller has it; None where none answers: a launcher that died leaves
+    behind what it has published.
+
+    Raises:
+        ConfigError: the certificates cannot be read here.
+    """
+    certificates = read_certificates(found.agent.tls_dir)
+    client = RpcClient(found.agent.controller_address, "Controller", token=found.agent.token, certificates=certificates)
+    try:
+        status = client.call("status", {}, timeout_seconds=_ANSWER_SECONDS, wait_for_peer=True)
+    except RpcError:  # it is gone, or another job's controller has its address
+        return None
+    finally:
+        client.close()
+    return {int(node) for node in status["nodes"]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry of the command; its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
+    parser.add_argument("--node", type=int, required=True, help="its number, from 0")
+    parser.add_argument("--job", required=True, help="id of the Slurm array")
+    parser.add_argument("--patience-seconds", type=float, default=1800.0, help="longest wait for a launcher")
+    chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return _Node(chosen.run_dir, chosen.node, chosen.job, chosen.patience_seconds).run()
+    except (MegatronFtError, OSError) as error:
+        print(f"node {chosen.node}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code if isinstance(error, MegatronFtError) else ControlError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

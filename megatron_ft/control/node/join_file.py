@@ -1,0 +1,76 @@
+"""The file that a launcher publishes for nodes that come by themselves (``launch.node_launcher=none``).
+
+``<run>/control/join.json``, mode 0600, holds all that a node needs to join and does not know itself, with the job's
+token. It exists from the start of the controller until the job has ended. A launcher that dies leaves it behind: a node
+calls the controller before it relies on the file.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ft.control.controller.main import FOLDER
+from megatron_ft.control.node.agent import AgentSpec
+from megatron_ft.control.secret_file import read_secret, write_secret
+from megatron_ft.errors import ControlError
+from megatron_ft.serde import decode, encode
+from megatron_ft.strict_json import parse_json
+
+_FILE = "join.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinFile:
+    """Specification for every node of a job."""
+
+    agent: AgentSpec
+    """Specification of node 0; ``spec_of`` gives those of others."""
+    preload: list[str]
+    """Modules that fork servers import."""
+    job_id: str
+    """Job id of the scheduler: nodes of another job are not of this one."""
+    num_nodes: int
+    """Nodes that there can be: they are numbered from 0 to below it."""
+    num_returns: int
+    """Times that a node may come back to this job after it was lost."""
+
+    def spec_of(self, node: int, process_id: int) -> AgentSpec:
+        """The specification of one node's agent, without what its machine fills in.
+
+        Raises:
+            ControlError: the job has no such node.
+        """
+        if not 0 <= node < self.num_nodes:
+            raise ControlError(f"node {node}: the job has nodes 0 to {self.num_nodes - 1}")
+        return replace(self.agent, node=node, runtime_dir="", forkserver_socket="", process_id=process_id, store=None)
+
+
+def publish(run_dir: Path, content: JoinFile) -> None:
+    """Let nodes join the job of a run; replaces an earlier job's file."""
+    _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
+    write_secret(_path(run_dir), json.dumps(encode(content)).encode() + b"\n")
+
+
+def withdraw(run_dir: Path) -> None:
+    """Remove the file: the job has ended."""
+    _path(run_dir).unlink(missing_ok=True)
+
+
+def read(run_dir: Path) -> JoinFile | None:
+    """Read what the newest launcher of a run has published; None where there is no file.
+
+    Raises:
+        ControlError: the file is open to others, another user's, too large, or damaged.
+    """
+    path = _path(run_dir)
+    try:
+        found: JoinFile = decode(JoinFile, parse_json(read_secret(path)))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ControlError(f"{path}: damaged: {error}") from None
+    return found
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / FOLDER / _FILE

@@ -1,0 +1,307 @@
+"""The ranks of one node as its agent sees them: their sockets, their messages, their ends.
+
+On the control plane a rank goes by the number it was started with as long as it lives, whatever number later
+memberships give it.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_ft.control.detector import SignsOfLife
+from megatron_ft.control.node.outbox import Outbox
+from megatron_ft.errors import ControlError
+from megatron_ft.framing import FrameReader, Message, send
+
+_LOG_TAIL_BYTES = 8192
+_SEND_SECONDS = 5.0
+GREETING_BYTES = 4096
+"""The longest first message of a connection."""
+MAX_UNAUTHENTICATED = 256
+"""Connections that may be open without having named their rank; of more, the oldest are closed."""
+_BUSY_SECONDS = 0.5
+"""A silent rank that uses more than this of a processor, within the timeout, is not hung."""
+
+
+@dataclass
+class _Rank:
+    rank: int
+    start: int
+    log: Path
+    reader: FrameReader | None = None
+    last: Message = field(default_factory=dict)
+    step: int = 0
+    """How often it has spoken of the iteration in ``last``."""
+    is_passed_on: bool = True
+    """Whether ``last`` has been."""
+    is_pinged: bool = False
+    """Whether it owes an answer."""
+    processor_seconds: float = 0.0
+    """Processor time that it had used when it was pinged."""
+    process_id: int | None = None
+    done: bool = False
+
+
+class Ranks:
+    """Everything between a node's ranks and the outbox of its agent, in the agent's main thread."""
+
+    def __init__(
+        self,
+        node: int,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        outbox: Outbox,
+        *,
+        heartbeat_timeout_seconds: float,
+    ) -> None:
+        """``listener`` is where ranks connect; ``accept`` is to be called when one does.
+
+        Args:
+            heartbeat_timeout_seconds: a rank that answers no ping for so long is hung.
+        """
+        self._signs = SignsOfLife[int](heartbeat_timeout_seconds)
+        limit = f"{heartbeat_timeout_seconds:g} s (detector.heartbeat_timeout_seconds)"
+        self._limit = f"was unresponsive for {limit}"
+        self._node = node
+        self._listener = listener
+        self._selector = selector
+        self._outbox = outbox
+        self._ranks: dict[int, _Rank] = {}
+        self._unnamed: dict[FrameReader, None] = {}
+        self._paused = False
+        self.generation = 0
+        """Generation of the membership that the ranks belong to; every report has it."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Ranks whose exit has not been seen."""
+        return sorted(self._ranks)
+
+    def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
+        """A rank is about to be started; ``start`` numbers the starts of the job's ranks."""
+        self.generation = generation
+        self._ranks[rank] = _Rank(rank, start, log)
+
+    def accept(self) -> None:
+        """Take new connections."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._greet(FrameReader(connection, first_frame_bytes=GREETING_BYTES))
+
+    def broadcast(self, message: Message) -> list[int]:
+        """Send a message to every rank that is connected; those that do not take it."""
+        connected = [state for state in self._ranks.values() if state.reader is not None]
+        return [state.rank for state in connected if not self._send(state, message)]
+
+    def _send(self, state: _Rank, message: Message) -> bool:
+        assert state.reader is not None, "a rank that is connected"
+        state.reader.sock.settimeout(_SEND_SECONDS)
+        try:
+            send(state.reader.sock, message)
+        except OSError:  # it is gone, which its exit will show, or its buffer is full
+            return False
+        finally:
+            state.reader.sock.setblocking(False)
+        return True
+
+    def spawned(self, rank: int, process_id: int) -> None:
+        """A rank's process was started."""
+        self._ranks[rank].process_id = process_id
+
+    def check_life(self, now: float) -> list[int]:
+        """Ping ranks that owe no answer, pass on how far they are; those that have to be killed, for they are hung.
+
+        To be called several times within the timeout. Ranks that are not read owe nothing. One that is silent but
+        uses a processor works on something that lets no other thread of it run.
+
+        Args:
+            now: on the clock of all calls.
+        """
+        hung = []
+        for rank in self._signs.silent(now):
+            state = self._ranks[rank]
+            if self._paused or processor_seconds(state.process_id) > state.processor_seconds + _BUSY_SECONDS:
+                self._owe_nothing(state, now)
+            else:
+                hung.append(rank)
+                self._signs.forget(rank)
+                about = {"node": self._node, "at_seconds": time.time(), "hung": self._limit, **state.last}
+                self._put(state, {"op": "hung", **about})
+        for state in self._ranks.values():
+            self._check_life(state, now)
+        return hung
+
+    def _check_life(self, state: _Rank, now: float) -> None:
+        if not state.is_passed_on:
+            state.is_passed_on = True
+            self._put(state, {"op": "progress", "step": state.step, **state.last})
+        if self._signs.seconds_since(state.rank, now) is None or state.is_pinged or state.reader is None:
+            return
+        state.is_pinged = True
+        state.processor_seconds = processor_seconds(state.process_id)
+        self._send(state, {"op": "ping"})
+
+    def _owe_nothing(self, state: _Rank, now: float) -> None:
+        state.is_pinged = False
+        self._signs.hear(state.rank, now)
+
+    def exited(self, message: Message) -> None:
+        """A rank's process has ended. Its messages come first: they wait in sockets of this process."""
+        state = self._ranks[message["rank"]]
+        self.accept()
+        for reader in list(self._unnamed):
+            self._read_first(reader)
+        if state.reader is not None:
+            self._read_rank(state, state.reader, until_empty=True)
+        tail = "" if state.done else tail_of(state.log)
+        about = {"node": self._node, "done": state.done, "log": str(state.log), "log_tail": tail}
+        self._put(state, {**message, **about, **state.last})
+        self._signs.forget(state.rank)
+        del self._ranks[state.rank]
+
+    def resume(self) -> None:
+        """Read ranks again if that was paused and the outbox has room."""
+        if self._paused and not self._outbox.is_full:
+            self._paused = False
+            for state in self._ranks.values():
+                if state.reader is not None:
+                    self._watch(state, state.reader)
+
+    def _greet(self, reader: FrameReader) -> None:
+        self._unnamed[reader] = None
+        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_first(reader))
+        if len(self._unnamed) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unnamed))
+            self._leave(oldest)
+            oldest.close()
+
+    def _read_first(self, reader: FrameReader) -> None:
+        """Read the first message of a connection, which names its rank."""
+        if reader not in self._unnamed:
+            return
+        try:
+            messages, closed = reader.pump()
+        except ControlError:  # not a rank of this job
+            messages, closed = [], True
+        if not messages and not closed:
+            return
+        self._leave(reader)
+        state = self._named(messages[0]) if messages else None
+        if state is None or state.reader is not None or not _greets(messages[0], state):
+            reader.close()
+            return
+        state.reader = reader
+        self._signs.hear(state.rank, time.monotonic())
+        self._put(state, {"op": "reported"})
+        for message in messages[1:]:
+            self._receive(state, message)
+        if not closed and not self._paused:
+            self._watch(state, reader)
+
+    def _leave(self, reader: FrameReader) -> None:
+        del self._unnamed[reader]
+        self._selector.unregister(reader.sock)
+
+    def _named(self, message: Message) -> _Rank | None:
+        """The rank that a greeting names."""
+        rank = message.get("rank")
+        return self._ranks.get(rank) if type(rank) is int else None
+
+    def _watch(self, state: _Rank, reader: FrameReader) -> None:
+        self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_rank(state, reader))
+
+    def _read_rank(self, state: _Rank, reader: FrameReader, *, until_empty: bool = False) -> None:
+        if state.reader is None:
+            return
+        while True:
+            messages, closed = reader.pump()
+            for message in messages:
+                self._receive(state, message)
+            if closed:
+                self._forget(state, reader)
+                return
+            if not (until_empty and messages):
+                break
+        if self._outbox.is_full and not self._paused:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Read no rank until the controller has caught up; their sockets fill and they wait."""
+        self._paused = True
+        for state in self._ranks.values():
+            if state.reader is not None:
+                self._selector.unregister(state.reader.sock)
+
+    def _forget(self, state: _Rank, reader: FrameReader) -> None:
+        self._signs.forget(state.rank)
+        if reader.sock in self._selector.get_map():
+            self._selector.unregister(reader.sock)
+        reader.close()
+        state.reader = None
+
+    def _receive(self, state: _Rank, message: Message) -> None:
+        self._owe_nothing(state, time.monotonic())
+        match message["op"]:
+            case "record":
+                self._put(state, {"op": "record", "record": message["record"]})
+            case "progress":
+                is_next = state.last.get("iteration") != message["iteration"]
+                state.step = 1 if is_next else state.step + 1
+                state.last = {"iteration": message["iteration"], "phase": message["phase"]}
+                state.is_passed_on = False
+            case "done":
+                state.done = True
+            case "pong":
+                pass
+            case "raised" | "broken":
+                self._put(state, {**message, "node": self._node, **state.last})
+
+    def _put(self, state: _Rank, item: Message) -> None:
+        about = {"rank": state.rank, "start": state.start, "generation": self.generation}
+        self._outbox.put({**item, **about})
+
+
+def _greets(message: Message, state: _Rank) -> bool:
+    return bool(message.get("op") == "hello") and message.get("start") == state.start
+
+
+def processor_seconds(process_id: int | None) -> float:
+    """Processor time that a process has used so far; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a log; 0 for one that is not there yet."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def last_line(path: Path, begin_bytes: int) -> str:
+    """The last line that is not blank behind the first ``begin_bytes`` of a log; empty if there is none."""
+    lines = _last_lines(path, begin_bytes)
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def tail_of(path: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(_last_lines(path)[-30:])
+
+
+def _last_lines(path: Path, begin_bytes: int = 0) -> list[str]:
+    """The lines at the end of a log, behind its first ``begin_bytes``, or why it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin_bytes, size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return [f"(cannot read {path}: {error})"]

@@ -1,0 +1,30 @@
+"""Endpoint of the rendezvous store that a node serves if it has the first rank of a membership."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_ft.control.ports import free_port
+from megatron_ft.serde import Between, Length
+
+NUM_PORTS = 16
+"""Generations in a row that have ports of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEndpoint:
+    """An address and ports of a node. Memberships take the ports in turn, for an earlier store may still close."""
+
+    address: Annotated[str, Length(1, 255)]
+    ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]
+
+    def port_of(self, generation: int) -> int:
+        """The port of the store of a generation."""
+        return self.ports[generation % len(self.ports)]
+
+
+def find_store_endpoint(address: str) -> StoreEndpoint:
+    """Unused ports at an address of this machine, all different."""
+    ports: set[int] = set()
+    while len(ports) < NUM_PORTS:
+        ports.add(free_port(address))
+    return StoreEndpoint(address, tuple(sorted(ports)))

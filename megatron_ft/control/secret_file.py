@@ -1,0 +1,45 @@
+"""Files with a job's token: of one user, mode 0600, there whole or not at all."""
+
+import os
+import stat
+from pathlib import Path
+
+from megatron_ft.durable import replace_file
+from megatron_ft.errors import ControlError
+
+MAX_BYTES = 64 * 1024
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Put a file in the place of an earlier one; it is on the disk when this returns."""
+    replace_file(path, content, mode=0o600)
+
+
+def read_secret(path: Path) -> bytes:
+    """Content of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ControlError: others than its owner can read or write it, it belongs to another user, or is too large.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ControlError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        _check(path, os.fstat(descriptor))
+        content = os.read(descriptor, MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MAX_BYTES:
+        raise ControlError(f"{path}: must have at most {MAX_BYTES} bytes")
+    return content
+
+
+def _check(path: Path, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+        raise ControlError(f"{path}: must be a file of the user who started the job")
+    if mode := stat.S_IMODE(about.st_mode) & 0o077:
+        raise ControlError(f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, open to others ({mode:03o}): 0600")

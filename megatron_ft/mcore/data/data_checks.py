@@ -1,0 +1,139 @@
+"""The samples of a run: opened, and the same on every rank and in what is continued."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_ft.config.identity import JobIdentity, settings_of
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.run_id import read_run_id
+from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.errors import DataError
+from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.data.samples import Samples, open_samples
+from megatron_ft.snapshot.storage.files import write_atomically
+from megatron_ft.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from megatron_ft.mcore.training.trainer import Trainer
+
+RUN_DATA_NAME = "data_fingerprint.json"
+
+
+def open_splits(config: JobConfig) -> dict[str, Samples]:
+    """``train``, and ``valid`` where the run evaluates."""
+    splits = ["train"] + (["valid"] if config.training.eval_interval_iterations else [])
+    return {split: open_samples(config, split) for split in splits}
+
+
+def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdentity:
+    """The identity of a job that trains on ``samples`` in ``run_dir``.
+
+    Raises:
+        ConfigError: the run's random name cannot be read.
+    """
+    known = read_run_id(run_dir)
+    vocab_size = resolve_vocab_size(config)
+    return JobIdentity(
+        run_id=known.run_id,
+        run_name=run_dir.name,
+        settings=settings_of(config, data_fingerprint=samples.fingerprint(), vocab_size=vocab_size),
+        takes_format_1=known.is_older,
+    )
+
+
+def check_same_data(config: JobConfig, samples: Samples, collectives: Collectives) -> None:
+    """Collective.
+
+    Raises:
+        DataError: a rank reads other samples than rank 0.
+    """
+    fingerprints = collectives.gather(samples.fingerprint())
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise _other_data(config, rank, 0)
+
+
+def note_run_data(samples: Samples, run_dir: Path) -> None:
+    """Put down what the run reads, for ranks that are started later. Of one rank.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_atomically(run_dir, RUN_DATA_NAME, json.dumps({"train": samples.fingerprint()}).encode())
+
+
+def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
+    """Compare with what the run reads, before a newcomer joins it: nobody has to do without it half way.
+
+    Where the run folder says nothing, ``check_newcomers_data`` finds out as ranks join each other.
+
+    Raises:
+        DataError: this rank reads other samples, or what was put down is damaged.
+    """
+    path = run_dir / RUN_DATA_NAME
+    if not path.exists():
+        return
+    try:
+        known = parse_json(path.read_bytes())["train"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: must say what the run reads: {error}") from None
+    if known != samples.fingerprint():
+        raise DataError(
+            f"data.train={config.data.train}: must be the data that the run reads, by {path}, for ranks to join it"
+        )
+
+
+def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
+    """Leave ranks out that read other samples than rank ``first``, which has state; before anything moves.
+
+    Where the others can survive, the process of such a newcomer ends here like one that dies: an error that is raised
+    ends the job. They then form the next membership without it.
+
+    Args:
+        fingerprints: of every rank of the membership that forms.
+
+    Raises:
+        DataError: such a rank is there, and the others need it.
+        RuntimeError: such a rank is there, and ends.
+    """
+    strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[first]]
+    if not strangers:
+        return
+    error = _other_data(trainer.job, strangers[0], first)
+    if not trainer.context.worker.can_survive:
+        raise error
+    if trainer.context.rank in strangers:
+        _end_alone(_other_data(trainer.job, trainer.context.rank, first))
+    raise RuntimeError(f"ranks {strangers} do not join: {error}")
+
+
+def _end_alone(error: DataError) -> NoReturn:
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def _other_data(config: JobConfig, rank: int, first: int) -> DataError:
+    return DataError(
+        f"data.train={config.data.train}: must be the same data on every rank; rank {rank} reads other data than "
+        f"rank {first} (a built-in corpus differs between Python versions: index one and share it)"
+    )
+
+
+def check_known_data(config: JobConfig, samples: Samples, known: str | None, directory: Path) -> None:
+    """Compare with the fingerprint ``known`` that the checkpoint in ``directory`` was trained on, if it has one.
+
+    Raises:
+        DataError: it was trained on other samples, and ``checkpoint.allow_other_data`` is off.
+    """
+    if known is None or config.checkpoint.allow_other_data:
+        return
+    if known != samples.fingerprint():
+        raise DataError(
+            f"data.train={config.data.train}: must be what {directory.name} was trained on (sources, weights, "
+            "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true goes on"
+        )

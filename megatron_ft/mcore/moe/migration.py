@@ -1,0 +1,112 @@
+"""Carries out a ``MigrationPlan``: expert weights and optimizer state move, nothing else changes, not by a bit."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.state.tensors import NamedState, expert_of, put_state, take_state
+from megatron_ft.mcore.state.train_state import TrainState
+from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.runtime.transport.exchange import exchange_tensors
+
+_ExpertId = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviousPlacement:
+    """State that a rank needs to take back a placement with which no iteration is committed yet."""
+
+    before_iteration: int
+    """First iteration of the placement that took over."""
+    plans: list[PlacementPlan]
+    """Previous plan of each stage."""
+    state: NamedState
+    """Tensors of experts that this rank no longer has; while they move, all that it had."""
+    host: TrainState | None = None
+    """State besides tensors before, as long as experts move: the engine's state is then that of no placement, and no
+    engine can be built any more where a rank is lost. None once they have moved."""
+    is_evacuation: bool = False
+    """Whether it took over for the ranks that stay in the next membership."""
+
+
+def migrate(
+    engine: TrainingEngine,
+    replicas: Replicas,
+    migration: MigrationPlan,
+    *,
+    keep: Callable[[NamedState], None] | None = None,
+) -> NamedState:
+    """Rebuild ``engine`` for ``replicas`` after moving what ``migration`` says; collective over the stage.
+
+    Args:
+        keep: called with this rank's whole state before any of it moves: with that, it can go back at any time.
+
+    Returns:
+        State of the experts that this rank had and has no more: with it, it could go back once this has returned.
+    """
+    state = take_state(engine.model_chunks, engine.optimizer)
+    if keep is not None:
+        keep(dict(state))
+    move_experts(state, migration, engine.pg.ep)
+    engine.rebuild(replicas)
+    put_state(engine.model_chunks, engine.optimizer, state)
+    held = migration.placement.of_rank(engine.pg.ep.rank())
+    return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
+
+
+def move_experts(
+    state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup, *, like: NamedState | None = None
+) -> int:
+    """Send from ``state`` what ``migration`` says, and add what comes; collective over the plan's ranks, ``group``.
+
+    Args:
+        like: state of any expert, for shapes, dtypes and devices; None takes one that is held here.
+
+    Returns:
+        Bytes this rank sent.
+    """
+    position = {rank: place for place, rank in enumerate(migration.placement.ranks)}
+    me = migration.placement.ranks[group.rank()]
+    names = by_expert(state)
+    like = {name: state[name] for name in next(iter(names.values()))} if like is None else like
+    outgoing: list[list[torch.Tensor]] = [[] for _ in position]
+    incoming: list[list[torch.Tensor]] = [[] for _ in position]
+    for transfer in migration.transfers:
+        expert = (transfer.layer_number, transfer.expert)
+        if transfer.source_rank == me:
+            outgoing[position[transfer.target_rank]] += [state[name] for name in names[expert]]
+        if transfer.target_rank == me:
+            for name, tensor in _space_for(expert, like).items():
+                state[name] = tensor
+                incoming[position[transfer.source_rank]].append(tensor)
+    return exchange_tensors(outgoing, incoming, group)
+
+
+def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
+    """Names of each expert's tensors among those of ``state``, sorted: the same order on every rank."""
+    names: dict[_ExpertId, list[str]] = {}
+    for name in sorted(state):
+        expert = expert_of(name)
+        if expert is not None:
+            names.setdefault(expert, []).append(name)
+    return names
+
+
+def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:
+    """Empty tensors for an expert's state: experts are alike."""
+    template = expert_of(next(iter(like)))
+    assert template is not None, "the state of an expert"
+    old, new = _prefix(template), _prefix(expert)
+    return {
+        name.replace(old, new, 1): torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        for name, tensor in like.items()
+    }
+
+
+def _prefix(expert: _ExpertId) -> str:
+    return f"decoder.layers.{expert[0] - 1}.mlp.experts.local_experts.{expert[1]}."

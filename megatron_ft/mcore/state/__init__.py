@@ -1,0 +1,1 @@
+"""The training loop, from a rank's start to its end."""

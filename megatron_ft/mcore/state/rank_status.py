@@ -1,0 +1,154 @@
+"""Which state each rank holds, by which placement, and which holding all ranks continue from. Pure."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.moe.placement_manager import PlacementState
+
+Key = tuple[int, bool]
+"""Generation, and whether experts have moved in it for the ranks that stay: later ones are greater."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A rank has all the state that ``placement`` gives it.
+
+    A rank can have several holdings of one iteration: that of the membership that committed the iteration, one of each
+    membership that has formed since and broke before it committed another, and one of an evacuation.
+    """
+
+    generation: int
+    """Membership that the placement is of."""
+    is_evacuation: bool = False
+    """Whether the placement took over for the ranks that stay in the next membership."""
+    rank: int
+    """Number of the rank in that membership."""
+    nodes: tuple[int, ...]
+    """Node of each rank of that membership."""
+    placement: PlacementState | None
+    """None where experts stay where Megatron puts them."""
+    changes: tuple[str, ...] = ()
+    """The memberships since the commit that led here, as entries of ``launch.membership_schedule``."""
+
+    @property
+    def key(self) -> Key:
+        """The same on all ranks that have it."""
+        return self.generation, self.is_evacuation
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "generation": self.generation,
+            "is_evacuation": self.is_evacuation,
+            "rank": self.rank,
+            "nodes": list(self.nodes),
+            "placement": None if self.placement is None else self.placement.to_json(),
+            "changes": list(self.changes),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Holding":
+        """Inverse of ``to_json``."""
+        placement = content["placement"]
+        lists = {name: tuple(content[name]) for name in ("nodes", "changes")}
+        return cls(
+            **{**content, **lists, "placement": None if placement is None else PlacementState.from_json(placement)}
+        )
+
+
+Previous = tuple[int | None, ...]
+"""For each rank of a membership its number in the holding that all go on from; None where it has no part of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """Holdings of a rank that has state, as it reports them to the others."""
+
+    holdings: tuple[tuple[Key, int, str], ...]
+    """Key of each holding, the rank's number in it, the digest of its placement."""
+
+    @classmethod
+    def of(cls, holdings: Sequence[Holding]) -> "RankStatus":
+        """Summarize ``holdings``."""
+        return cls(holdings=tuple((held.key, held.rank, digest_of(held.placement)) for held in holdings))
+
+    def rank_in(self, key: Key) -> int | None:
+        """The rank's number in a holding; None where it does not have it."""
+        return next((rank for found, rank, _ in self.holdings if found == key), None)
+
+    def to_json(self) -> list[Any]:
+        """Plain values."""
+        return [[list(key), rank, digest] for key, rank, digest in self.holdings]
+
+    @classmethod
+    def from_json(cls, content: list[Any]) -> "RankStatus":
+        """Inverse of ``to_json``."""
+        return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
+
+
+def digest_of(placement: PlacementState | None) -> str:
+    """Hexadecimal SHA-256 of a placement's JSON."""
+    content = None if placement is None else placement.to_json()
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def choose_holding(
+    present: Sequence[RankStatus | None],
+    nodes: Sequence[int],
+    generation: int,
+    *,
+    is_whole: Callable[[Key, Previous], bool],
+) -> tuple[Key, Previous]:
+    """The holding that a membership goes on from; the same answer on every rank.
+
+    The newest that every rank with state has: then all of them had formed that membership. Where no holding is common
+    to all, some had formed the newest membership and others had not: all go back to the oldest, what they carried into
+    it. In either case a holding by which experts are missing is passed over for the next one by which none is.
+
+    Args:
+        present: what each rank of membership ``generation`` has said; None of newcomers.
+        nodes: of each rank. A node of which a rank lacks a holding has no part in it.
+        is_whole: whether the ranks that have a holding hold every expert; asked of every rank alike, and only where
+            there is a choice.
+
+    Raises:
+        RecoveryError: nobody has state, or ranks have different placements of one holding.
+    """
+    known = [presence for presence in present if presence is not None]
+    if not known:
+        raise RecoveryError(f"generation {generation} has no rank with state: all that had any are lost")
+    keys = sorted({key for presence in known for key, _, _ in presence.holdings})
+    shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
+    order = [*reversed(shared), *(key for key in keys if key not in shared)]
+    found = {key: _previous(present, nodes, key) for key in order}
+    order = [key for key in order if any(rank is not None for rank in found[key])]
+    if not order:
+        raise RecoveryError(f"generation {generation} has no node whose ranks all have state")
+    if len(order) > 1:
+        order = [key for key in order if is_whole(key, found[key])] or order
+    _check_alike(present, order[0], generation)
+    return order[0], found[order[0]]
+
+
+def _previous(present: Sequence[RankStatus | None], nodes: Sequence[int], key: Key) -> Previous:
+    ranks = [None if presence is None else presence.rank_in(key) for presence in present]
+    lacking = {node for node, rank in zip(nodes, ranks, strict=True) if rank is None}
+    return tuple(None if node in lacking else rank for node, rank in zip(nodes, ranks, strict=True))
+
+
+def _check_alike(present: Sequence[RankStatus | None], key: Key, generation: int) -> None:
+    """Refuse placements that differ."""
+    chosen = {
+        rank: digest
+        for rank, presence in enumerate(present)
+        if presence is not None
+        for found, _, digest in presence.holdings
+        if found == key
+    }
+    if len(set(chosen.values())) > 1:
+        digests = ", ".join(f"rank {rank} from {digest[:12]}" for rank, digest in chosen.items())
+        raise RecoveryError(f"generation {generation}: all ranks must go on from the same placement: {digests}")

@@ -1,0 +1,53 @@
+"""Brings a rank whose membership broke to the iteration that all ranks continue after."""
+
+from dataclasses import replace
+
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.training.engine import TrainingEngine
+from megatron_ft.mcore.training.iteration import IterationResult
+from megatron_ft.planning.recovery.target import Position, Target
+
+
+def position_of(engine: TrainingEngine, rank: int) -> Position:
+    """How far ``engine``, that of rank ``rank`` of its membership, is; wherever an iteration broke.
+
+    Raises:
+        RecoveryError: in the middle of the update: the state is that of no iteration.
+    """
+    completed, contributed, vote = engine.iteration, engine.iteration, engine.newest_vote
+    in_progress = engine.in_progress
+    if in_progress is not None:
+        if in_progress.update == "begun":
+            raise RecoveryError(f"rank {rank}: iteration {in_progress.iteration} broke in the middle of its update")
+        if in_progress.update == "done":
+            completed = in_progress.iteration
+        if in_progress.contributed:
+            contributed = in_progress.iteration
+        vote = in_progress.vote or vote
+    return Position(
+        rank=rank, generation=engine.groups.generation, completed=completed, contributed=contributed, vote=vote
+    )
+
+
+def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult | None:
+    """Finish the iteration under way from its kept gradients, or undo it: the state is that after ``target``.
+
+    Nothing is sent. A sharded optimizer's parameters have to be gathered afterwards: the caller does that.
+
+    Returns:
+        The iteration that was finished, where ``run_iteration`` has not returned it.
+    """
+    in_progress = engine.in_progress
+    if in_progress is None or in_progress.iteration != target.iteration:
+        assert engine.iteration == target.iteration, f"at iteration {engine.iteration}, not {target.iteration}"
+        if in_progress is not None:
+            engine.abort(in_progress)
+        return None
+    vote = target.vote or in_progress.vote
+    assert vote is not None and in_progress.contributed, f"no gradients or no vote of iteration {target.iteration}"
+    result = replace(engine.decide(vote), pass_seconds=())  # ranks have other numbers when it is told
+    if in_progress.update == "none":
+        engine.apply(result)
+    if result.decision.action != "stop":
+        engine.finish(vote, result.decision)
+    return result

@@ -1,0 +1,152 @@
+"""Dataclasses as JSON and back: each field is read by its type, and by bounds that ``Annotated`` gives it.
+
+``encode`` makes JSON values of a dataclass. ``decode`` reads them back and refuses a missing or unknown field, a wrong
+type, and a length or number out of bounds with one ``ValueError`` that names the field.
+"""
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megatron_ft.strict_json import JsonValue
+
+T = TypeVar("T")
+_MAX_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Bounds of a number, both included. A float must be finite, too."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Bounds of the number of characters of a text, or of entries of a list, both included."""
+
+    low: int
+    high: int
+
+
+def encode(value: Any) -> JsonValue:
+    """JSON values of a dataclass, an enum, or a collection of them; tuples become lists, keys become text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): encode(item) for name, item in value.items()}
+    return value
+
+
+def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
+    """Read a value as the type ``hint``.
+
+    Args:
+        where: name of the value, which the error begins with.
+
+    Raises:
+        ValueError: a missing or unknown field, a wrong type, a length or number out of bounds.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        found = decode(arguments[0], value, where)
+        for bound in arguments[1:]:
+            _check_bound(bound, found, where)
+        return found
+    if hint is Any:
+        return value
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _decode_fields(hint, value, where)
+    if origin in (Union, types.UnionType):
+        return _decode_optional(arguments, value, where, hint)
+    if origin is Literal and any(type(value) is type(known) and value == known for known in arguments):
+        return value
+    if origin in (tuple, list) and isinstance(value, (list, tuple)):
+        items = [decode(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: decode(arguments[1], item, f"{where}.{name}") for name, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        known = {member.value: member for member in hint}
+        if isinstance(value, str) and value in known:
+            return known[value]
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _to_float(value, where)
+    elif origin is None and type(value) is hint:
+        return value
+    raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {type_name(hint)}")
+
+
+def type_name(hint: Any) -> str:
+    """A type in the words of JSON, e.g. ``list of int``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if part is types.NoneType else type_name(part) for part in arguments)
+    if origin in (tuple, list):
+        return f"list of {type_name(arguments[0])}"
+    if origin is dict:
+        return f"object of {type_name(arguments[1])}"
+    if origin is Literal:
+        return " or ".join(repr(known) for known in arguments)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(repr(member.value) for member in hint)
+    return str(getattr(hint, "__name__", hint))
+
+
+def _to_float(value: float, where: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{where}: must be a number that a float can hold") from None
+
+
+def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, hint: Any) -> Any:
+    kinds = [kind for kind in arguments if kind is not types.NoneType]
+    if value is None and len(kinds) < len(arguments):
+        return None
+    if value is None or len(kinds) != 1:
+        raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {type_name(hint)}")
+    return decode(kinds[0], value, where)
+
+
+@cache
+def _fields_of(kind: type) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Type of each field, and the fields that have no default."""
+    hints = get_type_hints(kind, include_extras=True)
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    return {field.name: hints[field.name] for field in fields(kind)}, frozenset(required)
+
+
+def _decode_fields(kind: type, value: JsonValue, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where or kind.__name__}={value!r:.{_MAX_SHOWN}}: must be an object")
+    hints, required = _fields_of(kind)
+    prefix = f"{where}." if where else ""
+    for name in value:
+        if name not in hints:
+            raise ValueError(f"{prefix}{name!s:.{_MAX_SHOWN}}: is not a field of {kind.__name__}")
+    for name in sorted(required - value.keys()):
+        raise ValueError(f"{prefix}{name}: is missing")
+    return kind(**{name: decode(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
+
+
+def _check_bound(bound: Any, value: Any, where: str) -> None:
+    match bound:
+        case Between(low, high):
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            if not (is_finite and low <= value <= high):
+                raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be from {low} to {high}")
+        case Length(low, high):
+            if not low <= len(value) <= high:
+                raise ValueError(f"{where}: must have {low} to {high} entries or characters, has {len(value)}")

@@ -1,0 +1,113 @@
+"""What every launcher does with agents; one row each, one of them from outside of the package."""
+
+import os
+import queue
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megatron_ft.config.checks.launch import check_launch
+from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.control.launchers.base import LaunchContext, NodeLauncher, launcher_class, open_launcher
+from megatron_ft.control.launchers.processes import Processes
+from megatron_ft.control.node import join_file
+from megatron_ft.control.node.agent import AgentSpec
+from megatron_ft.control.node.fork_server import listen
+from megatron_ft.errors import ConfigError
+
+OUTSIDE = Path(__file__).parents[1] / "helpers" / "wrapped_launcher.yaml"
+SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-1]"}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_COUNT": "2"}
+ARRAY |= {"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "1"}
+
+ROWS: list[tuple[str, Mapping[str, str]]] = [
+    ("local", {}),
+    ("srun", ALLOCATION),
+    ("none", ARRAY),
+    (yaml.safe_load(OUTSIDE.read_text())["node_launcher"], {}),
+]
+
+
+class Job:
+    """One launcher with what a job gives it, and the ends of agents that it has reported."""
+
+    def __init__(self, name: str, variables: Mapping[str, str], folder: Path) -> None:
+        launch = LaunchConfig(node_launcher=name, num_nodes=2, interface="10.0.0.7")
+        check_launch(launch)
+        self.launcher: NodeLauncher = open_launcher(launch, variables)
+        (folder / "logs").mkdir()
+        self.run_dir, self.socket = folder, folder / "forkserver.sock"
+        self.listener = listen(self.socket)
+        self.ends: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
+        context = LaunchContext(
+            run_dir=folder, processes=Processes(folder, folder / "logs"), preload=[], most_nodes=2, num_returns=0
+        )
+        self.launcher.publish(context, self.spec(0))
+
+    def spec(self, node: int) -> AgentSpec:
+        """Of an agent that waits for a controller which does not come."""
+        return AgentSpec(
+            controller_address="127.0.0.1:9",
+            token="secret",
+            node=node,
+            runtime_dir=str(self.run_dir),
+            forkserver_socket=str(self.socket),
+            log_dir=str(self.run_dir / "logs"),
+        )
+
+    def on_end(self, node: int) -> Callable[[str, int], None]:
+        """Keeps what is reported."""
+        return lambda detail, process_id: self.ends.put((node, detail, process_id))
+
+    def start(self, node: int) -> None:
+        """Start an agent."""
+        self.launcher.start(node, self.spec(node), self.on_end(node))
+
+
+@pytest.fixture(params=ROWS, ids=[name for name, _ in ROWS])
+def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A launcher; ``srun`` runs its command here."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    made = Job(*request.param, tmp_path)
+    request.addfinalizer(lambda: made.launcher.stop(0.0))
+    request.addfinalizer(made.listener.close)
+    return made
+
+
+def test_its_agents_are_started_watched_and_stopped(job: Job) -> None:
+    before = set(psutil.Process().children())
+    for node in (0, 1):
+        job.start(node)
+    started = set(psutil.Process().children()) - before
+    if not job.launcher.starts_nodes:
+        assert started == set()
+        assert join_file.read(job.run_dir) is not None, "nodes that come by themselves find what they need"
+        job.launcher.stop(0.0)
+        assert join_file.read(job.run_dir) is None
+        return
+    assert len(started) == 2
+    victim = next(iter(started))
+    os.killpg(victim.pid, signal.SIGKILL)
+    node, detail, process_id = job.ends.get(timeout=20)
+    assert (detail, process_id) == ("its process was killed by SIGKILL", victim.pid)
+    job.start(1 - node)
+    assert job.ends.get(timeout=20)[0] == 1 - node, "the agent that the node had before has ended first"
+    job.launcher.stop(0.0)
+    assert set(psutil.Process().children()) - before == set(), "an agent is left behind"
+
+
+def test_the_controller_binds_to_its_interface(job: Job) -> None:
+    assert job.launcher.interface == "10.0.0.7"
+
+
+@pytest.mark.parametrize("name", ["tests.helpers.wrapped_launcher:Other", "no.such.module:Launcher", "pathlib"])
+def test_a_launcher_that_does_not_exist_is_refused_by_its_key(name: str) -> None:
+    with pytest.raises(ConfigError, match="launch.node_launcher="):
+        launcher_class(name)

@@ -1,0 +1,24 @@
+"""A launcher from outside of the package: agents on this machine, each through ``nice``."""
+
+import subprocess
+import sys
+
+from megatron_ft.control.launchers.base import ProcessLauncher, log_name
+from megatron_ft.control.launchers.processes import tell
+from megatron_ft.control.node.agent import AgentSpec
+
+
+class WrappedLauncher(ProcessLauncher):
+    """Starts each agent with a lower priority."""
+
+    is_local = True
+
+    def start_process(self, node: int, spec: AgentSpec) -> "subprocess.Popen[bytes]":
+        """As the base has it."""
+        started = self.context.processes.start(
+            "megatron_ft.control.node.agent", [], log_name(node), {}, through=["nice", "-n", "1"]
+        )
+        process: subprocess.Popen[bytes] = started
+        assert sys.executable in process.args  # type: ignore[operator]
+        tell(process, spec.to_line())
+        return process

@@ -1,0 +1,111 @@
+"""A start at iteration 0 beside saved state that cannot be used needs a key; an empty folder just starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.identity import JobIdentity
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.run import RunConfig
+from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
+from megatron_ft.errors import CheckpointError
+from megatron_ft.events import Record, RecoveryStarted
+from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
+from megatron_ft.mcore.recovery.restart import check_start_over, newest_iteration, select_restore_source
+from megatron_ft.mcore.snapshot.local_window import CONFIG
+from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
+from tests.unit.snapshot.storage.conftest import make_checkpoint
+
+AUTO = RunConfig(name="run", resume="auto")
+
+
+def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple[str, list[Record]]:
+    """What a rank continues from (``checkpoint``, ``window`` or ``nothing``), and what is reported."""
+    found, records = recovery(run_dir)
+    damage: list[Any] = []
+    identity = JobIdentity(run_id="run-1", run_name="first", settings=OWN)  # as ``make_checkpoint`` writes it
+    finder = CheckpointFinder(OneRank(), identity, lambda *about: damage.append(about))  # type: ignore[arg-type]
+    has_state = any((run_dir / name).is_dir() for name in ("checkpoints", "windows"))
+    context = RankContext(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        node=0,
+        num_nodes=1,
+        generation=generation,
+        master_addr="127.0.0.1",
+        master_port=1,
+        run_dir=run_dir,
+        resume_from=run_dir / "checkpoints" if has_state else None,
+        worker=InProcessClient(lambda record: None, stop=StopFlag()),
+    )
+    config = replace(JobConfig(), run=run)
+    source, window = select_restore_source(config, context, finder, found)  # type: ignore[arg-type]
+    return ("window" if window else "checkpoint" if source else "nothing"), records
+
+
+def damaged_checkpoint(run_dir: Path, iteration: int) -> None:
+    make_checkpoint(run_dir / "checkpoints" / f"iter_{iteration:07d}", iteration)
+    path = run_dir / "checkpoints" / f"iter_{iteration:07d}" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_an_empty_folder_just_starts(tmp_path: Path) -> None:
+    assert start(tmp_path) == ("nothing", [])
+    (tmp_path / "checkpoints").mkdir()
+    assert start(tmp_path)[0] == "nothing"
+    (tmp_path / "checkpoints" / "iter_0000005").mkdir()
+    assert start(tmp_path)[0] == "nothing", "a save that never finished is no state"
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_windows_of_other_settings_are_not_started_over_in_silence(tmp_path: Path, generation: int) -> None:
+    save(tmp_path, 20, **{CONFIG: json.dumps({"data": "other"})})
+    with pytest.raises(CheckpointError, match=r"was trained with data='other'.*run\.start_over=true"):
+        start(tmp_path, generation=generation)
+    source, records = start(tmp_path, replace(AUTO, start_over=True), generation=generation)
+    assert source == "nothing"
+    assert [record.strategy for record in records if isinstance(record, RecoveryStarted)] == ["nothing"]
+
+
+def test_damaged_checkpoints_are_not_started_over_by_a_second_start_either(tmp_path: Path) -> None:
+    damaged_checkpoint(tmp_path, 5)
+    for words in (
+        r"damaged_iter_0000005: .*__0_0\.distcp",
+        "damaged_iter_0000005: damaged, set aside by an earlier start",
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            start(tmp_path)
+    assert start(tmp_path, replace(AUTO, start_over=True))[0] == "nothing"
+    make_checkpoint(tmp_path / "checkpoints" / "iter_0000003", 3)
+    assert start(tmp_path)[0] == "checkpoint"
+
+
+def test_state_that_can_be_used_is_used_whatever_the_key_says(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    assert start(tmp_path, replace(AUTO, start_over=True))[0] == "window"
+
+
+def test_resume_must_names_what_it_could_not_use(tmp_path: Path) -> None:
+    damaged_checkpoint(tmp_path, 5)
+    with pytest.raises(CheckpointError, match=r"run\.resume=must: .*it holds none: .*damaged_iter_0000005"):
+        start(tmp_path, replace(AUTO, resume="must"))
+
+
+def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
+    lines = [json.dumps({"kind": "metrics", "iteration": iteration}) for iteration in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "met']))
+    source, records = start(tmp_path)
+    assert source == "nothing"
+    (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
+    assert "records 3 iterations, and has saved no state of them" in chosen.declined[0]
+    assert newest_iteration(tmp_path / "none") == 0
+
+
+def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"piece 7; and 12 more\. Mend"):
+        check_start_over([f"piece {index}" for index in range(20)], run_dir=tmp_path, start_over=False)
+    check_start_over([], run_dir=tmp_path, start_over=False)

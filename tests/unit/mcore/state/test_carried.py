@@ -1,0 +1,169 @@
+"""What a rank carries out of a membership that broke, and what ranks make of it together."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ft.errors import RecoveryError
+from megatron_ft.planning.recovery.target import Target
+
+TARGET = Target(iteration=4, vote=None)
+
+
+class Plan:
+    """As much of a placement plan as is carried."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def to_json(self) -> str:
+        return self.name
+
+
+def train_state(seen: str) -> Any:
+    """State after iteration 4 whose generators tell when it was captured."""
+    from megatron_ft.mcore.state.train_state import TrainState
+    from megatron_ft.planning.commit import History
+
+    return TrainState(iteration=4, rng={"seen": seen}, buffers={}, grad_scalers=(), group_steps=(), history=History())
+
+
+def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
+    """A rank in an evacuation before iteration 5: one that is still moving experts, or one that has ``moved``."""
+    from megatron_ft.mcore.moe.migration import PreviousPlacement
+    from megatron_ft.mcore.state import carried as module
+
+    monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
+    monkeypatch.setattr(module, "take_state", lambda *_: {"router": "new"})
+    former = PreviousPlacement(
+        before_iteration=5,
+        plans=[Plan("old")],
+        state={"expert": "old"},
+        host=None if moved else train_state("before"),
+        is_evacuation=True,
+    )
+    return SimpleNamespace(
+        membership_start=None,
+        previous_placement=former,
+        placement=SimpleNamespace(plans=[Plan("new" if moved else "old")], loads=None),
+        engine=SimpleNamespace(
+            iteration=4,
+            is_built=moved,
+            model_chunks=None,
+            optimizer=None,
+            newest_vote=None,
+            batch=None,
+            train_state=lambda: train_state("now"),
+        ),
+        snapshots=None,
+        nodes=(0, 1, 2),
+        context=SimpleNamespace(rank=rank, generation=generation),
+        rounded_off=4,
+        checkpoints=SimpleNamespace(pending_iteration=None),
+    )
+
+
+def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another has come through: both go on from the placement before."""
+    from megatron_ft.mcore.state.carried import carry
+    from megatron_ft.mcore.state.rank_status import RankStatus
+
+    through = carry(trainer_at(monkeypatch, moved=True), TARGET)
+    moving = carry(trainer_at(monkeypatch, moved=False, rank=1), TARGET)
+    assert through is not None and moving is not None
+    names = [[held.placement.plans[0].to_json() for held in carried.holdings] for carried in (through, moving)]
+    assert names == [["old", "new"], ["old"]]
+    for present in ([through, moving], [None, moving, through]):
+        found = [None if carried is None else RankStatus.of(carried.holdings) for carried in present]
+        assert choose(found)[0] == (1, False)
+    both = [RankStatus.of(through.holdings), None, RankStatus.of(through.holdings)]
+    assert choose(both) == ((1, True), (0, None, 0))
+    assert (moving.host.rng, through.host.rng) == ({"seen": "before"}, {"seen": "now"})
+
+
+def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the placement that had taken over in it gone back from later."""
+    from megatron_ft.mcore.state.carried import MembershipStart, carry
+
+    trainer = trainer_at(monkeypatch, moved=False)
+    before = carry(trainer_at(monkeypatch, moved=True), TARGET)
+    trainer.membership_start = MembershipStart(iteration=4, carried=before)
+    assert carry(trainer, TARGET) is before
+    assert trainer.previous_placement is None
+
+
+def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer has its part of this one alone."""
+    from megatron_ft.mcore.state.carried import MembershipStart, carry
+
+    before = carry(trainer_at(monkeypatch, moved=True), TARGET)
+    assert before is not None
+    before.unsaved, before.state = 4, {"gone": "old"}
+    for carried, generations in ((before, [1, 1, 2]), (None, [2])):
+        trainer = trainer_at(monkeypatch, moved=True, generation=2)
+        trainer.previous_placement = None
+        trainer.membership_start = MembershipStart(iteration=4, carried=carried, changes=("join(...)",), is_formed=True)
+        found = carry(trainer, TARGET)
+        assert found is not None and [held.generation for held in found.holdings] == generations
+        assert found.holdings[-1].changes == ("join(...)",)
+        assert found.state == {**({} if carried is None else {"gone": "old"}), "router": "new"}
+        assert found.unsaved == (None if carried is None else 4)
+
+
+# -- what ranks go on from ------------------------------------------------------------------------------------
+
+
+def presence(*holdings: tuple[int, int]) -> Any:
+    """Of a rank with holdings: generation and number."""
+    from megatron_ft.mcore.state.rank_status import RankStatus
+
+    said = RankStatus(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
+    assert RankStatus.from_json(said.to_json()) == said
+    return said
+
+
+def choose(present: list[Any], *, nodes: list[int] | None = None, lost: tuple[int, ...] = ()) -> Any:
+    """What is chosen where experts are missing by the placements of the generations ``lost``."""
+    from megatron_ft.mcore.state.rank_status import choose_holding
+
+    numbers = list(range(len(present))) if nodes is None else nodes
+    return choose_holding(present, numbers, 7, is_whole=lambda key, _: key[0] not in lost)
+
+
+def test_the_newest_membership_that_all_had_formed_is_gone_on_from() -> None:
+    stayer, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
+    assert choose([stayer, newcomer, None]) == ((4, False), (0, 2, None))
+
+
+def test_where_some_had_not_formed_all_go_back_to_what_they_carried() -> None:
+    formed, not_formed, newcomer = presence((3, 1), (4, 0)), presence((3, 2)), presence((4, 2))
+    assert choose([formed, not_formed]) == ((3, False), (1, 2))
+    assert choose([formed, not_formed, newcomer]) == ((3, False), (1, 2, None))
+
+
+def test_a_placement_by_which_experts_are_lost_is_passed_over() -> None:
+    formed, not_formed, newcomer = presence((3, 1), (4, 0)), presence((3, 2)), presence((4, 2))
+    assert choose([formed, not_formed, newcomer], lost=(3,)) == ((4, False), (0, None, 2))
+    assert choose([formed, formed], lost=(4,)) == ((3, False), (1, 1))
+    assert choose([formed, newcomer], lost=(3, 4)) == ((4, False), (0, 2)), "the first of those is named"
+
+
+def test_a_node_takes_part_with_all_its_ranks_or_none() -> None:
+    formed, newcomer = presence((3, 1), (4, 0)), presence((4, 2))
+    assert choose([formed, formed, newcomer, None], nodes=[0, 0, 1, 1]) == ((4, False), (0, 0, None, None))
+    with pytest.raises(RecoveryError, match="generation 7 has no node whose ranks all have state"):
+        choose([newcomer, None], nodes=[1, 1])
+
+
+def test_different_placements_are_refused() -> None:
+    from megatron_ft.mcore.state.rank_status import RankStatus
+
+    one, other = (RankStatus(holdings=(((3, False), 3, digest),)) for digest in ("a", "b"))
+    with pytest.raises(RecoveryError, match="generation 7: all ranks must go on from the same placement: rank 0 from"):
+        choose([one, None, other])
+
+
+def test_nobody_with_state_is_named() -> None:
+    with pytest.raises(RecoveryError, match="generation 7 has no rank with state"):
+        choose([None, None])

@@ -1,0 +1,83 @@
+"""Who captures what: every element once, evenly over those that hold it, whatever ranges they hold."""
+
+import json
+import random
+
+import pytest
+
+from megatron_ft.mcore.state.shards import Holding, cut_shards, from_record, sizes, to_record
+from megatron_ft.operator_state import Component, check_shards
+
+WEIGHT = Component(name="weight", dtype="bfloat16", item_bytes=2)
+MASTER = Component(name="master", dtype="float32", item_bytes=4)
+STEP = Component(name="step", dtype="float32", item_bytes=4, per_element=False)
+NORM = "decoder.layers.0.input_layernorm.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def holding(name: str, ranges: list[tuple[int, int]], size: int = 100, part: int = 0) -> Holding:
+    return Holding(part=(name, part), num_elements=size, ranges=tuple(ranges), full=(MASTER, STEP), frozen=(WEIGHT,))
+
+
+def ranges_of(by_rank: list[list[Holding]]) -> list[list[tuple[int, int]]]:
+    shards = cut_shards(by_rank, num_layers=2)
+    check_shards(shards, sizes(by_rank))
+    return [[(shard.start, shard.stop) for shard in of_rank] for of_rank in shards]
+
+
+def test_sharded_state_is_captured_where_it_is() -> None:
+    """Weights are on every rank, state is not: frozen weights follow the state's cut."""
+    by_rank = [[holding(NORM, [(0, 30)])], [holding(NORM, [(30, 100)])], [holding(NORM, [])]]
+    assert ranges_of(by_rank) == [[(0, 30)], [(30, 100)], []]
+
+
+def test_repeated_state_is_cut_evenly() -> None:
+    assert ranges_of([[holding(NORM, [(0, 100)])] for _ in range(3)]) == [[(0, 33)], [(33, 66)], [(66, 100)]]
+
+
+def test_fewer_elements_than_holders() -> None:
+    found = ranges_of([[holding(NORM, [(0, 2)], size=2)] for _ in range(5)])
+    assert sorted(bounds for of_rank in found for bounds in of_rank) == [(0, 1), (1, 2)]
+
+
+def test_ranges_that_overlap_in_part() -> None:
+    """Two stages share the embedding and cut its state at different places."""
+    by_rank = [
+        [holding(EMBEDDING, [(0, 40)])],
+        [holding(EMBEDDING, [(40, 100)])],
+        [holding(EMBEDDING, [(0, 70)])],
+        [holding(EMBEDDING, [(70, 100)])],
+    ]
+    assert ranges_of(by_rank) == [[(0, 20)], [(40, 55), (70, 85)], [(20, 40), (55, 70)], [(85, 100)]]
+
+
+def test_parts_of_a_split_parameter_are_of_their_own() -> None:
+    by_rank = [[holding(NORM, [(0, 100)], part=part)] for part in (0, 1)]
+    assert ranges_of(by_rank) == [[(0, 100)], [(0, 100)]]
+
+
+def test_state_that_nobody_holds_is_found_out() -> None:
+    with pytest.raises(AssertionError, match="not captured"):
+        ranges_of([[holding(NORM, [(0, 30)])], [holding(NORM, [(40, 100)])]])
+
+
+def test_any_cut_captures_everything_once() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        by_rank: list[list[Holding]] = [[] for _ in range(6)]
+        for name in (NORM, EMBEDDING):
+            for group in ([0, 1, 2], [3, 4], [5])[: rng.randint(1, 3)]:
+                size = 97
+                edges = [0, *sorted(rng.choices(range(size + 1), k=len(group) - 1)), size]
+                for rank, start, stop in zip(group, edges, edges[1:], strict=False):
+                    ranges = [(start, stop)] if stop > start else []
+                    by_rank[rank].append(holding(name, ranges, size=size))
+        ranges_of(by_rank)
+
+
+def test_holdings_survive_json() -> None:
+    other = Holding(part=("x", 3), num_elements=7, ranges=(), full=(MASTER,), frozen=(MASTER,))
+    holdings = (holding(NORM, [(0, 30), (50, 60)]), other, holding(EMBEDDING, [], part=1))
+    record = json.loads(json.dumps(to_record(holdings)))
+    assert from_record(record) == holdings
+    assert len(record["kinds"]) == 2

@@ -1,0 +1,110 @@
+"""What a rank says of its own pace: medians of iterations, and nothing before there are enough of them."""
+
+import pytest
+import torch
+
+from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, NUM_ITERATIONS, StragglerTimer
+
+
+class TestClock:
+    """Time passes when the test says so."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class Work(torch.nn.Module):
+    """A layer that takes as long as it is told."""
+
+    def __init__(self, clock: TestClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, seconds: float) -> float:
+        if seconds < 0:
+            raise ValueError("breaks")
+        self.clock.now += seconds
+        return seconds
+
+
+@pytest.fixture
+def clock() -> TestClock:
+    return TestClock()
+
+
+@pytest.fixture
+def work(clock: TestClock) -> Work:
+    return Work(clock)
+
+
+def timer_of(work: Work, clock: TestClock) -> StragglerTimer:
+    pace = StragglerTimer(clock)
+    pace.time(work)
+    return pace
+
+
+def passed(pace: StragglerTimer, work: Work, *seconds: float) -> float:
+    """What ``pace`` says after an iteration of these forward passes, with other work in between."""
+    for took in seconds:
+        work(took)
+        work.clock.now += 100.0
+    return pace.end_iteration()
+
+
+def test_it_is_the_median_of_iterations_medians(clock: TestClock, work: Work) -> None:
+    pace = timer_of(work, clock)
+    iterations = [(9.0, 9.0), (1.0, 3.0), (2.0, 70.0, 1.0), (2.5, 1.5)] * (MIN_ITERATIONS // 4)
+    said = [passed(pace, work, *passes) for passes in iterations]
+    assert said == [0.0] * (MIN_ITERATIONS - 1) + [2.0]
+
+
+def test_old_iterations_are_forgotten(clock: TestClock, work: Work) -> None:
+    pace = timer_of(work, clock)
+    for _ in range(NUM_ITERATIONS):
+        passed(pace, work, 1.0)
+    said = [passed(pace, work, 5.0) for _ in range(NUM_ITERATIONS)]
+    assert said[NUM_ITERATIONS // 2 - 2] == 1.0 and said[-1] == 5.0
+    assert sorted(said) == said
+
+
+def test_iterations_without_a_pass_do_not_count(clock: TestClock, work: Work) -> None:
+    pace = timer_of(work, clock)
+    for _ in range(MIN_ITERATIONS):
+        passed(pace, work, 2.0)
+    assert [passed(pace, work) for _ in range(3 * NUM_ITERATIONS)] == [2.0] * 3 * NUM_ITERATIONS
+
+
+def test_a_pass_that_breaks_is_none(clock: TestClock, work: Work) -> None:
+    pace = timer_of(work, clock)
+    for _ in range(MIN_ITERATIONS):
+        with pytest.raises(ValueError, match="breaks"):
+            work(-1.0)
+        clock.now += 50.0
+        passed(pace, work, 2.0)
+    assert pace.end_iteration() == 2.0
+
+
+def test_evaluations_do_not_count(clock: TestClock, work: Work) -> None:
+    pace = timer_of(work, clock)
+    for _ in range(MIN_ITERATIONS):
+        passed(pace, work, 2.0)
+    for _ in range(2 * NUM_ITERATIONS):
+        passed(pace, work.eval(), 9.0, 9.0)
+    assert pace.end_iteration() == 2.0
+    assert passed(pace, work.train(), 2.0) == 2.0
+
+
+def test_another_model_goes_on_with_what_is_known(clock: TestClock, work: Work) -> None:
+    pace, other = timer_of(work, clock), Work(clock)
+    for _ in range(MIN_ITERATIONS - 1):
+        assert passed(pace, work, 2.0) == 0.0
+    pace.time(other)
+    assert passed(pace, other, 2.0) == 2.0

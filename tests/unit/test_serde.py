@@ -1,0 +1,72 @@
+"""Dataclasses come through JSON as they were; what fits no field is refused by its name."""
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from megatron_ft.serde import Between, Length, decode, encode
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Inner:
+    count: Annotated[int, Between(0, 9)]
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: Annotated[str, Length(1, 4)]
+    share: float
+    inner: Inner | None
+    colour: Colour = Colour.RED
+    kind: Literal["a", "b"] = "a"
+    items: tuple[int | None, ...] = ()
+    by_name: dict[str, Inner] = field(default_factory=dict)
+    anything: Any = None
+
+
+VALUE = Outer("x", 1.5, Inner(3), items=(1, None), by_name={"k": Inner(0)}, anything=[{"y": 1}])
+PLAIN: dict[str, Any] = {"name": "x", "share": 1.5, "inner": None}
+
+
+def test_a_value_comes_through_json() -> None:
+    assert decode(Outer, json.loads(json.dumps(encode(VALUE)))) == VALUE
+    assert decode(Outer, {**PLAIN, "share": 2}) == Outer("x", 2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "name: must have 1 to 4 entries or characters, has 0"),
+        ({"name": "abcde"}, "name: must have 1 to 4"),
+        ({"name": 1}, "name=1: must be str"),
+        ({"share": True}, "share=True: must be float"),
+        ({"share": 10**400}, "share: must be a number that a float can hold"),
+        ({"inner": {"count": 10}}, "inner.count=10: must be from 0 to 9"),
+        ({"inner": {"count": 1.0}}, "inner.count=1.0: must be int"),
+        ({"inner": {"count": True}}, "inner.count=True: must be int"),
+        ({"inner": {}}, "inner.count: is missing"),
+        ({"inner": 7}, "inner=7: must be an object"),
+        ({"colour": "blue"}, "colour='blue': must be 'red'"),
+        ({"kind": "c"}, "kind='c': must be 'a' or 'b'"),
+        ({"items": [1, "2"]}, r"items\[1\]='2': must be int"),
+        ({"items": 1}, "items=1: must be list of int or null"),
+        ({"by_name": {"k": 1}}, "by_name.k=1: must be an object"),
+        ({"more": 1}, "more: is not a field of Outer"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(Outer, {**PLAIN, **changes})
+
+
+def test_bounds_of_a_float_exclude_what_is_not_finite() -> None:
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="must be from 0"):
+            decode(Annotated[float, Between(0.0, 1e300)], value)
