@@ -64,8 +64,8 @@ install: $(VENV)/installed-train  ## what training needs, pinned, into VENV
 train: $(VENV)/installed-train  ## train the small default model (ARGS="model=... key=value")
 	$(PY) pretrain_moe.py $(ARGS)
 
-# Much of a run is waiting, which leaves cores free: three workers more than there are cores.
-WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 3)
+# Much of a run is waiting, which leaves cores free: two workers more than there are cores.
+WORKERS ?= $(shell expr `getconf _NPROCESSORS_ONLN` + 2)
 # Jobs start an interpreter for each of their processes: none of them is to compile the same files again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(WORKERS) --durations=0 --durations-min=0.5
 # Of every run its durations are kept, of all tests.
@@ -79,9 +79,10 @@ else
 endif
 
 # What is judged by times comes last, with no other worker beside it.
-test-all: $(VENV)/installed-dev  ## test, and what repeats it: other phases and layouts, claims judged by times
-	$(test_run) -m "not timed"; crowd=$$?; \
-	  $(PY) -m pytest -m timed --durations=0 --junitxml=.cache/tests/$@-timed.xml && exit $$crowd
+test-all: $(VENV)/installed-dev  ## test, then what repeats it (other phases and layouts), then claims judged by times
+	@$(MAKE) --no-print-directory test ARGS=; failed=$$?; \
+	  $(PYTEST) --junitxml=.cache/tests/extended.xml -m "extended and not timed" || failed=1; \
+	  $(PY) -m pytest --durations=0 --junitxml=.cache/tests/timed.xml -m timed || failed=1; exit $$failed
 
 MAX_AGAIN := 5
 FAILED := import json, pathlib; print(*json.loads(pathlib.Path(".pytest_cache/v/cache/lastfailed").read_text()), sep="\n")
@@ -105,13 +106,14 @@ slurm-packages:  ## install Debian's Slurm for test-slurm, where this user may
 	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null; \
 	  else echo "no Slurm here, and nothing that could install it (root, apt-get): tests/slurm skip themselves"; fi
 
-checks: $(VENV)/installed-dev  ## format, lint, types, import rules, house rules, tables
+checks: $(VENV)/installed-dev  ## format, lint, types, import rules, conventions, sizes, tables
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy $(STRICT)
 	PYTHONPATH=. $(VENV)/bin/lint-imports
-	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/tools/test_lock_requirements.py
+	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/test_language.py tests/unit/tools/test_lock_requirements.py
+	$(PY) -m tools.code_size
 	$(PY) -m benchmarks.tables --check
 
 format: $(VENV)/installed-dev  ## rewrite files to the project's format

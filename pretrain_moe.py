@@ -1,7 +1,7 @@
-"""The door: fills ``JobConfig`` from conf/ and the command line, then launches ranks or becomes one.
+"""Entry point: fills ``JobConfig`` from conf/ and the command line, then launches ranks or becomes one.
 
-Until a rank is started, nothing here imports torch, Megatron or wandb: help, dry runs and
-configuration errors take about a second.
+Until a rank is started, nothing here imports torch, Megatron or wandb: help, dry runs and configuration errors take
+about a second.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megatron_ft.planning.job import JobPlan
 
 CONF = Path(__file__).resolve().parent / "conf"
-_WORD_SECONDS = 30.0
-"""The other ranks' refusals may be so far apart."""
+_REFUSAL_SECONDS = 30.0
+"""Longest time between refusals of a node's ranks."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(arguments)
     except MegatronFtError as error:
-        if isinstance(error, ConfigError) and _said_by_another_rank():
-            _wait_to_be_ended()
+        if isinstance(error, ConfigError) and _another_rank_reports():
+            _wait_for_termination()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -42,25 +42,26 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _said_by_another_rank() -> bool:
-    """All ranks of a node refuse a configuration alike: the node's first one says so."""
+def _another_rank_reports() -> bool:
+    """Return whether the node's first rank reports the error: all ranks of a node refuse a configuration alike."""
     from megatron_ft.control.launchers.torchrun import detect
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
     return local_rank is not None and os.environ.get(local_rank, "0") != "0"
 
 
-def _wait_to_be_ended() -> None:
-    """A launcher ends all ranks once one has ended: a silent one that were first would take the speaker's word away.
+def _wait_for_termination() -> None:
+    """Wait for the launcher to end this rank: it ends all ranks once one has ended, so a silent one that ended first
+    would hide the message.
 
-    Who is not ended has nobody who speaks for it.
+    A rank that is not ended returns after a limit and reports the error itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as quietly as SIGTERM
-    threading.Event().wait(_WORD_SECONDS)
+    threading.Event().wait(_REFUSAL_SECONDS)
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
-    """The configuration that conf/ and ``overrides`` amount to, and the same as YAML.
+    """Compose the configuration of conf/ and ``overrides``, and the same as YAML.
 
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
@@ -88,7 +89,8 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
 
 
 def _compose(overrides: list[str], fields: dict[str, Any]) -> tuple[JobConfig, str]:
-    """``fields`` are values in mappings of any names, which Hydra keeps closed once a file has filled them."""
+    """Compose with ``fields`` as values in mappings of any names, which Hydra keeps closed once a file has filled
+    them."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
@@ -166,12 +168,12 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     if config.dry_run:
         _show(resolve_plan(config), config)
         return EXIT_OK
-    facts = observe_here(asks_memory=not _said_by_another_rank())
+    facts = observe_here(asks_memory=not _another_rank_reports())
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_gpus(config, facts)
     _check_machine(config, plan)
-    if not _said_by_another_rank():
+    if not _another_rank_reports():
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
     from megatron_ft.config.checks.placement import derive_placement
@@ -189,7 +191,8 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
 
 
 def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Both with the failure domains that Slurm is to name; a dry run, which may have no nodes yet, asks nobody.
+    """Return both with the failure domains that Slurm is to name; a dry run, which may have no nodes yet, does not ask
+    Slurm.
 
     Raises:
         ConfigError: Slurm does not name them, or the configuration cannot run whatever they are.
@@ -207,7 +210,7 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
-    """The rank this process is under torchrun or srun, unless the command line chooses ``launch=local``.
+    """Return the rank this process is under torchrun or srun, unless the command line chooses ``launch=local``.
 
     Raises:
         ConfigError: a mode was chosen whose variables are not set.
@@ -224,7 +227,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
-    """Take mode and counts from the launcher that started this process; given ones must agree with it."""
+    """Take mode and counts from the launcher that started this process; configured ones must agree with it."""
     mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
     found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
     for name, value in found.items():
@@ -244,7 +247,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     """Validate a composed configuration, read the files it names, decide its device, and plan it.
 
     Args:
-        facts: devices of this machine; None looks at them.
+        facts: devices of this machine; None observes them.
         may_be_elsewhere: ranks may run on other machines: where this one has no GPU, both devices are checked.
 
     Raises:
@@ -280,14 +283,14 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
 
 
 def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
-    """Devices of this machine that this process may use."""
+    """Observe the devices of this machine that this process may use."""
     from megatron_ft.doctor.devices import observe_devices
 
     return observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), asks_memory=asks_memory)
 
 
 def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
-    """``config`` with the memory of this machine's GPUs as the limit of the plan, where it names none itself."""
+    """Return ``config`` with the memory of this machine's GPUs as the limit of the plan, where it names none itself."""
     if config.training.device != "cuda" or config.launch.gpu_memory_bytes is not None:
         return config
     launch = dataclasses.replace(config.launch, gpu_memory_bytes=facts.gpu_memory_bytes)
@@ -295,7 +298,7 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 
 
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
-    """Both with ``training.device`` decided, so that ranks cannot come to another answer than the plan."""
+    """Return both with ``training.device`` decided, so that ranks get the same answer as the plan."""
     from megatron_ft.config.devices import on_device
 
     if config.training.device == device:
@@ -319,7 +322,8 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
-    """A GPU for each rank that this command starts on this machine; ranks on other machines look for themselves."""
+    """Check for a GPU for each rank that this command starts on this machine; ranks on other machines check
+    themselves."""
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
         return
@@ -336,7 +340,8 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Memory of this machine, which all nodes that this command starts share; some features need Transformer Engine."""
+    """Check the memory of this machine, which all nodes that this command starts share, and Transformer Engine if
+    needed."""
     _check_transformer_engine(config)
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
         return

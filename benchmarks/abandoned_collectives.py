@@ -1,16 +1,17 @@
-"""Claim ``abandoned-collectives``: nodes die while large payloads travel, and every other rank reports in time.
+"""Claim ``abandoned-collectives``: nodes die while large payloads are in transfer, and every other rank reports in
+time.
 
 Jobs of gloo ranks keep payloads of 64 MiB in flight: all-reduces, all-to-alls, coalesced reduce-scatters and
 all-gathers, broadcasts, sends and receives, and several of these at once. One node after the other is killed at a
-random moment. Within the time in which a controller learns of it (0 to 20 ms, drawn at random) the others are ordered
-to abandon what they do. The clock runs from SIGKILL to the arrival of the last survivor's report. Then the survivors
-form the next membership in their processes and go on, which checks what they compute. In the end all ranks are told to
-end: they exit at once, whatever is held.
+random moment. Within the time in which a controller detects it (0 to 20 ms, drawn at random) the others are ordered to
+abandon their operations. The clock runs from SIGKILL to the arrival of the last survivor's report. Then the survivors
+form the next membership in their processes and continue, which checks what they compute. In the end all ranks are
+ordered to end: they exit at once, whatever is held.
 
-The ranks' part is the product's (``payload_ranks``), the controller's is played. While the clock runs, ranks go before
-other processes of the machine where that is permitted, and the result counts in how many kills. A trial counts when at
-least one survivor was in an operation that had begun before the kill, had received a part of its payload and did not
-end well.
+The ranks run the product's code (``payload_ranks``), the controller's part is played here. While the clock runs, ranks
+have priority over other processes of the machine where that is permitted, and the result states in how many kills. A
+trial counts when at least one survivor was in an operation that had begun before the kill, had received a part of its
+payload and did not succeed.
 """
 
 import math
@@ -30,13 +31,13 @@ from benchmarks.report import finish, parse_arguments
 
 ID = "abandoned-collectives"
 NUM_OPERATIONS = 3
-"""Of a membership, in one of which a node dies."""
+"""Operations of a membership; a node dies in one of them."""
 NUM_NODES, NUM_LEFT = 5, 2
 KILLS_PER_JOB = NUM_NODES - NUM_LEFT
 NUM_KILLS, QUICK_KILLS = 201, 3
 LIMIT_SECONDS = 1.0
 QUICK_LIMIT_SECONDS = 5.0
-"""Of few kills, on a machine that tests keep busy: far below gloo's own timeout."""
+"""Limit of a few kills on a machine that tests keep busy: far below gloo's own timeout."""
 EXIT_SECONDS = 5.0
 HIGH_PRIORITY = -20
 PATIENCE_SECONDS = 60.0
@@ -68,7 +69,7 @@ def run_job(number: int) -> list[Outcome]:
 
 
 def _lose_one(job: Any, draw: random.Random) -> Outcome:
-    """Kill one node at a moment of one of its next operations, and have the others go on."""
+    """Kill one node at a moment of one of its next operations, and make the others continue."""
     number = draw.randrange(NUM_OPERATIONS)
     job.await_operation(number, PATIENCE_SECONDS)
     began = time.monotonic()
@@ -118,7 +119,7 @@ def other_load_kept_out(process_ids: Sequence[int]) -> Iterator[bool]:
 
 
 def _set_priority(process_ids: Sequence[int], priority: int) -> bool:
-    """Of all threads of these processes, those that have ended left out; false where it is not permitted."""
+    """Set the priority of all threads of these processes, ended ones left out; false where it is not permitted."""
     for process_id in process_ids:
         try:
             threads = [int(name) for name in os.listdir(f"/proc/{process_id}/task")]
@@ -170,7 +171,7 @@ def main() -> int:
             f"report p50 {p50:.2f} s, p99 {p99:.2f} s, longest {longest:.2f} s; gloo forgot an operation in "
             f"{num_kills_abandoned} of them"
         ),
-        threshold=f"all survivors of {num_kills} kills report and go on; p99 < {limit:g} s; exit < {EXIT_SECONDS:g} s",
+        threshold=f"all survivors of {num_kills} kills report, continue; p99 < {limit:g} s; exit < {EXIT_SECONDS:g} s",
         counts={
             "kills": counts.planned,
             "failed": counts.failed,

@@ -1,4 +1,4 @@
-"""What hostile peers send to every kind of listener a job has, each with an outcome that can be counted."""
+"""Attacks of hostile peers on every kind of listener of a job, each with an outcome that can be counted."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ import grpc  # type: ignore[import-untyped]
 
 SOCKET_SECONDS = 10.0
 REFUSED, ANSWERED, SILENT = "refused", "answered", "silent"
-"""The peer said no or hung up; it gave a proper answer; it waits for more."""
+"""Outcomes of a peer: it refused or closed; it gave a proper answer; it waits for more."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 OVERSIZED_BYTES = 33 * 1024 * 1024
@@ -70,7 +70,7 @@ def throw(address: str, data: bytes, *, wait_seconds: float = 0.3) -> str:
 
 @contextlib.contextmanager
 def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
-    """``count`` connections held open, each having said ``data``; how many were taken."""
+    """``count`` connections held open, each after sending ``data``; returns how many were accepted."""
     held: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -197,7 +197,7 @@ def malformed_bodies(rng: random.Random) -> dict[str, bytes]:
 
 
 def malformed_items(num_nodes: int) -> dict[str, list[Any]]:
-    """What node 0 cannot have said, by name."""
+    """Messages that node 0 cannot have sent, by name."""
     hello = {"op": "reported", "rank": 0, "start": 0, "generation": 0}
     position = {"rank": 0, "generation": 0, "completed": 10**6, "contributed": 3, "vote": None}
     broken = {"op": "broken", "rank": 0, "start": 0, "generation": 0, "at_seconds": 0.0, "position": position}
@@ -282,7 +282,7 @@ def greetings(rank: int) -> dict[str, bytes]:
 
 
 def requests() -> dict[str, bytes]:
-    """What no agent asks a fork server, by name."""
+    """Requests that no agent sends to a fork server, by name."""
     return {
         "spawn without a log": say({"op": "spawn", "rank": 0, "spec": {}}),
         "spawn of a list": say({"op": "spawn", "rank": [], "spec": []}),
@@ -299,7 +299,7 @@ def requests() -> dict[str, bytes]:
 
 
 def keeper_words(token: str) -> dict[str, bytes]:
-    """First frames to a keeper that are nobody's, by name."""
+    """Invalid first frames to a snapshot server, by name."""
     hello = {"op": "hello", "token": token, "node": 1, "run_id": "x", "generation": 0, "replicates": True}
     return {
         "another token": say({**hello, "token": "0" * 64}),
@@ -318,7 +318,7 @@ def keeper_words(token: str) -> dict[str, bytes]:
 
 
 def stream_attacks(name: str, address: str, words: Mapping[str, bytes], rng: random.Random) -> Iterator[Attack]:
-    """Whole first words, which must be refused; and random, cut and silent ones, of which nothing may follow."""
+    """Whole first messages, which must be refused; and random, cut and silent ones, which must have no effect."""
     for what, data in words.items():
         yield _throw(f"{name}: {what}", address, data, frozenset((REFUSED,)), wait_seconds=SOCKET_SECONDS)
     whole = say({"op": "hello", "rank": 0, "start": 0, "generation": 0, "token": "x"})

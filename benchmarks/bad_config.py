@@ -1,7 +1,7 @@
 """Claim ``bad-config``: wrong configurations and damaged files are refused before any rank starts.
 
-Most cases run through the door inside this process, with the launcher replaced by one that records a
-start; the rest, and the figure, come from processes of their own.
+Most cases run through the entry point inside this process, with the launcher replaced by one that records a start; the
+rest, and the figure, come from processes of their own.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ MAX_CPU_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What one command line did."""
+    """Observed effects of one command line."""
 
     exit_code: int
     stdout: str
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_process(case: Case) -> Observed:
-    """Run a case through the door in this process; nothing is started even if the door lets it pass."""
+    """Run a case through the entry point in this process; nothing is started even if the entry point accepts it."""
     out, err, started = io.StringIO(), io.StringIO(), mock.Mock(return_value=0)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
     before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Wrong configurations and damaged files for the claim ``bad-config``: what each is, and what must be said of it."""
+"""Wrong configurations and damaged files for the claim ``bad-config``: each with its expected message."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ HEADER = struct.Struct("<9sQBQQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One command line of the door; its one message must hold every text of ``says``."""
+    """One command line of the entry point; its one message must contain every text of ``says``."""
 
     overrides: tuple[str, ...]
     says: tuple[str, ...]

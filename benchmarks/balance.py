@@ -50,7 +50,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one way of placing experts did over the recorded run."""
+    """Figures of one placement algorithm over the recorded run."""
 
     imbalance: list[float] = field(default_factory=list)
     """Largest over mean tokens per rank, of each layer and microbatch."""
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def algorithms() -> dict[str, PlacementAlgorithm]:
-    """What is compared, by the name in the table."""
+    """Compared algorithms, by the name in the table."""
     return {
         "overlap_search": OverlapSearch(),
         CHOSEN: OverlapSearch(survival_budget=SURVIVAL_BUDGET),

@@ -1,11 +1,11 @@
 """Campaigns: many trials, resumable, counted only when their event is proven and their result was compared.
 
-An executor is a generator: it may start one job and put many faults into it, and yields each trial's
-outcome as soon as it is known. Every outcome is on disk before the next trial goes on, under a key made
-of the trial's parameters and the digest of the files that the campaign uses, so that a stopped campaign continues
-where it stopped, and a change of these files restarts it. Journals lie beside the results, to be committed with them.
-Every earlier outcome of the same source stays in the journal and is counted: a failure that a later attempt does not
-repeat is still shown. Outcomes of other sources are removed when a campaign starts.
+An executor is a generator: it may start one job and inject many faults into it, and yields each trial's outcome as soon
+as it is known. Every outcome is on disk before the next trial starts, under a key made of the trial's parameters and
+the digest of the files that the campaign uses, so that a stopped campaign continues where it stopped, and a change of
+these files restarts it. Journals lie beside the results, to be committed with them. Every earlier outcome of the same
+source stays in the journal and is counted: a failure that a later attempt does not repeat is still shown. Outcomes of
+other sources are removed when a campaign starts.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a trial."""
+    """Outcome of a trial."""
 
     proven: bool
     """Whether the run's own record shows that the event happened."""
@@ -93,7 +93,7 @@ class Counts:
         )
 
     def to_counts(self) -> dict[str, int]:
-        """For a claim's result."""
+        """Count outcomes for a claim's result."""
         counts = dataclasses.asdict(self)
         return {"trials": counts.pop("planned"), **counts}
 
@@ -128,7 +128,7 @@ class Journal:
         self.outcomes: dict[str, Outcome] = {}
         """Newest of each key."""
         self.replaced: dict[str, list[Outcome]] = {}
-        """Those before it, oldest first."""
+        """Earlier outcomes, oldest first."""
         if path.exists():
             self._load(path.read_bytes())
 

@@ -31,17 +31,19 @@ class Claim:
     quick: str
     """The command's variant of seconds; it stores nothing."""
     quick_is: str
-    """How the test suite runs the quick variant. In every run: ``fast`` (seconds) or ``slow``. Only in ``make
+    """Test suite's use of the quick variant. In every run: ``fast`` (seconds) or ``slow``. Only in ``make
     test-all``: ``extended`` (another test checks the same in fewer jobs) or ``timed`` (judged by times, so it runs
-    alone). ``make bench QUICK=1`` runs all of them."""
+    alone). ``make bench QUICK=1`` runs all of them.
+    """
     threshold: str
     """The same text the script reports, compared in full measurements."""
     hardware: tuple[str, ...]
     """Hardware classes it may be measured on."""
     timeout_seconds: float
     quick_tries: int = 1
-    """How often the tests measure its quick variant before they call it failed: more than once only where it is judged
-    by times, which a busy machine lengthens and never shortens."""
+    """Number of attempts of its quick variant before tests call it failed: more than one only where it is judged
+    by times, which a busy machine lengthens and never shortens.
+    """
     needs: str | None = None
     """A file that it measures with and that is not of the repository, by its path from the repository's root."""
 
@@ -50,7 +52,7 @@ class Claim:
 
     @property
     def missing(self) -> str | None:
-        """What it needs and is not there."""
+        """List its requirements that this machine lacks."""
         path = None if self.needs is None else (ROOT / self.needs).resolve()
         if path is not None and not path.exists():
             return f"there is no {path}"
@@ -86,7 +88,7 @@ class Claim:
 
     @property
     def script(self) -> str:
-        """That module's file, from the repository's root."""
+        """Path of the module's file from the repository's root."""
         return f"{self.module.replace('.', '/')}.py"
 
 

@@ -1,10 +1,10 @@
-"""Claim ``control-plane-scale``: a controller of 1,024 ranks loses the node that is lost, no other, and says so soon.
+"""Claim ``control-plane-scale``: a controller of 1,024 ranks detects the lost node, no other, and reports it soon.
 
-The real controller's process, and for each node an agent that speaks the real protocol over a connection of its own
-(``light_agents``); there are no ranks, and nothing trains. Nodes die one after the other: the console tells, as it does
-of a process that ends, the others say how far they are, and the order for the next membership goes out. Measured is the
-time from the death to the moment at which the last agent has that order. Agents, console and controller share the
-machine. The job may go on with a single node, so that a healthy node that is lost would stay lost and be seen.
+The real controller's process, and for each node an agent with the real protocol over a connection of its own
+(``light_agents``); there are no ranks, and nothing trains. Nodes die one after the other: the launcher reports it, as
+for a process that ends, the others report their progress, and the order for the next membership goes out. Measured is
+the time from the death to the moment at which the last agent has that order. Agents, launcher and controller share the
+machine. The job may continue with a single node, so that a healthy node that is lost would stay lost and be seen.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ LIMIT_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What was seen."""
+    """Observations of the run."""
 
     problems: list[str] = field(default_factory=list)
     formed_seconds: float = 0.0
     steady_share: float = 0.0
-    """Of one processor, while nothing happens."""
+    """Share of one processor while nothing happens."""
     order_seconds: list[float] = field(default_factory=list)
-    """From each death to the order at the last agent."""
+    """Time from each death to the order at the last agent."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of the controller, for each loss."""
+    """CPU time of the controller for each loss."""
     journal_bytes: list[int] = field(default_factory=list)
-    """For each loss."""
+    """Journal bytes for each loss."""
     num_retries: int = 0
 
 

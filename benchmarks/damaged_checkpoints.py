@@ -64,7 +64,8 @@ class Tally:
 
 
 def judge(loaded: Loaded, victim: Path) -> str:
-    """``detected``, ``harmless`` (every byte equal), ``silent``, ``unnamed`` or ``lost`` (the previous one, too)."""
+    """Judge a case: ``detected``, ``harmless`` (every byte equal), ``silent``, ``unnamed`` or ``lost`` (the previous
+    one, too)."""
     if not loaded.is_equal:
         return "silent"
     if loaded.iteration == NEW:
@@ -151,7 +152,7 @@ def _overwrite(path: Path) -> None:
 
 
 def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
-    """What a load gives, and whether the pointer to the newest leads nowhere."""
+    """Load, and return the result and whether the pointer to the newest leads nowhere."""
     disk.write_to(folder)
     try:
         return kind.load(folder / "store"), kind.pointer_leads_nowhere(folder / "store")

@@ -37,12 +37,12 @@ class Case:
     """A layer on some ranks."""
 
     name: str
-    """For tables."""
+    """Name in tables."""
     num_ranks: int
     loads: tuple[float, ...]
     """Relative load of each expert."""
     num_slots: int
-    """Of each rank."""
+    """Slots of each rank."""
     min_replicas: int
     """Copies of each expert at least; with 1, and slots for no more, both layers have the same experts everywhere."""
 

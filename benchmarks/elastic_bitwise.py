@@ -1,17 +1,17 @@
-"""Claim ``elastic-bitwise``: a job that loses nodes and gets them back computes in its living processes what it would.
+"""Claim ``elastic-bitwise``: a job that loses nodes and gets them back continues in its processes with unchanged bits.
 
 Three kinds of jobs of eight nodes. In most, one node after another is killed, each in a drawn phase, starts again and
-joins at a boundary, before the next one dies: many faults in one living job. In some, four nodes die one by one and
-none comes back. In some, two or three die at once: then replicas serve exactly if the placement in force says that
-every expert is left, else the newest checkpoint does. A node is killed whole, agent, snapshot server and rank at one
+joins at a boundary, before the next one dies: many faults in one job. In some, four nodes die one by one and none comes
+back. In some, two or three die at once: then replicas recover exactly if the placement in force has a copy of every
+expert left, else the newest checkpoint is loaded. A node is killed whole, agent, snapshot server and rank at one
 instant, from outside; in every third of the jobs whose nodes come back, ranks alone kill themselves.
 
 The history of memberships that a run has recorded is given to a run in which nodes leave and join by schedule instead:
 losses and the digests of every rank's whole state after every iteration must be equal. (An iteration that the survivors
-finish is digested by them only: its state is compared from the next iteration on.) A job that a checkpoint served is
-compared with a run on the nodes that were left which loads this checkpoint. A trial is a fault; it counts when the
-victim wrote it down before it happened, a whole node when the kill from outside is written down, too, and the job then
-went on without that node. ``atol=0``. Beside it, losses are compared with those of a run that nothing happened to.
+finish is digested by them only: its state is compared from the next iteration on.) A job that loaded a checkpoint is
+compared with a run on the remaining nodes which loads this checkpoint. A trial is a fault; it counts when the victim
+recorded it before it happened, a whole node when the kill from outside is recorded too, and the job then continued
+without that node. ``atol=0``. Losses are also compared with those of an undisturbed run.
 """
 
 import random
@@ -38,7 +38,7 @@ NUM_REJOINING, NUM_CYCLES = 14, 8
 NUM_HALVING, NUM_LOST = 3, 4
 NUM_AT_ONCE = 8
 RANKS_ALONE = 3
-"""Of so many jobs whose nodes come back, in one ranks alone are killed."""
+"""Period of the jobs, among those whose nodes come back, in which only ranks are killed."""
 MIN_TRIALS = 120
 TOLERANCE = 1.0e-3
 """Relative, of a loss, against the run that nothing happened to."""
@@ -48,7 +48,7 @@ SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
 PHASES = (*ITERATION_PHASES, "migrate", "migrate_build")
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_build": 2}
-"""Of phases that not every iteration has; 12 of the others."""
+"""Passes of phases that not every iteration has; 12 of the others."""
 _SNAPSHOTS = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
@@ -67,7 +67,7 @@ VARIANTS: tuple[Sequence[str], ...] = (
         *_REBALANCING,
     ),
 )
-"""What differs from job to job besides the faults."""
+"""Differences between jobs besides the faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Campaign:
     bench: Bench
     jobs: Sequence[Job]
     undisturbed: dict[int, Recorded]
-    """By variant."""
+    """Undisturbed runs by variant."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """The campaign's executor."""
@@ -184,7 +184,7 @@ class Campaign:
         with self.bench.running(job.overrides_and_faults, until=killer) as run:
             killed = Recorded.of(run, restarts=is_at_once)
             killed.problems.extend(f"not injected: {text}" for text in getattr(killer, "problems", ()))
-            served = next((rung for rung in killed.rungs if rung["strategy"] != "replicas"), None)
+            served = next((event for event in killed.recoveries if event["strategy"] != "replicas"), None)
             if is_at_once and served is not None:
                 return [self._against_resumed(job, killed, served, words, run.run_dir)] * len(job.faults)
         end = f"training.exit_at_iteration={killed.last_iteration}"
@@ -232,7 +232,7 @@ class Campaign:
 def _outcome(
     job: Job, fault: Row, killed: Recorded, reference: Recorded, common: Sequence[str], distance: float
 ) -> Outcome:
-    """What became of one fault."""
+    """Judge the outcome of one fault."""
     number = int(str(fault["fault"]))
     change_number = 2 * number if job.is_rejoining else number
     hit = killed.hits[number] if number < len(killed.hits) else None
@@ -242,12 +242,12 @@ def _outcome(
         unproven += _why_not_killed(killed, number, [fault["node"]])
     at, target, num_compared = None, None, 0
     if len(killed.changes) <= change_number or fault["node"] in killed.changes[change_number]["nodes"]:
-        (problems if is_it else unproven).append("the job did not go on without the node")
+        (problems if is_it else unproven).append("the job did not continue without the node")
     elif hit is not None:
         at, target = hit["iteration"], killed.changes[change_number]["iteration"]
         later = killed.changes[change_number + 1 : change_number + 2]
         last = later[0]["iteration"] if later else killed.last_iteration - 1
-        problems += [] if target in (at - 1, at) else [f"killed in iteration {at}, went on after {target}"]
+        problems += [] if target in (at - 1, at) else [f"killed in iteration {at}, continued after {target}"]
         problems += killed.differences(reference, 1, last)
         num_compared = killed.num_compared(reference, 1, last)
         if job.is_rejoining and (not later or fault["node"] not in later[0]["nodes"]):
@@ -258,14 +258,15 @@ def _outcome(
         "finished": target is not None and target == at,
         "is_untold": target is not None and target not in killed.losses,
         "distance": distance,
-        "rung": "replicas",
+        "strategy": "replicas",
         "problems": problems[:5],
     }
     return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
 
 
 def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) -> list[str]:
-    """What the record of kills from outside lacks: these nodes at one instant, of each its own process and its rank."""
+    """List what the record of kills from outside lacks: these nodes at one instant, of each its own process and its
+    rank."""
     if kill_number >= len(killed.kills):
         return [f"no kill of nodes {list(nodes)} from outside is written down"]
     kill = killed.kills[kill_number]
@@ -275,32 +276,32 @@ def _why_not_killed(killed: Recorded, kill_number: int, nodes: Sequence[Any]) ->
 
 
 def _judge_at_once(job: Job, killed: Recorded, wrong: Sequence[str], num_compared: int) -> Outcome:
-    """Whether the rung that served is the one that the placement in force says.
+    """Check that the strategy used is the one that the placement in force requires.
 
     Args:
-        wrong: what is wrong with the job, and what differs from its reference.
+        wrong: errors of the job, and its differences from its reference.
     """
     nodes = sorted(int(str(fault["node"])) for fault in job.faults)
     hit = sorted(found["node"] for found in killed.hits)
     survivors = [node for node in range(NUM_NODES) if node not in nodes]
     problems = list(wrong)
-    rung = killed.rungs[0]["strategy"] if killed.rungs else "none"
+    strategy = killed.recoveries[0]["strategy"] if killed.recoveries else "none"
     if not killed.placements:
         problems.append("no placement was written")
     else:  # these jobs make no other placement before the fault
         plan = PlacementPlan.from_json(killed.placements[min(killed.placements)]["stages"][0])
         expected = "checkpoint" if lost_experts(plan, survivors) else "replicas"
-        if rung != expected:
-            problems.append(f"{rung} served, where the placement says {expected}")
+        if strategy != expected:
+            problems.append(f"{strategy} recovered, where the placement requires {expected}")
     unproven = [] if hit == nodes else [f"nodes {hit} wrote a fault down, not {nodes}"]
     unproven += _why_not_killed(killed, 0, nodes)
     details = {
         "unproven": unproven,
-        "target": killed.rungs[0]["iteration"] if killed.rungs else None,
+        "target": killed.recoveries[0]["iteration"] if killed.recoveries else None,
         "finished": False,
         "is_untold": False,
         "distance": 0.0,
-        "rung": rung,
+        "strategy": strategy,
         "problems": problems[:5],
     }
     return Outcome(proven=not unproven, passed=not problems, num_compared=num_compared, details=details)
@@ -316,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts, outcomes = run_campaign(ID, trials, campaign.execute, script=Path(__file__), quick=arguments.quick)
     good = [outcome for _, outcome in outcomes if outcome.proven and outcome.passed and outcome.num_compared]
     finished, num_untold = (sum(outcome.details[name] for outcome in good) for name in ("finished", "is_untold"))
-    declined = sum(outcome.details["rung"] != "replicas" for outcome in good)
+    declined = sum(outcome.details["strategy"] != "replicas" for outcome in good)
     distance = max((outcome.details["distance"] for outcome in good), default=0.0)
     tried = arguments.quick or (declined > 0 and counts.passed >= MIN_TRIALS)
     num_whole = sum(len(job.faults) for job in jobs if job.kills_nodes)
@@ -324,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figure = (
         f"{counts.passed} of {counts.planned} killed nodes ({num_whole} whole) in {len(jobs)} jobs of {NUM_NODES} "
         f"nodes ({num_jobs['rejoin']} with nodes that come back, {num_jobs['halving']} down to half, "
-        f"{num_jobs['at_once']} with several at once): {counts.passed - declined} times the living processes went on, "
+        f"{num_jobs['at_once']} with several at once): {counts.passed - declined} times the survivors continued, "
         f"equal in every bit to the scripted history, {declined} times an expert had no copy left and a checkpoint "
         f"served, equal in every bit to a run that loads it; {finished} iterations finished after their vote, no "
         f"committed one lost ({num_untold} without a report: the reporter died before it); losses within "

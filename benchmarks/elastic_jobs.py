@@ -44,7 +44,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a run wrote down, by iteration."""
+    """Records of a run, by iteration."""
 
     exit_code: int
     losses: Mapping[int, float]
@@ -53,8 +53,8 @@ class Recorded:
     """Its changes of membership, in order."""
     orders: Sequence[Event]
     """The controller's, in order."""
-    rungs: Sequence[Event]
-    """What each membership went on with."""
+    recoveries: Sequence[Event]
+    """Recovery of each membership."""
     hits: Sequence[Event]
     """Faults that ranks wrote down before they happened."""
     kills: Sequence[Event]
@@ -99,7 +99,7 @@ class Recorded:
             digests=dict(digests),
             changes=changes,
             orders=run.records("decisions.jsonl"),
-            rungs=[event for event in events if event["kind"] == "recovery_started"],
+            recoveries=[event for event in events if event["kind"] == "recovery_started"],
             hits=run.records("failpoints.jsonl"),
             kills=[line for line in run.records(INJECTED_FILE) if line["action"] == "kill"],
             placements=_placements(run.run_dir),
@@ -112,7 +112,7 @@ class Recorded:
         return max(self.losses, default=0)
 
     def differences(self, reference: "Recorded", first: int, last: int) -> list[str]:
-        """What is not equal to ``reference`` in the iterations from ``first`` to ``last``."""
+        """List differences to ``reference`` in the iterations from ``first`` to ``last``."""
         return [
             f"{name} of iteration {iteration}"
             for name, iteration, mine, theirs in self._pairs(reference, first, last)
@@ -155,7 +155,7 @@ class Bench:
     base: Sequence[str] = _BASE
     """Overrides of all of them."""
     timeout_seconds: float = 300.0
-    """Of a job."""
+    """Timeout of a job."""
     num_jobs: int = 0
     problems: list[str] = field(default_factory=list)
 

@@ -1,18 +1,18 @@
-"""Claim ``faults-from-outside``: what ``can_recover`` says a job survives, it survives, whatever hits it from outside.
+"""Claim ``faults-from-outside``: a job survives every outside fault that ``can_recover`` predicts it to survive.
 
-Living jobs of two to four nodes, with expert replicas or with a kept layout, are hit by signals to process ids at
+Running jobs of two to four nodes, with expert replicas or with a kept layout, are hit by signals to process ids at
 drawn moments: a rank, an agent, a snapshot server, the controller, all processes of a node at one instant, two nodes, a
-second one while the job recovers from the first, processes that are stopped and go on, in the first iteration after a
-join, while a checkpoint is written. Lost nodes come back, and the next fault follows. Before each fault
+second one while the job recovers from the first, processes that are stopped and continued, in the first iteration after
+a join, while a checkpoint is written. Lost nodes come back, and the next fault follows. Before each fault
 ``can_recover`` is asked for exactly that loss, and its answer is on disk. At the end some launchers are killed, too.
 
-A trial is a fault. It counts when ``/proc`` has shown that it happened. A fault that the job is said to survive passes
-when it was survived, no other node was lost, forming took at most three seconds after the last fault was noticed (time
-of replayed iterations apart), every lost node came back, every loss and state digest equals the reference's, and
-nothing of the job is left. The reference of replicas is a run in which nodes leave and join by a script made of the
-controller's orders, that of a kept layout a run that nothing happened to. A fault that is said to be too much passes
-when it ended the job, or the job started again from what was foretold. Jobs that fail are counted, also those that pass
-when they are run again.
+A trial is a fault. It counts when ``/proc`` has shown that it happened. A fault that the job is predicted to survive
+passes when it was survived, no other node was lost, forming took at most three seconds after the last fault was
+detected (time of replayed iterations apart), every lost node came back, every loss and state digest equals the
+reference's, and nothing of the job is left. The reference of replicas is a run in which nodes leave and join by a
+script made of the controller's orders, that of a kept layout an undisturbed run. A fault that is predicted to be too
+much passes when it ended the job, or the job started again from the predicted state. Jobs that fail are counted, also
+those that pass in another run.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ MIN_FORETOLD = 0.85
 WARM = "megatron_ft.mcore.rank_main:warm"
 END_SECONDS = 120.0
 GONE_SECONDS = 15.0
-"""Longest that processes may live on after their launcher was killed."""
+"""Longest time that processes may live after their launcher was killed."""
 _TORCH_CACHE = {"TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".cache" / "torch")}
 """torch makes a folder for what it compiles as soon as it is imported; it is to outlive jobs."""
 _SHARED_MEMORY = Path("/dev/shm")
@@ -70,7 +70,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far a run equals its reference."""
+    """Comparison of a run with its reference."""
 
     until: int
     """Newest iteration up to which nothing differs."""
@@ -100,7 +100,7 @@ class Campaign:
     jobs: Sequence[OutsideJob]
     max_forming_seconds: float
     undisturbed: dict[str, Followed] = field(default_factory=dict)
-    """By layout: the longest undisturbed run so far."""
+    """Longest undisturbed run so far, by layout."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """The campaign's executor."""
@@ -128,7 +128,7 @@ class Campaign:
         return problems, Comparison.of(killed, reference, last - 1)
 
     def _compare_kept(self, job: OutsideJob, run: JobResult, seen: Sequence[Any]) -> tuple[list[str], Comparison]:
-        """As ``_compare_replicas``."""
+        """Compare as ``_compare_replicas`` does."""
         found = Followed.of(run, expected_exit=_expected_exit(job, seen))
         reference = self._undisturbed(job, found.last_iteration)
         problems = [*found.problems, *(f"undisturbed: {text}" for text in reference.problems)]
@@ -188,7 +188,7 @@ def _expected_exit(job: OutsideJob, seen: Sequence[Mapping[str, Any]]) -> int | 
 
 
 def _end(console: "subprocess.Popen[bytes]", *, kills: bool) -> int:
-    """End a console, if it has not ended, by SIGKILL or as Ctrl-C does; its exit code."""
+    """End a launcher, if it has not ended, by SIGKILL or as Ctrl-C does; its exit code."""
     if console.poll() is None:
         console.send_signal(signal.SIGKILL if kills else signal.SIGINT)
     try:
@@ -219,7 +219,8 @@ def _shared_memory() -> set[str]:
 
 
 def _held_by_nobody(names: set[str]) -> list[str]:
-    """Those of these files of shared memory that no living process has mapped: another job may run beside this one."""
+    """List those of these files of shared memory that no living process has mapped: another job may run beside this
+    one."""
     mapped = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -235,7 +236,7 @@ def _cut(path: Path) -> None:
 
 
 def ends_of(records: Sequence[FaultRecord], compared: Comparison) -> list[tuple[int, int, bool]]:
-    """Of each fault the first and the last iteration that count for it, and whether all of them are equal."""
+    """List for each fault the first and the last iteration that count for it, and whether all of them are equal."""
     begins = [record.seen.get("iteration") for record in records]
     found = []
     for index, begin in enumerate(begins):
@@ -255,7 +256,7 @@ def _outcome(
     end: tuple[int, int, bool],
     compared: Comparison,
 ) -> Outcome:
-    """What became of one fault."""
+    """Judge the outcome of one fault."""
     first, last, is_equal = end
     problems = [*record.problems, *common]
     # A job that was to end has no iteration after the fault: what comes before it was compared for the faults before.
@@ -277,7 +278,7 @@ def _outcome(
         "forming_seconds": record.forming_seconds,
         "seconds_until_whole": _seconds_until_whole(record),
         "healthy_lost": list(record.healthy_lost),
-        "rungs": list(record.rungs),
+        "rungs": list(record.strategies),
         "problems": problems[:6],
     }
     num_compared = sum(compared.num_compared.get(iteration, 0) for iteration in window)
@@ -296,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [job for job in jobs if arguments.jobs is None or job.number in arguments.jobs]
     trials: list[Row] = [{"job": job.number, **fault} for job in chosen for fault in job.faults]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, forkserver(WARM) as socket:
-        # Seconds of a test beside other tests say nothing.
+        # Seconds of a test beside other tests are not meaningful.
         longest = math.inf if arguments.quick else MAX_FORMING_SECONDS
         campaign = Campaign(Bench(Path(folder), socket, ()), jobs, longest)
         counts, found = run_campaign(
@@ -327,16 +328,16 @@ def judge(
         else "nothing formed"
     )
     figure = (
-        f"{len(proven)} faults in {len(jobs)} living jobs: {len(survived)} of {len(foretold)} survived that "
-        f"can_recover said are ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
-        f"{len(proven) - len(foretold)} said to be too much; {sum(job.kills_launcher for job in jobs)} launchers killed"
+        f"{len(proven)} faults in {len(jobs)} running jobs: {len(survived)} of {len(foretold)} survived that "
+        f"can_recover predicted ({100 * share:.0f} %), {healthy} healthy nodes lost; {times}; "
+        f"{len(proven) - len(foretold)} predicted fatal; {sum(job.kills_launcher for job in jobs)} launchers killed"
     )
     return finish(
         out,
         ID,
         passed=passed,
         figure=(figure if counts.complete else f"{figure}; {counts.summary()}") + counts.again * counts.complete,
-        threshold=f"of at least {MIN_FAULTS} faults {100 * MIN_FORETOLD:.0f} % foretold to be survived: all survived, "
+        threshold=f"of at least {MIN_FAULTS} faults {100 * MIN_FORETOLD:.0f} % predicted to be survived: all survived, "
         "atol=0, 0 healthy nodes lost, forming <= 3 s, every node back, nothing left behind",
         counts={
             **counts.to_counts(),

@@ -1,4 +1,4 @@
-"""What a job's processes take, read from ``/proc`` by process id: no process is asked anything."""
+"""Measures a job's processes through ``/proc`` by process id, without their cooperation."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ class Footprint:
 
 
 def processes_of(console: int) -> dict[str, list[psutil.Process]]:
-    """Living processes of the job under ``console``, by role and in the order in which they were started.
+    """Living processes of the job under its launcher ``console``, by role and in the order in which they were started.
 
-    Ranks are forked from a fork server, the console's own.
+    Ranks are forked from a fork server, the launcher's own.
     """
     found: dict[str, list[psutil.Process]] = {RANK: [], KEEPER: [], AGENT: []}
     for process in psutil.Process(console).children(recursive=True):
@@ -49,7 +49,7 @@ def processes_of(console: int) -> dict[str, list[psutil.Process]]:
 
 
 def footprint(process_id: int) -> Footprint | None:
-    """Of a process; None when it is gone."""
+    """Measure a process; None when it is gone."""
     try:
         process = psutil.Process(process_id)
         return Footprint(
@@ -96,6 +96,6 @@ def growth_per_sample(values: Sequence[float]) -> float:
 
 
 def growth(samples: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """How much each figure grew along its line over the second half of ``samples``."""
+    """Estimate the growth of each figure along its line over the second half of ``samples``."""
     half = samples[len(samples) // 2 :]
     return {name: growth_per_sample([sample[name] for sample in half]) * (len(half) - 1) for name in half[0]}

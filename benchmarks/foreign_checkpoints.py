@@ -130,7 +130,7 @@ def _trials(numbers: tuple[int, int], config: JobConfig, rank: Rank) -> dict[str
 
 
 def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
-    """What a start finds and loads: (iteration, whether its tensors are the run's own of that iteration, error)."""
+    """Start and load: (iteration, whether its tensors are the run's own of that iteration, error)."""
     from dataclasses import replace
 
     from benchmarks.foreign_samples import OWN, digest_of, fill
@@ -155,7 +155,7 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
 
 
 def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
-    """As ``_start_dense``, of windows: the bytes of all tensors that a replay would begin with."""
+    """Start as ``_start_dense``, from windows: the bytes of all tensors that a replay would begin with."""
     from benchmarks.foreign_samples import ITERATIONS, OWN, window_payload
     from megatron_ft.mcore.snapshot.client import open_restorer
 
@@ -278,7 +278,7 @@ def tear(generator: random.Random, folder: Path, samples: Path) -> str:
 
 
 def older_format(generator: random.Random, folder: Path, samples: Path) -> str:
-    """The newest sample says that it is of format 1, which tells no run and no settings, with a fitting checksum."""
+    """Mark the newest sample as format 1, which has no run and no settings, with a fitting checksum."""
     import xxhash
 
     from benchmarks.hostile_files import forge

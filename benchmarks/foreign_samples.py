@@ -25,7 +25,7 @@ from megatron_ft.snapshot.storage.window_file import write_window
 
 OWN = "own"
 ITERATIONS = (5, 14)
-"""Of which every job has a checkpoint and a window."""
+"""Iterations of which every job has a checkpoint and a window."""
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "data": {"data.seed": 4321},
     "model": {"model.moe_aux_loss_coeff": 0.02},
@@ -41,7 +41,7 @@ _PLAN = WindowPlan(slices=((_UNITS[0],), (_UNITS[1],)), interval_iterations=2, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Where the samples lie and what is in them."""
+    """Paths and contents of the samples."""
 
     folder: Path
     """``dense/<job>/iter_...`` and ``windows/<job>/window_...``."""

@@ -1,4 +1,4 @@
-"""What a run with restarts recorded, generation by generation."""
+"""Records of a run with restarts, generation by generation."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ class Generation:
     """Injected faults, as the ranks wrote them down before they happened."""
     losses: Sequence[tuple[int, float]]
     digests: Sequence[tuple[int, tuple[str, ...]]]
-    """Of every rank's whole state after an iteration, in rank order."""
+    """Digests of every rank's whole state after an iteration, in rank order."""
 
     def newest(self, kind: str) -> Mapping[str, Any] | None:
         """Its last event of a kind."""
         return next((event for event in reversed(self.events) if event["kind"] == kind), None)
 
     def differences(self, reference: "Generation") -> list[str]:
-        """What is not equal to the undisturbed run, bit for bit."""
+        """List bitwise differences to the undisturbed run."""
         found = []
         for name, mine, theirs in (
             ("state", self.digests, dict(reference.digests)),

@@ -1,6 +1,6 @@
-"""What the claims about a GPU share: the device, a training engine of one rank on it, and a stage's side of a day.
+"""Shared parts of the GPU claims: the device, a training engine of one rank on it, and a stage's reports.
 
-On a machine without a GPU the quick variants run the same code on the CPU; their figures mean nothing there.
+On a machine without a GPU the quick variants run the same code on the CPU; their figures are not meaningful there.
 """
 
 import tempfile

@@ -152,7 +152,7 @@ def predicted_and_measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def predicted_bytes(name: str, folder: Path) -> int:
-    """What ``dry_run`` says of the node that takes most."""
+    """Read ``dry_run``'s prediction for the node that takes most."""
     words = [*_BASE, *CASES[name], "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
@@ -217,7 +217,7 @@ def sample(everyone: dict[str, list[Any]], samples: dict[str, list[dict[str, int
 
 
 def soak_problems(result: dict[str, Any], *, num_iterations: int, rss_bytes: int) -> list[str]:
-    """What speaks against "no growth"; empty when nothing does."""
+    """List evidence against "no growth"; empty without any."""
     checks = [
         (result["exit_code"] == 0, f"exit code {result['exit_code']}"),
         (result["iterations"] == num_iterations, f"{result['iterations']} iterations"),
@@ -239,7 +239,7 @@ def soak_problems(result: dict[str, Any], *, num_iterations: int, rss_bytes: int
 
 
 def case_problems(name: str, row: dict[str, Any]) -> list[str]:
-    """What breaks the claim in one case."""
+    """List violations of the claim in one case."""
     limit = row["limit"]
     checks = [
         (row["error"] <= MAX_ERROR, f"predicted {row['predicted_bytes']}, measured {row['held_bytes']}"),
@@ -266,7 +266,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def footprint_of(process_id: int) -> dict[str, int]:
-    """Of a process that lives."""
+    """Measure a living process."""
     found = footprint(process_id)
     assert found is not None, f"process {process_id} is gone"
     return found.to_json()

@@ -1,4 +1,4 @@
-"""Files made to harm whoever reads them, in place of a sound window or checkpoint; all checksums in them are right."""
+"""Files made to harm their readers, in place of a sound window or checkpoint; all checksums in them are right."""
 
 import json
 import os

@@ -1,12 +1,12 @@
-"""Claim ``hostile-peers``: whoever reaches what a job listens on, and does not speak properly, changes nothing.
+"""Claim ``hostile-peers``: peers that reach a job's listeners and do not follow the protocol change nothing.
 
 Two jobs train while they are attacked on every listener of this project's own: the controller's port, the sockets of
-node agents and of the fork server, and in the second job those of the nodes' keepers. Without the token, with a wrong
-one, and with the right one but malformed words; random bytes, frames that are cut, too long or nested too deep, calls
-whose body never comes, and crowds of connections that say nothing. The same jobs, left alone, are the reference: no
-process dies, losses and digests of every rank's state are equal to the bit, events and decisions are the same, and the
-end is not delayed beyond a factor. A trial is an attack on a living job; its outcome must be one that is allowed.
-PyTorch's store and gloo know no token and are not attacked (SECURITY.md).
+node agents and of the fork server, and in the second job those of the nodes' snapshot servers. Without the token, with
+a wrong one, and with the right one but malformed messages; random bytes, frames that are cut, too long or nested too
+deep, calls without the announced body, and crowds of silent connections. The same jobs, undisturbed, are the reference:
+no process dies, losses and digests of every rank's state are equal to the bit, events and decisions are the same, and
+the end is not delayed beyond a factor. A trial is an attack on a running job; its outcome must be one that is allowed.
+PyTorch's store and gloo have no token and are not attacked (SECURITY.md).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from tests.helpers.jobs import JobResult, forkserver, start, wait
 ID = "hostile-peers"
 NUM_NODES = 3
 NUM_ITERATIONS, QUICK_ITERATIONS = 1200, 90
-"""Where a job ends before the attacks on it do, both run again with twice as many: it was no living job."""
+"""Iterations of a job; if it ends before its attacks do, both jobs run again with twice as many."""
 MOST_DOUBLINGS = 4
 NUM_ROUNDS, QUICK_ROUNDS = 3, 1
 IDLE_CONNECTIONS, QUICK_CONNECTIONS = 1000, 100
@@ -91,7 +91,7 @@ _UNSTEADY = ("window_committed", "window_delayed", "snapshot_planned", "alert_ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """What a living job listens on."""
+    """Listeners of a running job."""
 
     controller: str
     agents: Sequence[str]
@@ -103,19 +103,19 @@ class Listeners:
 
 
 class EndedEarly(Exception):
-    """The job came to its last iteration before the attacks were over."""
+    """The job reached its last iteration before the attacks were over."""
 
 
 @dataclass(slots=True)
 class Attacked:
-    """What came of the attacks on the jobs."""
+    """Results of the attacks on the jobs."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     num_trials: int = 0
     num_connections: int = 0
     seconds: list[float] = field(default_factory=list)
-    """That the attacks on each job took."""
+    """Duration of the attacks on each job."""
 
     def add(self, other: "Attacked") -> None:
         """Count what came of the attacks on one more job."""
@@ -135,7 +135,7 @@ class Attacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a job left behind that attacks must not change."""
+    """Traces of a job that attacks must not change."""
 
     exit_code: int
     losses: Sequence[Any]
@@ -145,7 +145,7 @@ class Trace:
     seconds: float
 
     def differences(self, reference: "Trace") -> list[str]:
-        """What is not as in ``reference``."""
+        """List differences to ``reference``."""
         names = ("exit_code", "losses", "digests", "events", "decisions")
         found = [name for name in names if getattr(self, name) != getattr(reference, name)]
         late = self.seconds > MAX_DELAY * reference.seconds
@@ -226,7 +226,7 @@ class Bench:
         return outlived
 
     def _crowds(self, found: Listeners, attacked: Attacked) -> bool:
-        """Connections that hold on and say nothing, or begin and never end: meanwhile the job's own words arrive."""
+        """Open connections that stay silent or never end a message: meanwhile the job's own words arrive."""
         count = QUICK_CONNECTIONS if self.quick else IDLE_CONNECTIONS
         silent: list[tuple[str, str, int, bytes]] = [
             ("idle connections", address, count, b"")
@@ -252,7 +252,7 @@ class Bench:
 
 
 def outcome_of(attack: Attack) -> str:
-    """What came of an attack; errors of the attacker's own side are none of the allowed ones."""
+    """Classify an attack's outcome; errors of the attacker's own side are none of the allowed ones."""
     try:
         return attack.send()
     except (OSError, RpcError) as error:
@@ -321,7 +321,7 @@ def tcp_listeners(process: psutil.Process) -> list[str]:
 
 
 def unix_listeners(process: psutil.Process) -> list[str]:
-    """Paths of the unix sockets bound by a process to which somebody can connect."""
+    """List paths of the unix sockets bound by a process that accept connections."""
     found = []
     for path in dict.fromkeys(str(c.laddr) for c in process.net_connections("unix") if c.laddr):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the measuring scripts that train share: configurations and a trainer whose records go nowhere far."""
+"""Shared parts of the measuring scripts that train: configurations and a trainer whose records stay local."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ from megatron_ft.mcore.device.install import install
 
 
 def compose(*overrides: str) -> JobConfig:
-    """The configuration the door would make of ``overrides``."""
+    """Compose the configuration that the entry point would make of ``overrides``."""
     from pretrain_moe import compose as compose_job
 
     config, _ = compose_job([f"data.cache_dir={ROOT / '.cache' / 'data'}", *overrides])

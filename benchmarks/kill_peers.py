@@ -43,10 +43,10 @@ sys.stdin.read()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What one fault cost."""
+    """Cost of one fault."""
 
     seconds: float
-    """From the signal to the report of the next committed iteration."""
+    """Time from the signal to the report of the next committed iteration."""
     iterations_lost: int
     """Committed ones that were run again."""
     iteration_seconds: float
@@ -87,7 +87,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(condition: Callable[[], Any], alive: Callable[[], bool], what: str) -> Any:
-    """What ``condition`` gives once it gives something.
+    """Wait until ``condition`` returns something, and return that.
 
     Raises:
         TimeoutError: it does not within ``LONGEST_SECONDS``, or ``alive`` has become false.
@@ -109,9 +109,9 @@ def random_moment(rng: random.Random, iteration_seconds: float) -> None:
 
 
 def measure_torchrun(words: Sequence[str], folder: Path, num_faults: int, rng: random.Random) -> Measured:
-    """Ranks under ``torchrun --max-restarts`` with a dense checkpoint after every iteration, killed one at a time.
+    """Run ranks under ``torchrun --max-restarts`` with a dense checkpoint after every iteration, killed one at a time.
 
-    All faults hit one job; where it does not go on, that is one failed fault, and another job takes the others.
+    All faults hit one job; where it does not continue, that is one failed fault, and another job takes the others.
     """
     measured = Measured()
     while (done := len(measured.faults) + len(measured.problems)) < num_faults:
@@ -238,7 +238,7 @@ class TorchftJob:
     outputs: dict[int, Path]
 
     def fault(self, rng: random.Random) -> Fault:
-        """Kill one replica at a random moment; raises TimeoutError where the others do not go on."""
+        """Kill one replica at a random moment; raises TimeoutError where the others do not continue."""
         living = sorted(self.replicas)
         wait_for(lambda: all(self._settled(number, len(living)) for number in living), self._alive, "settled replicas")
         steps = records_of(self.outputs[living[0]])[-SETTLED:]

@@ -4,11 +4,11 @@ Jobs of four nodes of one rank lose one node after another; each comes back (``l
 next is lost. A fault is a SIGKILL from outside to all processes of a node at one instant, agent, snapshot server and
 rank, at a moment drawn uniformly over an iteration, so inside collectives, too; the clock is the machine's, the next
 committed iteration the first that the survivors report after their membership has changed. Some ranks get a SIGSTOP
-instead: they have to be found by their silence first. Beside it, in the same run:
-the same training restarted by ``torchrun --max-restarts`` from a dense checkpoint of every iteration, and a plain loop
-of a model of comparable size under torchft (a lighthouse's join timeout of 100 ms, its default of 60 s would be the
-result). The models' iterations differ in length: seconds are told beside each one's own iteration. A trial is a fault
-that the job's own events name.
+instead: they have to be detected by missing heartbeats first. Two comparisons run beside it: the same training
+restarted by ``torchrun --max-restarts`` from a dense checkpoint of every iteration, and a plain loop of a model of
+comparable size under torchft (a lighthouse's join timeout of 100 ms, its default of 60 s would be the result). The
+models' iterations differ in length: seconds are reported beside each one's own iteration. A trial is a fault that the
+job's own events name.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ FAULTS_PER_JOB = 6
 HEARTBEAT_SECONDS = 2.0
 """Silence after which a rank is lost."""
 ALLOWED_SECONDS = {50: 0.5, 95: 1.2}
-"""Beside one iteration, for so many percent of the faults."""
+"""Allowed time besides one iteration, for so many percent of the faults."""
 NO_TIMEOUT_SECONDS = 5.0
 """Half of the shortest timeout that could be behind a value."""
 SEED = 20261121
@@ -130,16 +130,16 @@ class Job:
     run_dir: Path
     console: psutil.Process
     nodes: list[int]
-    """That a fault may hit."""
+    """Nodes that a fault may hit."""
 
     def fault(self, rng: random.Random, number: signal.Signals) -> Fault:
-        """Kill a node or stop its rank at a random moment and see what follows.
+        """Kill a node or stop its rank at a random moment and observe the consequences.
 
         Args:
             number: SIGKILL goes to all processes of the node, another signal to its rank alone.
 
         Raises:
-            TimeoutError: the job does not go on, or its events do not name the fault.
+            TimeoutError: the job does not continue, or its events do not name the fault.
         """
         metrics = self.run_dir / "metrics.jsonl"
         settled = len(records_of(metrics)) + SETTLED
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def judge(
     arguments: Any, ours: Measured, stopped: Measured, peers: dict[str, Measured], *, num_faults: int, num_stops: int
 ) -> int:
-    """Write the result: the bounds are this project's own, the others are told beside it."""
+    """Write the result: the bounds are this project's own, the others are reported beside it."""
     seconds = [fault.seconds for fault in ours.faults]
     silent = [fault.seconds for fault in stopped.faults]
     iteration = statistics.median(fault.iteration_seconds for fault in ours.faults) if ours.faults else 0.0
@@ -231,7 +231,7 @@ def judge(
         and max(seconds) < NO_TIMEOUT_SECONDS
         and percentile(silent, 95) <= iteration + ALLOWED_SECONDS[95] + HEARTBEAT_SECONDS
     )
-    passed = complete and (in_time or arguments.quick)  # seconds of a test beside other tests say nothing
+    passed = complete and (in_time or arguments.quick)  # seconds of a test beside other tests are not meaningful
     others = "".join(f"; {name} {measured.figure()}" for name, measured in peers.items())
     return finish(
         arguments.out,

@@ -1,8 +1,8 @@
-"""Node agents without ranks, many in one process, that speak the real protocol to a real controller.
+"""Node agents without ranks, many in one process, that use the real protocol with a real controller.
 
 Each agent has a connection of its own, registers, asks for orders by long polls as often as the real one, and delivers
-what its ranks would say: where they are, once a second, and after the order to break how far they are, with a vote and
-a traceback of a usual length.
+the reports of its ranks: their position, once a second, and after the order to break their progress, with a vote and a
+traceback of a usual length.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class Rank:
-    """What an agent knows of one rank."""
+    """An agent's knowledge of one rank."""
 
     number: int
-    """By which the control plane knows it."""
+    """Number of the rank in the control plane."""
     rank: int
     """Its number in the present membership."""
 
@@ -47,7 +47,7 @@ class LightAgent:
     on_order: Callable[["LightAgent", Message, float], None]
     """Called with each order and the moment at which it came, by ``time.monotonic``."""
     refusal: str | None = None
-    """Why the controller has refused this agent for good."""
+    """Reason for which the controller has permanently refused this agent."""
     generation: int = 0
     iteration: int = 1
     ranks: list[Rank] = field(default_factory=list)
@@ -125,7 +125,7 @@ class LightAgent:
                 self.sent = answer["next"]
 
     async def _progress(self, _channel: Any) -> None:
-        """Where the ranks are, once a second as the real agent says it; nodes are out of step."""
+        """Report the position of the ranks, once a second as the real agent does; nodes are out of step."""
         await asyncio.sleep(HEARTBEAT_SECONDS * (self.node % 64) / 64)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -160,7 +160,7 @@ class LightAgent:
         return {"iteration": self.iteration, "phase": "backward"}
 
     def _words(self, rank: Rank) -> Message:
-        """How far a rank is: all stand after the same iteration, with one vote."""
+        """Report the progress of a rank: all stand after the same iteration, with one vote."""
         traceback = "Traceback (most recent call last):\n".ljust(TRACEBACK_BYTES, ".")
         about = {"at_seconds": time.time(), "error": "RuntimeError: a peer has gone", "exit_code": None}
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}
@@ -204,7 +204,8 @@ class Fleet:
         self._arrived.setdefault((order["op"], generation), {})[agent.node] = now
 
     async def last_arrival(self, op: str, generation: int, seconds: float) -> float | None:
-        """When an order has come to the last agent; None where some have not got it after ``seconds``."""
+        """Return the time at which an order has reached the last agent; None where some have not got it after
+        ``seconds``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             arrived = self._arrived.get((op, generation), {})
@@ -215,7 +216,7 @@ class Fleet:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Agents that the controller has refused for good, and why."""
+        """List agents that the controller has permanently refused, with reasons."""
         return {node: agent.refusal for node, agent in self.agents.items() if agent.refusal is not None}
 
     async def end(self, seconds: float) -> None:

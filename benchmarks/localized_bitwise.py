@@ -1,13 +1,13 @@
-"""Claim ``localized-bitwise``: only the pipeline stages that lost a rank go back, and come to the same bits.
+"""Claim ``localized-bitwise``: only the pipeline stages that lost a rank replay, and reach the same bits.
 
-Living jobs of every layout (pipeline, data, expert, tensor parallel, interleaved, sharded optimizer) lose one rank
+Running jobs of every layout (pipeline, data, expert, tensor parallel, interleaved, sharded optimizer) lose one rank
 after the other by kill -9: in every phase, in the first, a middle and the last stage; and two that meet: side by side,
 apart, two of one stage, one inside or beside a replay, the substitute itself, the neighbour right after a recovery. Its
-place is taken by a process that is started again, and the job goes on.
+place is taken by a process that is started again, and the job continues.
 
-A trial is a fault; it counts when the victim wrote it down before it happened. It passes when the job went on by a
-localized recovery and every iteration's loss and state digest, of all ranks, equal those of a run of the same layout
-that nothing happened to, ``atol=0``. Of every recovery is counted what was run again, by whom.
+A trial is a fault; it counts when the victim recorded it before it happened. It passes when the job continued by a
+localized recovery and every iteration's loss and state digest, of all ranks, equal those of an undisturbed run of the
+same layout, ``atol=0``. For every recovery the repeated work of each rank is counted.
 """
 
 import sys
@@ -39,7 +39,7 @@ class Campaign:
     bench: Bench
     jobs: Sequence[FaultJob]
     references: dict[str, Followed] = field(default_factory=dict)
-    """By layout: the longest undisturbed run so far."""
+    """Longest undisturbed run so far, by layout."""
 
     def execute(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """The campaign's executor."""
@@ -68,16 +68,16 @@ class Campaign:
 
 
 def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], num_compared: int) -> Outcome:
-    """What became of one fault; the recovery of its membership and what that cost."""
+    """Judge the outcome of one fault; the recovery of its membership and its cost."""
     number, generation = int(str(fault["fault"])), int(str(fault["generation"]))
     hit = found.hits[number] if number < len(found.hits) else None
     is_it = hit is not None and (hit["rank"], hit["phase"]) == (fault["rank"], fault["phase"])
     unproven = [] if is_it else ["the victim wrote no fault down"]
     problems = list(common)
     shares = [share for share in found.shares if share["generation"] == generation + 1]
-    rung = next((rung["strategy"] for rung in found.rungs if rung["generation"] > generation), None)
-    if is_it and rung != fault["rung"]:
-        problems.append(f"went on by {rung}, not by {fault['rung']}")
+    strategy = next((event["strategy"] for event in found.recoveries if event["generation"] > generation), None)
+    if is_it and strategy != fault["strategy"]:
+        problems.append(f"continued by {strategy}, not by {fault['strategy']}")
     idle = [share["num_forward_passes"] for share in shares if share["role"] != "replays"]
     problems += ["a healthy stage computed a forward pass"] if any(idle) else []
     replayed = [share["num_iterations"] for share in shares if share["role"] == "replays"]
@@ -86,7 +86,7 @@ def _outcome(job: FaultJob, fault: Row, found: Followed, common: Sequence[str], 
         "unproven": unproven,
         "kind": fault["kind"],
         "layout": job.layout.name,
-        "rung": rung,
+        "strategy": strategy,
         "replayed": max(replayed, default=None),
         "window": window,
         "lag": _lag(found),
@@ -119,7 +119,7 @@ def campaign(*, quick: bool) -> tuple[Sequence[FaultJob], Counts, list[Outcome]]
 
 
 def recovered(outcomes: Sequence[Outcome]) -> list[Mapping[str, Any]]:
-    """What is known of each localized recovery of a fault that counts."""
+    """Collect the figures of each localized recovery of a fault that counts."""
     good = [outcome.details for outcome in outcomes if outcome.proven and outcome.passed]
     return [details for details in good if details["replayed"] is not None]
 

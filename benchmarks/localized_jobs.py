@@ -14,13 +14,13 @@ from tests.helpers.jobs import JobResult
 
 Event = Mapping[str, Any]
 _MICROBATCHES = 8
-"""Of an iteration, over all data-parallel ranks."""
+"""Microbatches of an iteration, over all data-parallel ranks."""
 _RARE_PHASES = {"capture": 3, "replicate": 1}
-"""Those that not every iteration has; how often they are passed before a fault, at most."""
+"""Phases that not every iteration has; most passes of them before a fault."""
 _FIRST_PASSES = {"capture": 14, "replicate": 2}
 """So many more where it is the job's first fault: a window has been committed by then."""
 _FIRST_ITERATION = 14
-"""Of the first fault: a window has been committed by then."""
+"""Iteration of the first fault: a window has been committed by then."""
 _MOST_APART = 14
 """Iterations between faults, at most: more than two windows."""
 _LEAST_REPLAY = 6
@@ -55,7 +55,7 @@ _TOTAL_BANDWIDTH = 1.2e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a job is cut."""
+    """Layout of a job."""
 
     pp: int
     dp: int = 1
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         parts = [f"PP{self.pp}", f"DP{self.dp}", f"EP{self.ep}", f"TP{self.tp}"]
         parts += [f"VPP{self.vpp}"] if self.vpp else []
         return " ".join([*parts, *(["sharded"] if self.sharded else []), self.dtype])
@@ -117,7 +117,7 @@ LAYOUTS = (
     Layout(pp=1, dp=4, ep=2),
 )
 NODE_LAYOUTS = (LAYOUTS[2], LAYOUTS[5], LAYOUTS[3])
-"""Of the jobs whose nodes die whole."""
+"""Layouts of the jobs whose nodes die whole."""
 _NODES_KILLED = 9
 
 
@@ -131,7 +131,7 @@ class FaultJob:
     """Nodes that wait to take the place of a lost one; without any, its own ranks are started again."""
     faults: Sequence[Row]
     kills_nodes: bool = False
-    """Whole nodes, from outside; else ranks kill themselves where failpoints say so."""
+    """Whole nodes, from outside; else ranks kill themselves at failpoints."""
 
     @property
     def overrides(self) -> list[str]:
@@ -146,7 +146,7 @@ class FaultJob:
 
 
 def formed_by(events: Sequence[Event]) -> tuple[int, set[int]]:
-    """The newest membership, and the iterations that it has told the state of."""
+    """Return the newest membership, and the iterations whose state it has reported."""
     formed = [number for number, event in enumerate(events) if event["kind"] == "recovery_started"]
     first = formed[-1] if formed else 0
     generation = events[first]["generation"] if formed else 0
@@ -185,7 +185,7 @@ def _killing_nodes(number: int, layout: Layout) -> FaultJob:
             "stage": layout.places[fault % 3],
             "phase": "any",
             "after": rng.randint(3, _MOST_APART) + (0 if fault else _FIRST_ITERATION),
-            "rung": "localized",
+            "strategy": "localized",
             "fault": fault,
             "generation": fault,
         }
@@ -195,9 +195,9 @@ def _killing_nodes(number: int, layout: Layout) -> FaultJob:
 
 
 def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
-    """The faults with their numbers, the memberships that they end, and the iterations at which groups begin.
+    """List the faults with their numbers, the memberships that they end, and the iterations at which groups begin.
 
-    A membership goes on after an iteration that no living rank has undone, so iterations are known beforehand; one
+    A membership continues after an iteration that no living rank has undone, so iterations are known beforehand; one
     beyond all earlier faults is never a replayed one.
     """
     faults: list[Row] = []
@@ -215,7 +215,7 @@ def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
             faults.append({**fault, **about})
             generation += 1
         # Where all have to start again from windows they end once more before they do.
-        generation += group[0]["rung"] == "window"
+        generation += group[0]["strategy"] == "window"
         iteration += len(group)
     return faults
 
@@ -230,7 +230,7 @@ def _fault(layout: Layout, stage: int, phase: str, rng: random.Random, **about: 
         "stage": stage,
         "phase": phase,
         "passes": passes,
-        "rung": "localized",
+        "strategy": "localized",
         **about,
     }
 
@@ -246,7 +246,7 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
     def pair(kind: str, second: int, phase: str, *, first: int | None = None, passes: int = 1) -> list[Row]:
         # Of two ranks one has to keep its state; where both lose it, all start again from windows.
         is_lost = layout.num_ranks == 2 and kind in ("side by side", "apart", "beside a replay")
-        begins = _fault(layout, stage, "forward", rng, kind=kind, rung="window" if is_lost else "localized")
+        begins = _fault(layout, stage, "forward", rng, kind=kind, strategy="window" if is_lost else "localized")
         if first is not None:
             begins = {**begins, "rank": first}
         of_stage = second // len(peers)
@@ -267,15 +267,15 @@ def _pairs(layout: Layout, rng: random.Random) -> list[list[Row]]:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What a job wrote down, by iteration."""
+    """Records of a job, by iteration."""
 
     exit_code: int
     losses: Mapping[int, float]
     digests: Mapping[int, Sequence[str]]
     changes: Sequence[Event]
     shares: Sequence[Event]
-    """What each rank did in each recovery."""
-    rungs: Sequence[Event]
+    """Part of each rank in each recovery."""
+    recoveries: Sequence[Event]
     hits: Sequence[Event]
     committed: Sequence[Event]
     """Windows."""
@@ -326,7 +326,7 @@ class Followed:
             digests=dict(digests),
             changes=by_kind["membership_changed"],
             shares=by_kind["stage_recovery"],
-            rungs=by_kind["recovery_started"],
+            recoveries=by_kind["recovery_started"],
             hits=[*run.records("failpoints.jsonl"), *run.records(INJECTED_FILE)],
             committed=by_kind["window_committed"],
             planned=by_kind["snapshot_planned"],
@@ -345,10 +345,10 @@ class Followed:
         return sum(i in mine and i in theirs for i in iterations for mine, theirs in pairs)
 
     def differences(self, reference: "Followed", first: int = 1, last: int | None = None) -> list[str]:
-        """What is not equal to a run that nothing happened to.
+        """List differences to an undisturbed run.
 
         A reporter that dies after an iteration was committed may have reported neither its loss nor its digest, or the
-        loss alone. Nobody reports them later, so a membership may begin with an iteration that lacks them, or several
+        loss alone. No rank reports them later, so a membership may begin with an iteration that lacks them, or several
         where the agent that passes on reports was stopped.
 
         Args:

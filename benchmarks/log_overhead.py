@@ -1,9 +1,9 @@
-"""Claim ``log-overhead``: keeping what is sent over pipeline boundaries hardly holds training up.
+"""Claim ``log-overhead``: keeping what is sent over pipeline boundaries hardly delays training.
 
 A real pipeline of two stages. Iterations with the upstream log and without it take turns, in pairs whose order changes;
-the log has room for two windows and twice the lag of their commits, and is trimmed as they are committed. What training
-waits for a copy is the time within ``UpstreamLog.append``, wall and CPU apart; each iteration counts for its slowest
-rank. The log's memory is compared with what ``dry_run`` predicts from the configuration alone.
+the log has space for two windows and twice the lag of their commits, and is trimmed as they are committed. What
+training waits for a copy is the time within ``UpstreamLog.append``, wall and CPU apart; each iteration counts for its
+slowest rank. The log's memory is compared with what ``dry_run`` predicts from the configuration alone.
 """
 
 import statistics

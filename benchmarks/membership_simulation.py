@@ -23,7 +23,7 @@ MIN_SCHEDULES = 1000
 TRIED = ("reform", "finished", "undone", "restart", "declined", "joined nodes", "left nodes", "replaced nodes")
 TRIED += ("hung ranks found", "silent nodes", "sent again", "filled places", "places filled by their own node")
 TRIED += ("replayed ranks",)
-"""What has to happen often, or nothing was shown."""
+"""Events that must happen often, or the simulation proves nothing."""
 
 
 def simulate(seeds: Sequence[int]) -> tuple[Counter[str], list[dict[str, Any]]]:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts, failures = simulate(range(number))
     reforms, finished, undone = (counts[name] for name in ("reform", "finished", "undone"))
     figure = (
-        f"{number - len(failures)} of {number} schedules keep every rule: {reforms} memberships formed anew, "
+        f"{number - len(failures)} of {number} schedules keep every rule: {reforms} new memberships formed, "
         f"{counts['joined nodes']} nodes joined, {counts['replaced nodes']} of them in the place of a lost one, "
         f"{counts['left nodes']} left, {counts['filled places']} places of kept layouts filled, "
         f"{counts['hung ranks found']} hung ranks found, "

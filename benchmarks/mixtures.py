@@ -1,4 +1,4 @@
-"""One mixture layer in several makes over the same tokens, weights and routing: Megatron's, and ours by backend."""
+"""One mixture layer, implemented several times, on the same tokens, weights and routing: Megatron's, each backend's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +81,7 @@ class Mixtures:
         self.copies.sum()
 
     def compare(self) -> dict[str, Any]:
-        """What each make computes against the first, and the bytes it sends."""
+        """Compare the results of each make with the first, and the bytes it sends."""
         results, sent = {}, {}
         for name in self.layers:
             with _counting(self.group) as counted:
@@ -213,7 +213,7 @@ def _fill(module: torch.nn.Module, seed: int) -> None:
 
 @contextmanager
 def _counting(group: dist.ProcessGroup) -> Iterator[list[int]]:
-    """Bytes that this rank hands to other ranks in all-to-alls, whoever calls them."""
+    """Count bytes that this rank sends to other ranks in all-to-alls, whatever calls them."""
     counted, exchange = [0], dist.all_to_all_single
 
     def count(

@@ -28,7 +28,7 @@ class Mutant:
     """One fault: a piece of a file's source and what replaces it."""
 
     line: int
-    """Of the file, from 1."""
+    """Line of the file, from 1."""
     function: str
     before: str
     after: str

@@ -22,7 +22,7 @@ class NodeKiller:
     run_dir: Path
     num_killed: int = 0
     problems: list[str] = field(default_factory=list)
-    """What could not be injected."""
+    """Faults that could not be injected."""
 
     def __call__(self, events: Sequence[Event]) -> bool:
         """Whether the job may end."""
@@ -48,12 +48,12 @@ class StoppedNodeKiller:
 
     run_dir: Path
     at_once: Sequence[int]
-    """How many nodes each kill takes; it waits until as many ranks have stopped."""
+    """Number of nodes in each kill; it waits until as many ranks have stopped."""
     has_ended: Callable[[Sequence[Event]], bool]
     num_killed: int = 0
     """Nodes."""
     problems: list[str] = field(default_factory=list)
-    """What could not be injected."""
+    """Faults that could not be injected."""
 
     def __call__(self, events: Sequence[Event]) -> bool:
         """Whether the job may end."""
@@ -74,5 +74,5 @@ class StoppedNodeKiller:
 
 
 def injector_for(run_dir: Path) -> Injector:
-    """For jobs of one rank a node."""
+    """Create an injector for jobs of one rank a node."""
     return Injector(run_dir=run_dir, ranks_per_node=1, connect=lambda: AdminClient(run_dir))

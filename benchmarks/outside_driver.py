@@ -1,8 +1,9 @@
-"""A living job of ``faults-from-outside``: asks what a loss would cost, brings the fault in, waits until all is whole.
+"""Drives a job of ``faults-from-outside``: asks for the cost of a loss, injects the fault, waits until the job is
+whole.
 
-Nothing inside the job helps: processes are found by the logs they write, signals go by process id, and that a fault
-happened is seen in ``/proc``. What is known before a fault (``can_recover``'s answer) and what was seen after it is on
-disk, in ``outside.jsonl`` of the run, before the job goes on.
+Nothing inside the job cooperates: processes are found by the logs they write, signals go by process id, and ``/proc``
+shows that a fault happened. The prediction before a fault (``can_recover``'s answer) and the observations after it are
+on disk, in ``outside.jsonl`` of the run, before the job continues.
 """
 
 import contextlib
@@ -115,7 +116,7 @@ class LivingJob:
                 self._wait_until_recovered(lost, record)
                 record["whole_at"] = time.time()
             else:
-                record |= self._wait_for_what_was_foretold(asked["rung"], record["injected_at"])
+                record |= self._wait_for_predicted_end(asked["rung"], record["injected_at"])
         except NotWhole as error:
             record["problem"] = str(error)
         return record
@@ -123,7 +124,7 @@ class LivingJob:
     def _ask(self, fault: Row) -> tuple[Row, tuple[int, ...], bool, dict[str, Any]]:
         """(the fault as it will be, lost nodes, whether they are gone, ``can_recover``'s answer).
 
-        Two nodes are the drawn ones if the job is said to survive their loss, else others. Raises MegatronFtError.
+        Two nodes are the drawn ones if the job is predicted to survive their loss, else others. Raises MegatronFtError.
         """
         if fault["first"] != "lost":
             for found in on_other_nodes(fault, self.job.num_nodes):
@@ -139,7 +140,7 @@ class LivingJob:
         raise NotWhole("the job survives the loss of any three nodes")
 
     def _answer(self, lost: Sequence[int], is_gone: bool) -> dict[str, Any]:
-        """What ``can_recover`` says of exactly this loss now; a membership that is forming is waited for."""
+        """Ask ``can_recover`` for exactly this loss now; waits for a membership that is forming."""
         deadline = time.monotonic() + WHOLE_SECONDS
         while True:
             try:
@@ -208,7 +209,8 @@ class LivingJob:
         return found
 
     def _wait_until_whole(self, num_iterations: int) -> None:
-        """Until the membership is of all nodes, has reported so many iterations, and a kept layout can go back."""
+        """Wait until the membership is of all nodes, has reported so many iterations, and a kept layout could
+        replay."""
         self._wait(lambda: self._is_whole(num_iterations), "a whole job before the fault")
 
     def _is_whole(self, num_iterations: int) -> bool:
@@ -234,7 +236,8 @@ class LivingJob:
         return [m for m in self.metrics.read() if m["time_unix_seconds"] > began and "loss" in m]
 
     def _wait_until_recovered(self, lost: Sequence[int], record: Event) -> None:
-        """Until the loss was noticed and all nodes are members again; where nothing was lost, until an iteration."""
+        """Wait until the loss was detected and all nodes are members again; where nothing was lost, until an
+        iteration."""
         since = record.get("second_at", record["injected_at"])
         if not lost:
             until = record.get("continued_at", since)
@@ -259,7 +262,7 @@ class LivingJob:
         return [event for event in self.events.read() if event["time_unix_seconds"] > since]
 
     def _wait_for_a_save(self) -> None:
-        """Until the folder of a checkpoint appears."""
+        """Wait until the folder of a checkpoint appears."""
         folder = self.run_dir / "checkpoints"
 
         def saves() -> set[str]:
@@ -268,19 +271,20 @@ class LivingJob:
         known = saves()
         self._wait(lambda: saves() - known, "a save")
 
-    def _wait_for_what_was_foretold(self, rung: str, since: float) -> dict[str, Any]:
-        """``ended``: the exit code of a job that ends by itself; ``fell_to``: it went on, with the rung that was
-        foretold. Raises NotWhole: neither.
+    def _wait_for_predicted_end(self, strategy: str, since: float) -> dict[str, Any]:
+        """Wait for the predicted end. ``ended``: the exit code of a job that ends by itself; ``fell_to``: it continued
+        by the
+        predicted strategy. Raises NotWhole: neither.
         """
         deadline = time.monotonic() + WHOLE_SECONDS
         while time.monotonic() < deadline:
             if self.console.poll() is not None:
                 return {"ended": int(self.console.returncode)}
             decided = [e["strategy"] for e in self._events_since(since) if e["kind"] == "recovery_started"]
-            if rung in decided and self._is_whole(num_iterations=2):
-                return {"fell_to": rung}
+            if strategy in decided and self._is_whole(num_iterations=2):
+                return {"fell_to": strategy}
             time.sleep(_PAUSE_SECONDS)
-        raise NotWhole(f"the job was to end or to go on with {rung}, and did neither within {WHOLE_SECONDS:g} s")
+        raise NotWhole(f"the job was to end or to continue with {strategy}, and did neither within {WHOLE_SECONDS:g} s")
 
     def _pace(self) -> float:
         """Median seconds of recent iterations."""

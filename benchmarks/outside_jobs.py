@@ -16,7 +16,7 @@ NUM_NODES = 4
 HEARTBEAT_SECONDS = 4.0
 """Silence after which a rank or a node is lost."""
 LONG_SECONDS, SHORT_SECONDS = 9.0, 1.0
-"""How long a process is stopped: until long after it was lost, or so that nobody loses anything."""
+"""Lengths of a stop: until long after the process was lost, or so short that nothing is lost."""
 MOST_APART = 5
 """Iterations between a whole membership and the next fault, at most."""
 NUM_REPLICAS, NUM_KEPT = 16, 8
@@ -55,8 +55,10 @@ VARIANTS: tuple[Sequence[str], ...] = (
     ("placement.num_slots_per_rank=6", "training.global_batch_size=8", *_REBALANCING),
     ("training.global_batch_size=32",),
 )
-"""Of jobs with expert replicas: two nodes hold everything; long iterations; placements that change; the default slots,
-with which three nodes have one copy of some experts."""
+"""Variants with expert replicas: two nodes hold everything; long iterations; placements that change; the default
+slots,
+with which three nodes have one copy of some experts.
+"""
 LARGE = (
     "model.hidden_size=512",
     "model.moe_ffn_hidden_size=512",
@@ -97,13 +99,13 @@ class OutsideJob:
     number: int
     kind: JobKind
     name: str
-    """Of its layout or variant, for people."""
+    """Name of its layout or variant, for people."""
     words: Sequence[str]
     """Overrides that decide which bits it computes, and those about memberships."""
     num_nodes: int
     faults: Sequence[Row]
     kills_launcher: bool = False
-    """Its console ends by SIGKILL; else it is asked to stop."""
+    """Its launcher ends by SIGKILL; otherwise it is requested to stop."""
 
     @property
     def reference_words(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the files of a ``faults-from-outside`` job say of each fault: who was lost, how long forming took."""
+"""Reads each fault from the files of a ``faults-from-outside`` job: lost processes, duration of forming."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,38 +7,40 @@ from typing import Any
 from benchmarks.outside_driver import losses_since
 
 MAX_FORMING_SECONDS = 3.0
-_RUNGS = {"replicas": "replicas", "localized": "localized", "memory": "window", "persisted": "window"}
-"""From the names of ``can_recover`` to those of ``recovery_started``."""
+_STRATEGIES = {"replicas": "replicas", "localized": "localized", "memory": "window", "persisted": "window"}
+"""Names of ``can_recover`` to those of ``recovery_started``."""
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord:
-    """What is known of one fault, from outside and from the run's own files."""
+    """Record of one fault, from outside and from the run's own files."""
 
     fault: Event
-    """As it was drawn."""
+    """Fault as it was drawn."""
     seen: Event
-    """As the driver wrote it down; empty where the fault was never reached."""
+    """Driver's record; empty where the fault was never reached."""
     healthy_lost: tuple[int, ...]
     """Nodes that were lost and that no fault had hit."""
     forming_seconds: float | None
-    """From the detection of the burst's last fault to the membership that follows, without replayed iterations; None
-    where no membership followed."""
-    rungs: tuple[str, ...]
-    """What the memberships that followed went on with."""
+    """Time from the detection of the burst's last fault to the membership that follows, without replayed iterations;
+    None
+    where no membership followed.
+    """
+    strategies: tuple[str, ...]
+    """Strategies of the memberships that followed."""
     num_restarts: int
     problems: tuple[str, ...]
 
     @property
     def is_proven(self) -> bool:
-        """Whether the kernel said that it happened."""
+        """Whether the kernel showed that it happened."""
         return bool(self.seen.get("proven"))
 
     @property
     def is_foretold(self) -> bool:
-        """Whether ``can_recover`` had said that the job survives it."""
+        """Whether ``can_recover`` had predicted that the job survives it."""
         return bool(self.seen.get("answer", {}).get("survives"))
 
 
@@ -76,47 +78,49 @@ def _read(
     victims = set(seen["lost"]) | _named(seen)
     losses = losses_since(events, orders, seen["injected_at"])
     healthy = sorted({node for _, node in losses} - victims)
-    rungs = tuple(event["strategy"] for event in events if event["kind"] == "recovery_started")
+    strategies = tuple(event["strategy"] for event in events if event["kind"] == "recovery_started")
     num_restarts = sum(event["kind"] == "ranks_restarted" for event in events)
     forming = _forming_seconds(seen, events, orders)
     problems = [seen["problem"]] if "problem" in seen else []
     answer = seen["answer"]
     problems += [f"healthy nodes {healthy} were lost"] if healthy and answer["survives"] else []
     if answer["survives"] and seen["lost"] and "problem" not in seen:
-        wanted = _RUNGS.get(answer["rung"], answer["rung"])
-        others = sorted(set(rungs) - {wanted})
-        # After the loss nodes join; in jobs with replicas these memberships go on with replicas, too.
-        problems += [f"went on with {', '.join(others)}, where {answer['rung']} was foretold"] if others else []
+        wanted = _STRATEGIES.get(answer["rung"], answer["rung"])
+        others = sorted(set(strategies) - {wanted})
+        # After the loss nodes join; in jobs with replicas these memberships continue with replicas, too.
+        problems += [f"continued with {', '.join(others)}, where {answer['rung']} was predicted"] if others else []
         problems += [f"{num_restarts} restarts of all ranks"] if num_restarts and wanted != "window" else []
         if forming is None:
             problems.append("no membership followed")
         elif forming > max_forming_seconds:
             problems.append(f"forming took {forming:.2f} s")
     if not answer["survives"]:
-        problems += _judge_end(seen, rungs)
+        problems += _judge_end(seen, strategies)
     return FaultRecord(
         fault=fault,
         seen=seen,
         healthy_lost=tuple(healthy),
         forming_seconds=forming,
-        rungs=rungs,
+        strategies=strategies,
         num_restarts=num_restarts,
         problems=tuple(problems),
     )
 
 
-def _judge_end(seen: Event, rungs: Sequence[str]) -> list[str]:
-    """A loss that is too much ends the job with an exit code of its own, or all start again from what was foretold.
+def _judge_end(seen: Event, strategies: Sequence[str]) -> list[str]:
+    """Check that an unrecoverable loss ends the job with an exit code of its own, or all start again from the
+    predicted state.
 
-    Of some ``can_recover`` says that somebody has to start the job, which then does it itself.
+    In some cases ``can_recover`` predicts that the job must be started again from outside, and the job then does it
+    itself.
     """
     if "problem" in seen:
         return []
     if "fell_to" in seen:
-        others = sorted(set(rungs) - {seen["fell_to"]})
-        return [f"went on with {', '.join(others)}"] if others else []
+        others = sorted(set(strategies) - {seen["fell_to"]})
+        return [f"continued with {', '.join(others)}"] if others else []
     found = [] if seen.get("ended") not in (None, 0, 130) else [f"the job ended with exit code {seen.get('ended')}"]
-    return [*found, *(f"went on with {rung}" for rung in rungs)]
+    return [*found, *(f"continued with {strategy}" for strategy in strategies)]
 
 
 def _unreached(fault: Event, seen: Event) -> FaultRecord:
@@ -126,14 +130,15 @@ def _unreached(fault: Event, seen: Event) -> FaultRecord:
         seen=seen,
         healthy_lost=(),
         forming_seconds=None,
-        rungs=(),
+        strategies=(),
         num_restarts=0,
         problems=(problem,),
     )
 
 
 def _forming_seconds(seen: Event, events: Sequence[Event], orders: Sequence[Event]) -> float | None:
-    """As ``FaultRecord.forming_seconds``; where the controller was hit, too, from the first order of the next one."""
+    """Measure as ``FaultRecord.forming_seconds``; where the controller was hit, too, from the first order of the next
+    one."""
     victims = set(seen["lost"])
     noticed = {
         event["node"]: event["time_unix_seconds"]

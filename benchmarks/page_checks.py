@@ -1,4 +1,4 @@
-"""What a run's page shows in a real browser, compared with what the run has written down.
+"""Compares a run's page in a real browser with the run's records.
 
 The figures that a page must show are taken from the lines of the run's files here, not through the page's own model.
 """
@@ -64,7 +64,7 @@ class Files:
 
     @property
     def sections(self) -> list[str]:
-        """What its page has to have."""
+        """List the sections that the page must have."""
         present = {
             "Alerts": bool(self.every("alert_raised")),
             "Loss": True,
@@ -84,9 +84,9 @@ class Drawn:
     problems: Sequence[str]
     num_bytes: int
     seconds: float
-    """From its opening until all of it was drawn, the slowest of all times."""
+    """Time from its opening until all of it was drawn, the slowest of all times."""
     num_figures: int
-    """That were compared."""
+    """Number of compared figures."""
 
 
 def look(run_dir: Path, page: Path, tab: Tab) -> Drawn:

@@ -32,7 +32,7 @@ class PayloadJob:
         self._selector = selectors.DefaultSelector()
         self._generation = 0
         self.nodes = tuple(range(num_nodes))
-        """Whose ranks live, rising."""
+        """Nodes with living ranks, rising."""
         self._readers: dict[int, FrameReader] = {}
         fork = multiprocessing.get_context("fork")
         first = self._membership(tuple(range(num_nodes)))
@@ -51,7 +51,7 @@ class PayloadJob:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks that live."""
+        """List process ids of the living ranks."""
         return [process.pid or 0 for process in self._processes.values()]
 
     def await_records(self, kind: str, limit_seconds: float) -> dict[int, Message]:
@@ -93,7 +93,7 @@ class PayloadJob:
         self._order({"op": "break", "generation": self._generation, "reason": reason})
 
     def await_reports(self, limit_seconds: float) -> dict[int, float]:
-        """When each node that lives has reported how far it is.
+        """Return the time at which each living node has reported its progress.
 
         Raises:
             TimeoutError: a node does not report.
@@ -150,10 +150,10 @@ class PayloadJob:
     def _await(
         self, wanted: Callable[[Message], bool], limit_seconds: float, num_nodes: int | None = None
     ) -> dict[int, tuple[float, Message]]:
-        """For each node that lives the first message that is wanted, and when it came; others are dropped.
+        """Receive the first matching message of each living node, and its time; others are dropped.
 
         Args:
-            num_nodes: nodes to wait for; None for all that live.
+            num_nodes: nodes to wait for; None for all living ones.
         """
         found: dict[int, tuple[float, Message]] = {}
         deadline = time.monotonic() + limit_seconds

@@ -29,14 +29,14 @@ from megatron_ft.runtime.transport import held_groups, waits
 from megatron_ft.runtime.transport.hang_up import Opening, open_sockets
 
 NUM_ELEMENTS = 60 * 279_621
-"""Of float32 in a payload: a little over 64 MiB, and divisible by 2 to 6 ranks."""
+"""Number of float32 in a payload: a little over 64 MiB, and divisible by 2 to 6 ranks."""
 GROUP_TIMEOUT_SECONDS = 120.0
-"""Until gloo itself ends an operation that it has forgotten."""
+"""Time until gloo itself ends an operation that it has forgotten."""
 FORM_SECONDS = 60.0
 STRIDE = 3
 """Operations by which each membership begins later in their order than the one before."""
 _BYTES_RECEIVED = slice(128, 136)
-"""In ``tcp_info``. Source: ``linux/tcp.h``."""
+"""Field of ``tcp_info``. Source: ``linux/tcp.h``."""
 
 
 class Payloads:

@@ -26,7 +26,7 @@ QUICK_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the GPUs are grouped, and their slots."""
+    """Groups of the GPUs, and their slots."""
 
     gpus_per_domain: int
     num_slots: int
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         return f"{NUM_GPUS // self.gpus_per_domain} domains x {self.gpus_per_domain} GPUs x {self.num_slots} slots"
 
 

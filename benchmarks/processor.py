@@ -1,4 +1,4 @@
-"""What threads and processes have used, read from ``/proc``: load from others does not change it."""
+"""CPU use of threads and processes, read from ``/proc``: load from others does not change it."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ _MINOR_FAULTS = 7
 
 
 def process_cpu_seconds(process_id: int) -> float:
-    """CPU time of the living threads of a process so far, in nanoseconds' resolution (``schedstat``)."""
+    """Measure the CPU time of the living threads of a process so far, in nanoseconds' resolution (``schedstat``)."""
     total = 0
     for task in os.listdir(f"/proc/{process_id}/task"):
         try:

@@ -124,7 +124,7 @@ def _end_if_asked() -> None:
 
 
 def read_result(claim: Claim, out: Path, code: int, *, quick: bool) -> dict[str, Any]:
-    """What the script wrote, checked; a failed result when it wrote nothing or contradicts itself."""
+    """Read and check the script's result; a failed result when it wrote nothing or contradicts itself."""
     reason = _why_invalid(claim, out, code, quick=quick)
     if reason is None:
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))

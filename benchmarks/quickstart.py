@@ -33,11 +33,11 @@ GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What one run of the defaults left behind."""
+    """Observations of one run of the defaults."""
 
     exit_code: int
     seconds: float
-    """From the start of the process to its end."""
+    """Time from the start of the process to its end."""
     summary: dict[str, Any]
     valid_losses: list[float]
     leftover_processes: list[str]

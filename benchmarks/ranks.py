@@ -18,7 +18,7 @@ from megatron_ft.mcore.rank_main import warm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What a rank is told."""
+    """Inputs of a rank."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""A controller's process as a console starts it, with the console's own end of it, for jobs without ranks."""
+"""A controller's process as a launcher starts it, with the launcher's own end of it, for jobs without ranks."""
 
 import contextlib
 import resource
@@ -26,7 +26,7 @@ READY_SECONDS = 60.0
 
 @dataclass(slots=True)
 class RealController:
-    """One job's controller, and what it says to its console."""
+    """One job's controller, and its messages to its launcher."""
 
     link: ControllerLink
     run_dir: Path
@@ -37,12 +37,12 @@ class RealController:
     process: psutil.Process | None = None
 
     def serve(self) -> None:
-        """Thread: be the console until the job has ended."""
+        """Act as the launcher in a thread until the job has ended."""
         self.end = self.link.run(lambda _record: None, self.events.append)
 
     @property
     def num_replaced(self) -> int:
-        """How often another controller had to take over."""
+        """Number of times another controller had to take over."""
         return sum(event["event"] == "replaced" for event in self.events)
 
     @property
@@ -57,7 +57,7 @@ class RealController:
 def real_controller(
     run_dir: Path, num_nodes: int, ranks_per_node: int, *, num_descriptors: int | None = None
 ) -> Iterator[RealController]:
-    """Start a controller whose job goes on with one node; it ends with the block.
+    """Start a controller whose job can continue with one node; it ends with the block.
 
     Args:
         num_descriptors: soft and hard limit of open files of its process; None: as here.

@@ -1,4 +1,4 @@
-"""What recoveries cost, worked out from the times of stages: which operators are frozen when, and the virtual clock.
+"""Computes costs of recoveries from the times of stages: which operators are frozen when, and the virtual clock.
 
 A pipeline has one layer in each chunk. Windows of W slices follow each other without a gap, and a window is committed
 with the iteration after its last slice. So between W and 2W - 1 iterations are replayed, each as often; the first W - 1
@@ -25,7 +25,7 @@ from megatron_ft.topology import Topology
 WINDOW_ITERATIONS = 4
 MICROBATCHES_PER_STAGE = 2
 ANY_BANDWIDTH = 1e15
-"""Bytes per second: so many that windows have as many slices as they are told to."""
+"""Bandwidth in bytes per second, large enough for windows of the requested number of slices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Case:
         return "1F1B" if self.num_chunks == 1 else f"interleaved, {self.num_chunks} chunks"
 
     def requests(self) -> set[Request]:
-        """What has to be measured."""
+        """List the required measurements."""
         frozen = frozen_operators(self.num_stages, self.num_chunks, self.by_popularity)
         passes = {self._request(place, NOTHING) for place in range(self.num_stages * self.num_chunks)}
         return passes | {self._request(place, pattern) for row in frozen for place, pattern in enumerate(row)}
@@ -96,7 +96,7 @@ class RecoveryCost:
 
     @classmethod
     def mean(cls, runs: Collection[IterationSeconds]) -> "RecoveryCost":
-        """Of recoveries that are as likely as each other."""
+        """Mean of equally likely recoveries."""
         return cls(
             wall_seconds=sum(run.makespan_seconds for run in runs) / len(runs),
             cpu_seconds=sum(run.busy_seconds for run in runs) / len(runs),
@@ -105,7 +105,7 @@ class RecoveryCost:
 
 
 def kind_of(place: int, num_places: int) -> Kind:
-    """What the chunk at ``place`` from the bottom of the model holds beside its layer."""
+    """Describe the contents of the chunk at ``place`` from the bottom of the model besides its layer."""
     if place == 0:
         return "first"
     return "last" if place == num_places - 1 else "middle"
@@ -144,14 +144,14 @@ def _micro_job() -> JobConfig:
 
 
 def activations_of(num_layers: int) -> Activations:
-    """What experts receive: each layer as the layer of the stage that was measured for it."""
+    """Return the inputs of experts: each layer as the layer of the stage that was measured for it."""
     rows: Mapping[Kind, tuple[int, ...]] = dict(zip(("first", "middle", "last"), LOADS, strict=True))
     layers = tuple(range(1, num_layers + 1))
     return Activations(layers=layers, tokens=(tuple(rows[kind_of(layer - 1, num_layers)] for layer in layers),))
 
 
 def _frozen(plan: WindowPlan, index: int, num_layers: int) -> Iterator[Pattern]:
-    """By layer; the embedding belongs to the first and the head to the last."""
+    """Select frozen operators by layer; the embedding belongs to the first and the head to the last."""
     active = {unit.operator for unit in plan.active(index)}
     frozen = {unit.operator for unit in plan.frozen(index)} - active
     for layer in range(1, num_layers + 1):

@@ -57,7 +57,7 @@ class Comparison:
         return share and self.localized.wall_seconds < self.whole.wall_seconds
 
     def row(self) -> list[str]:
-        """For the table."""
+        """Format a row of the table."""
         return [
             str(self.case.num_stages),
             self.case.name,

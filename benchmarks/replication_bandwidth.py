@@ -1,9 +1,9 @@
-"""Claim ``replication-bandwidth``: captured slices reach peers' keepers as fast as gloo sends the same bytes.
+"""Claim ``replication-bandwidth``: captured slices reach peers' snapshot servers as fast as gloo sends the same bytes.
 
-A window of slices is told to a real keeper, and the clock runs until its status page calls the window replicated: the
-keeper has hashed every piece, sent it over the loopback interface, and each peer has compared it with its hash. Plain
-gloo sends tensors of the same sizes to as many processes, which check nothing and answer once. Both in turn, the order
-changing from pair to pair, with one and with two copies.
+A window of slices is reported to a real snapshot server, and the clock runs until its status page shows the window as
+replicated: the server has hashed every piece, sent it over the loopback interface, and each peer has compared it with
+its hash. Plain gloo sends tensors of the same sizes to as many processes, which check nothing and answer once. Both in
+turn, the order changing from pair to pair, with one and with two copies.
 """
 
 import datetime
@@ -33,7 +33,7 @@ MIB = 1 << 20
 SLICE_BYTES = tuple(size * MIB for size in (1, 4, 16, 64))
 NUM_SLICES = 4
 PAIRS_BYTES, MAX_PAIRS, QUICK_PAIRS, WARM_UP = 8 << 30, 201, 7, 6
-"""As many pairs as move so many bytes, within limits: small trials scatter more, and cost less."""
+"""Bytes that decide the number of pairs, within limits: small trials scatter more, and cost less."""
 PIECE_BYTES = MIB
 WAIT_SECONDS, POLL_SECONDS = 60.0, 5e-5
 
@@ -48,22 +48,22 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """How many are measured."""
+        """Number of measured pairs."""
         return QUICK_PAIRS if self.is_quick else min(MAX_PAIRS, PAIRS_BYTES // self.num_bytes - 1)
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Name in tables."""
         return f"r={self.num_copies}, {self.slice_bytes // MIB} MiB"
 
     @property
     def num_bytes(self) -> int:
-        """Of one trial, each copy counted once."""
+        """Bytes of one trial, each copy counted once."""
         return self.slice_bytes * NUM_SLICES
 
 
 class KeeperSide:
-    """One rank of node 0, whose memory a keeper replicates to the nodes after it."""
+    """One rank of node 0, whose memory a snapshot server replicates to the nodes after it."""
 
     def __init__(self, keepers: Cluster, num_copies: int) -> None:
         peers = list(range(1, num_copies + 1))
@@ -97,7 +97,7 @@ class KeeperSide:
         return self._last_seconds
 
     def cpu_seconds(self) -> float:
-        """Of all keepers that take part, so far."""
+        """CPU time of all participating snapshot servers so far."""
         return sum(process_cpu_seconds(pid) for pid in self.nodes)
 
     def _captured(self, buffer: int, index: int) -> None:
@@ -108,7 +108,7 @@ class KeeperSide:
 
 
 class GlooSide:
-    """A process that sends, or one of those that receive; as many tensors as the keeper has slices."""
+    """A process that sends, or one of those that receive; as many tensors as the snapshot server has slices."""
 
     def __init__(self, case: Case, rank: int) -> None:
         import torch
@@ -120,7 +120,7 @@ class GlooSide:
         self._number = 0
 
     def exchange(self) -> float:
-        """Seconds until all receivers have said that everything is there."""
+        """Seconds until all receivers have confirmed that everything has arrived."""
         import torch.distributed as dist
 
         tensors = self._tensors[self._number % NUM_BUFFERS]
@@ -178,7 +178,7 @@ def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _be(keepers: Cluster, cases: list[Case], _: JobConfig, rank: Rank) -> list[dict[str, Any]]:
-    """One process of the gloo side; the first drives the keeper too."""
+    """Run one process of the gloo side; the first also drives the snapshot server."""
     import torch
     import torch.distributed as dist
 

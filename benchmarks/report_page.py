@@ -1,9 +1,9 @@
-"""Claim ``report-page``: the page of a run that failed shows what befell it, in a real browser, and asks nobody.
+"""Claim ``report-page``: the page of a run that failed shows its failures in a real browser, without network access.
 
-Each run is a real one: nodes with expert replicas that go on without a lost one, a pipeline of which one stage goes
-back, ranks that are all started again from windows. ``tools/report.py`` writes its page; headless Chromium opens it in
-light and dark and at widths from 390 to 1900 pixels. What must be there is taken from the lines of the run's files
-(``page_checks.py``).
+Each run is a real one: nodes with expert replicas that continue without a lost one, a pipeline of which one stage
+replays, ranks that are all started again from windows. ``tools/report.py`` writes its page; headless Chromium opens it
+in light and dark and at widths from 390 to 1900 pixels. The required contents are taken from the lines of the run's
+files (``page_checks.py``).
 """
 
 import subprocess
@@ -67,41 +67,45 @@ RUNS = {
         _KILL.format(rank=0, iteration=14),
     ),
 }
-"""By the rung that serves."""
+"""Overrides by the recovery strategy."""
 QUICK = ("replicas",)
 
 
-def run_and_look(folder: Path, socket: str, rung: str) -> Drawn:
+def run_and_look(folder: Path, socket: str, strategy: str) -> Drawn:
     """A run, its page, and what is on it."""
-    words = [*BASE, *RUNS[rung], f"run.name={rung}", f"data.cache_dir={folder / 'cache'}"]
+    words = [*BASE, *RUNS[strategy], f"run.name={strategy}", f"data.cache_dir={folder / 'cache'}"]
     run = run_job(words, forkserver=socket, runs=folder, timeout_seconds=TIMEOUT_SECONDS)
-    problems = unproven(run, rung)
+    problems = unproven(run, strategy)
     if problems:
         return Drawn(problems=problems, num_bytes=0, seconds=0.0, num_figures=0)
     command = [sys.executable, "-m", "tools.report", str(run.run_dir)]
     subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_SECONDS, cwd=REPOSITORY)
-    browser = folder / f"browser-{rung}"
+    browser = folder / f"browser-{strategy}"
     browser.mkdir()
     with browse(browser) as tab:
         return look(run.run_dir, run.run_dir / "report.html", tab)
 
 
-def unproven(run: JobResult, rung: str) -> list[str]:
-    """Why a run is none that a page can be judged by; empty where its fault happened and the rung served."""
+def unproven(run: JobResult, strategy: str) -> list[str]:
+    """Explain why a page cannot be judged by a run; empty where its fault happened and the strategy was used."""
     if run.exit_code != 0:
         return [f"exit code {run.exit_code}: {run.output[-1000:]}"]
     files = Files.of(run.run_dir)
-    rungs = [event["strategy"] for event in files.every("recovery_started")]
-    return [] if files.hits and rungs == [rung] else [f"{len(files.hits)} faults, served by {rungs}, not by {rung}"]
+    strategies = [event["strategy"] for event in files.every("recovery_started")]
+    return (
+        []
+        if files.hits and strategies == [strategy]
+        else [f"{len(files.hits)} faults, served by {strategies}, not by {strategy}"]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the runs, open their pages, and judge them."""
     arguments = parse_arguments(__doc__, argv)
-    rungs = QUICK if arguments.quick else tuple(RUNS)
+    strategies = QUICK if arguments.quick else tuple(RUNS)
     with tempfile.TemporaryDirectory(prefix="report-page-") as name, forkserver(WARM) as socket:
-        pages = {rung: run_and_look(Path(name), socket, rung) for rung in rungs}
-    problems = [f"{rung}: {problem}" for rung, page in pages.items() for problem in page.problems]
+        pages = {strategy: run_and_look(Path(name), socket, strategy) for strategy in strategies}
+    problems = [f"{strategy}: {problem}" for strategy, page in pages.items() for problem in page.problems]
     size, slowest = max(page.num_bytes for page in pages.values()), max(page.seconds for page in pages.values())
     in_time = slowest <= MOST_SECONDS or arguments.quick  # beside other tests a time says nothing
     figure = (

@@ -76,7 +76,7 @@ BASE = (
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a run recorded, attempts together: values by iteration, later attempts after earlier ones."""
+    """Records of a run, attempts together: values by iteration, later attempts after earlier ones."""
 
     digests: list[tuple[int, tuple[str, ...]]]
     losses: list[tuple[int, float]]
@@ -91,7 +91,7 @@ class Recorded:
         )
 
     def differences(self, reference: "Recorded") -> list[str]:
-        """What is not equal to the reference, and what is missing at the end; empty when all bits agree."""
+        """List differences to the reference, and missing values at the end; empty when all bits agree."""
         found = []
         for name, mine, theirs in (
             ("state", self.digests, dict(reference.digests)),
@@ -199,7 +199,7 @@ class Bench:
 
 
 def allowed(row: Row) -> bool:
-    """One rank has no rank 1, and who is killed means nothing where nobody is."""
+    """Exclude impossible cases: one rank has no rank 1, and a victim means nothing without a kill."""
     second = row["killed_rank"] == 1
     return not second or (row["layout"] != "dp1" and row["stop"] in KILLED_IN)
 

@@ -28,7 +28,7 @@ WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3
 
 
 class Saver(Protocol):
-    """One way. What it takes in ``save`` and ``settle`` is time that training stands still."""
+    """One way of saving. Time in ``save`` and ``settle`` blocks training."""
 
     def save(self, result: IterationResult, seconds: float) -> None:
         """The state after an iteration of ``seconds`` is complete."""
@@ -37,14 +37,14 @@ class Saver(Protocol):
         """An update is about to change the state that was saved last."""
 
     def drain(self) -> None:
-        """Wait for what goes on behind; not part of training."""
+        """Wait for background work; not part of training."""
 
     def close(self) -> None:
-        """End for good."""
+        """End permanently."""
 
 
 class Windows:
-    """This project's snapshots, as ``Trainer`` drives them, of a rank whose keeper ``client`` reaches."""
+    """This project's snapshots, as ``Trainer`` drives them, of a rank whose snapshot server ``client`` reaches."""
 
     def __init__(self, trainer: Trainer, snapshot: SnapshotConfig, client: KeeperClient, *, node: int) -> None:
         config = replace(trainer.config, snapshot=snapshot)
@@ -96,7 +96,7 @@ class Windows:
         self._snapshots.close()
 
     def _header(self, index: int) -> dict[str, str]:
-        """What the trainer sends with a slice."""
+        """Build the trainer's header of a slice."""
         if index > 0:
             return {}
         engine, extras = self._engine, self._engine.train_state().to_json()

@@ -71,7 +71,7 @@ class Job(Ranks):
         self.tick_at: float | None = None
 
     def run(self) -> Counter[str]:
-        """To its end; what happened in it.
+        """Run to the end; returns the events.
 
         Raises:
             AssertionError: a rule was broken, or the job never ends.
@@ -93,7 +93,7 @@ class Job(Ranks):
     # -- the controller -----------------------------------------------------------------------------------
 
     def controller_takes(self, event: MachineEvent) -> None:
-        """One event, one step, checked and carried out."""
+        """Process one event in one step, checked and executed."""
         before = self.state
         if self.ended is not None:
             return
@@ -106,7 +106,7 @@ class Job(Ranks):
         self.set_tick()
 
     def carry_out(self, before: State, step: Step) -> None:
-        """What the controller and the console do."""
+        """Execute the actions of the controller and the launcher."""
         after = step.state
         match step.decision:
             case Decision.START | Decision.RESTART:
@@ -142,7 +142,7 @@ class Job(Ranks):
             self.later(wake_at - self.now, self.tick)
 
     def tick(self) -> None:
-        """The controller looks at its clock."""
+        """Advance the controller's clock."""
         self.tick_at = None
         self.controller_takes(Tick())
 
@@ -152,7 +152,7 @@ class Job(Ranks):
             self.reach(rank.node, lambda rank=rank: carry_out(rank) if rank.is_alive else None)  # type: ignore[misc]
 
     def start(self, nodes: Sequence[int], generation: int) -> None:
-        """The ranks of nodes begin, or begin anew from nothing."""
+        """Start the ranks of nodes, or start them again without state."""
         self.begin(nodes, self.num_starts, generation)
         self.num_starts += 1
 
@@ -161,12 +161,12 @@ class Job(Ranks):
         return [self.ranks[number] for node in state.members for number in self.policy.ranks_of(node)]
 
     def ask_to_change(self, rank: Rank, generation: int) -> None:
-        """It is told to stand at the next boundary."""
+        """Request a stop at the next boundary."""
         if rank.generation == generation:
             rank.asked_to_change = generation
 
     def reform(self, before: State, step: Step) -> None:
-        """Ranks that go on or join are told the target and where everybody's experts are."""
+        """Send the target and all placements to ranks that continue or join."""
         reform = step.reform
         assert reform is not None
         self.check_reform(before, step)
@@ -198,7 +198,7 @@ class Job(Ranks):
         self.order(members, lambda rank: self.go_on(rank, step))
 
     def refill(self, step: Step, members: Sequence[Rank]) -> None:
-        """All places have ranks again: stages that lack a rank's state replay, where anybody has state at all."""
+        """Fill all places with ranks again: stages that lack a rank's state replay, where any rank has state at all."""
         if not any(rank.has_state for rank in members):
             self.counts["declined"] += 1
             self.order(members, self.end_rank)
@@ -247,7 +247,8 @@ class Job(Ranks):
     # -- what must hold -----------------------------------------------------------------------------------
 
     def check_step(self, before: State, step: Step) -> None:
-        """One decision ends a generation; too few never go on; nobody comes in who did not wait for it."""
+        """Check that one decision ends a generation, that too few nodes never continue, and that only waiting nodes
+        join."""
         after = step.state
         ends = step.decision in (Decision.REFORM, Decision.RESTART, Decision.END)
         self.decided[before.generation] += ends
@@ -269,10 +270,12 @@ class Job(Ranks):
             assert self.changed[before.generation] == 1, "two changes were ordered in one generation"
             assert set(step.nodes) <= set(before.members), "who is no member cannot leave"
         if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
-            assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were taken for newcomers"
+            assert not set(step.nodes) & (set(before.members) - before.nodes.lost), (
+                "members were taken for joining nodes"
+            )
 
     def check_members(self, before: State, step: Step) -> None:
-        """Who is new has waited for it, and who is gone was lost or asked to leave."""
+        """Check that joining nodes have waited, and that leaving nodes were lost or drained."""
         reform, members = step.reform, set(step.state.members)
         assert reform is not None
         if self.policy.keeps_layout:
@@ -291,12 +294,13 @@ class Job(Ranks):
         self.counts["replaced nodes"] += min(len(came), len(reform.lost))
 
     def check_places(self, before: State, step: Step) -> None:
-        """Who stays keeps its place and its numbers; every lost place has ranks that have waited for it."""
+        """Check that continuing nodes keep places and numbers, and that lost places are taken by ranks that have
+        waited for it."""
         reform, size = step.reform, self.policy.ranks_per_node
         assert reform is not None
         for place, (former, node) in enumerate(zip(before.members, step.state.members, strict=True)):
             numbers = tuple(range(place * size, (place + 1) * size))
-            assert (former in reform.lost) == (node in reform.joining), "a place was taken from the living"
+            assert (former in reform.lost) == (node in reform.joining), "a place was taken from a living node"
             assert former in reform.lost or former == node, "ranks changed places"
             expected = (None,) * size if node in reform.joining else numbers
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == expected, "ranks changed numbers"
@@ -310,14 +314,14 @@ class Job(Ranks):
         self.counts["places filled by their own node"] += len(set(reform.lost) & set(reform.joining))
 
     def check_reform(self, before: State, step: Step) -> None:
-        """Everybody who goes on has spoken, and nothing that a living rank has completed is undone."""
+        """Check that all continuing ranks have reported, and that no iteration completed by a living rank is undone."""
         assert step.reform is not None
         target = step.reform.target.iteration
         heard = {position.rank for position in step.reform.positions}
         for rank in self.members(step.state):
             if rank.node in step.reform.joining:
                 continue
-            assert self.policy.number_among(before.members, rank.start_rank) in heard, "a rank was not heard"
+            assert self.policy.number_among(before.members, rank.start_rank) in heard, "a rank has not reported"
             assert rank.waits or not rank.is_alive, "a rank works on while others are asked"
             assert rank.completed <= target, "a completed iteration would be undone"
             settled = 0 if rank.settled is None else rank.settled.iteration

@@ -25,24 +25,24 @@ class Nodes:
         self.counts: Counter[str] = Counter()
         most = policy.most_nodes
         self.sessions = [-1] * most
-        """Of each node, how many processes it has had before."""
+        """Number of earlier processes of each node."""
         self.is_over = [True] * most
         """Whether the controller has given the newest of them up."""
         self.has_agent = [False] * most
         """Whether it lives."""
         self.starts: dict[int, int] = {}
-        """Of each node, the start that its present ranks are of."""
+        """Start that each node's present ranks belong to."""
         self.words, self.orders = [0.0] * most, [0.0] * most
-        """When the last message from and to each node arrives: they keep their order."""
+        """Arrival time of the last message from and to each node: messages keep their order."""
         self.cut_until = [0.0] * most
-        """Until when each node is cut off from all others: nothing reaches it, nothing leaves it."""
+        """End of each node's partition: nothing reaches it, nothing leaves it."""
 
     def controller_takes(self, event: MachineEvent) -> None:
         """One event reaches the state machine."""
         raise NotImplementedError
 
     def end_ranks(self, node: int) -> None:
-        """All ranks of a node die and nobody is told."""
+        """Kill all ranks of a node without any notice."""
         raise NotImplementedError
 
     # -- time and messages --------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Nodes:
         heapq.heappush(self.events, (self.now + max(0.0, seconds), next(self.numbers), happens))
 
     def delay(self) -> float:
-        """Of one message or one piece of work; now and then a long one."""
+        """Delay of one message or one piece of work; occasionally a long one."""
         return self.random.choice((0.001, 0.01, 0.05, 0.2)) * self.random.random() + (
             1.5 * self.random.random() if self.random.random() < 0.05 else 0.0
         )
@@ -69,7 +69,7 @@ class Nodes:
             self.later(arrives - self.now, lambda: self.hear(node, session, event, start))
 
     def hear(self, node: int, session: int, event: MachineEvent, start: int | None) -> None:
-        """The controller's door: an earlier process is refused, words of earlier ranks are ignored."""
+        """The controller's entry check: an earlier process is refused, words of earlier ranks are ignored."""
         if session != self.sessions[node] or self.is_over[node]:
             self.counts["refused"] += 1
         elif start is not None and start != self.starts[node]:
@@ -91,7 +91,7 @@ class Nodes:
     # -- agents -------------------------------------------------------------------------------------------
 
     def begin_agent(self, node: int) -> None:
-        """The console starts a node's process; one that it still has ends first, which is told before."""
+        """Start a node's process; one that it still has ends first, which is reported before."""
         self.end_agent(node)
         self.later(0.0, lambda: self.lose_agent(node))
         self.later(0.0, lambda: self._begin(node))
@@ -114,7 +114,7 @@ class Nodes:
             self.controller_takes(NodeLost(node, self.now))
 
     def crash_agent(self, node: int) -> None:
-        """A node's process dies; the console sees it soon."""
+        """A node's process dies; the launcher detects it soon."""
         self.end_agent(node)
         self._unless_begun_again(self.delay(), node, lambda: self.lose_agent(node))
 

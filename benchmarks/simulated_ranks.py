@@ -11,7 +11,7 @@ from megatron_ft.planning.recovery.target import Position
 
 LAST_ITERATION = 12
 WAITING = -1
-"""Generation of a newcomer that no membership has named yet."""
+"""Generation of a joining node that no membership has named yet."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def completed(self) -> int:
-        """Newest iteration it has carried out."""
+        """Newest iteration it has completed."""
         return len(self.history)
 
     @property
@@ -51,7 +51,7 @@ class Rank:
 
     @property
     def waits(self) -> bool:
-        """Whether it does nothing until it is told."""
+        """Whether it does nothing until it gets an order."""
         return self.is_broken or self.is_standing or self.is_done or self.generation == WAITING
 
 
@@ -79,13 +79,13 @@ class Ranks(Nodes):
                 self.reach(node, lambda rank=rank, s=seconds: self.later(s, lambda: self.report(rank)))  # type: ignore[misc]
 
     def report(self, rank: Rank) -> None:
-        """It lives and speaks."""
+        """Report a sign of life."""
         if rank.is_alive:
             self.tell(rank.node, RankReported(rank.start_rank), rank.start)
             self.work(rank)
 
     def end_ranks(self, node: int) -> None:
-        """All ranks of a node die and nobody is told."""
+        """Kill all ranks of a node without any notice."""
         for rank in self.ranks.values():
             rank.is_alive = rank.is_alive and rank.node != node
 
@@ -104,12 +104,12 @@ class Ranks(Nodes):
             return
         peers = self.ranks_of[generation]
         cut = max(self.cut_until[other.node] for other in peers if other.is_alive)
-        if cut > self.now:  # a collective stands still; it is not broken
+        if cut > self.now:  # a collective is blocked; it is not broken
             self.later(cut - self.now, lambda: self.do(rank, generation))
             return
         behind = [other for other in peers if other.generation < generation]
         if behind and all(other.is_alive for other in behind):
-            self.later(0.05, lambda: self.do(rank, generation))  # they are still being told of the membership
+            self.later(0.05, lambda: self.do(rank, generation))  # the membership is still being sent to them
             return
         left = [other for other in peers if other.generation > generation]  # they have gone on without this node
         dead = bool(left) or any(other.is_missed for other in peers if other is not rank)
@@ -187,10 +187,11 @@ class Ranks(Nodes):
         self.tell(rank.node, event, rank.start)
 
     def go_on(self, rank: Rank, step: Step, *, replays: bool = False) -> None:
-        """The next membership reaches a rank: it finishes or undoes, or takes another's state, and works on.
+        """Deliver the next membership to a rank: it finishes or undoes, or takes another's state, and continues.
 
         Args:
-            replays: its pipeline stage has lost a rank, and goes back first. A newcomer has no state before that ends.
+            replays: its pipeline stage has lost a rank, and replays first. A joining rank has no state before that
+            ends.
         """
         assert step.reform is not None
         if not rank.is_alive or rank.is_hung:
@@ -236,10 +237,12 @@ class Ranks(Nodes):
         self.later(self.delay(), lambda: self.do(rank, generation))
 
     def await_replay(self, rank: Rank, generation: int) -> None:
-        """A death in its stage breaks a replay, sooner or later; one elsewhere is heard of by order."""
+        """Wait for a replay: a death in its stage breaks it, sooner or later; one elsewhere is learnt by order."""
         peers, own = self.ranks_of[generation], self.stage_of(rank, generation)
         stage = [other for other in peers if self.stage_of(other, generation) == own]
-        behind = [other for other in stage if other.is_alive and other.generation < generation]  # being told of it
+        behind = [
+            other for other in stage if other.is_alive and other.generation < generation
+        ]  # the order is on its way
         if any(other.is_missed and other not in behind for other in stage if other is not rank):
             self.break_rank(rank, generation)
         else:
@@ -250,13 +253,13 @@ class Ranks(Nodes):
         raise NotImplementedError
 
     def take_state(self, rank: Rank, generation: int, iteration: int, vote: Vote | None) -> bool:
-        """A newcomer takes the state after ``iteration`` from a member that has it; whether there is any."""
+        """Give a joining rank the state after ``iteration`` from a member that has it; returns whether there is any."""
         holders = [other for other in self.ranks_of[generation] if other.has_state and other.is_alive]
         if not holders:
             return False
         history = holders[0].history[:iteration]
         if len(history) < iteration:
-            assert vote is not None, "nobody can finish the iteration"
+            assert vote is not None, "no rank can finish the iteration"
             history.append(vote)
         rank.history, rank.has_state, rank.contributed = history, True, iteration
         self.counts["joined ranks"] += 1

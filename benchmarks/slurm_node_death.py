@@ -1,10 +1,11 @@
-"""Claim ``slurm-node-death``: what happens to nodes of a real Slurm job costs no bit of the training.
+"""Claim ``slurm-node-death``: node failures in a real Slurm job do not change a bit of the training.
 
 slurmctld and, in namespaces of its own, a slurmd per node run on this machine. ``sbatch`` starts jobs with overrides on
 five nodes, a spare beside them where the trial has one. kill -9 of a node's first process, its cable pulled before, at
-a random moment; the same while slurmctld is dead, and to jobs that are arrays; a partition, from which the node wakes;
-an administrator's drain. The others go on by replicas, or, with two pipeline stages, a spare takes the place and
-replays. Every loss and every rank's state after every iteration are compared with the right reference, ``atol=0``.
+a random moment; the same while slurmctld is dead, and to jobs that are arrays; a partition, from which the node
+returns; an administrator's drain. The others continue by replicas, or, with two pipeline stages, a spare takes the
+place and replays. Every loss and every rank's state after every iteration are compared with the right reference,
+``atol=0``.
 """
 
 import random
@@ -51,7 +52,7 @@ TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
     "an array: a drained node": lambda lab, name: replicas(lab, name, drained(4), is_array=True),
 }
 QUICK_NODES = 2
-"""Of the quick variant's only job, two stages and a spare."""
+"""Nodes of the quick variant's only job, two stages and a spare."""
 
 
 def _quick(lab: Lab, name: str) -> Trial:
@@ -68,16 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         trials = [attempt(name, lambda name=name, run=run: run(lab, name)) for name, run in runs.items()]
     print(summary(trials), flush=True)
     failed = [trial for trial in trials if trial.problems]
-    rungs = sorted({rung for trial in trials for rung in trial.figures.get("rungs", [])})
+    strategies = sorted({strategy for trial in trials for strategy in trial.figures.get("rungs", [])})
     return finish(
         arguments.out,
         ID,
         passed=not failed,
         figure=(
-            f"{len(trials) - len(failed)} of {len(trials)} jobs on a cluster of six nodes went on without a new start, "
-            f"equal in every bit to their reference ({', '.join(rungs)})"
+            f"{len(trials) - len(failed)} of {len(trials)} jobs on six nodes continued without a new start, "
+            f"equal in every bit to their reference ({', '.join(strategies)})"
         ),
-        threshold="all equal, atol=0; one console each",
+        threshold="all equal, atol=0; one launcher each",
         counts={"trials": len(trials), "passed": len(trials) - len(failed)},
         details={trial.name: {"problems": trial.problems, **trial.figures} for trial in trials},
     )

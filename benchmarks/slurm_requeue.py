@@ -1,12 +1,11 @@
-"""Claim ``slurm-requeue``: a Slurm job that comes back from the queue goes on with the same bits, and not for ever.
+"""Claim ``slurm-requeue``: a requeued Slurm job continues with the same bits, and not endlessly.
 
-On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued three times: after it was warned
-(``scancel --signal=USR1 --batch``) it writes a checkpoint and asks for it itself; an administrator requeues it in the
-middle of an iteration; the batch host dies, with it console and controller, and the nodes that are left ask for it.
-Each time it gets nodes again, finds its run, and every iteration it reports, first or again, has the bits of a run that
-nothing happened to; wandb, read back, has one run of it without gap or duplicate. So goes on an array whose task 0
-loses its node, with console and controller. A last job fails whenever it starts: after three attempts without progress
-it is over.
+On a real cluster (see ``slurm_node_death``) one job of four nodes is requeued three times: after a warning (``scancel
+--signal=USR1 --batch``) it writes a checkpoint and requeues itself; an administrator requeues it in the middle of an
+iteration; the batch host dies, with it launcher and controller, and the remaining nodes requeue it. Each time it gets
+nodes again, finds its run, and every iteration it reports, first or again, has the bits of an undisturbed run; wandb,
+read back, has one run of it without gap or duplicate. The same holds for an array whose task 0 loses its node, with
+launcher and controller. A last job fails at every start: after three attempts without progress it ends.
 """
 
 import random
@@ -24,7 +23,7 @@ from tests.helpers.jobs import forkserver
 ID = "slurm-requeue"
 SEED = 20261123
 NUM_TRIES, QUICK_TRIES = 3, 1
-"""Without progress."""
+"""Attempts without progress."""
 WARM = "megatron_ft.mcore.rank_main:warm"
 
 

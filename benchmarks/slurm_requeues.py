@@ -11,7 +11,7 @@ from tests.helpers.slurm_cluster import wait_until
 from tests.helpers.slurm_jobs import SlurmJob
 
 REQUEUE_SECONDS = 240.0
-"""Until a job that was requeued trains again: its nodes are waited for, and import everything anew."""
+"""Time until a requeued job trains again: it waits for its nodes, which import everything again."""
 STEP = 8
 """Iterations between two events."""
 KEPT = (
@@ -19,7 +19,7 @@ KEPT = (
     "checkpoint.save_at_end=true",
     "detector.lost_controller_seconds=6",
 )
-"""A job that was warned saves; windows are on storage soon; nodes wait for a silent controller for a moment only."""
+"""Settings: a warned job saves; windows are on storage soon; nodes wait only briefly for an unresponsive controller."""
 FINAL_EXIT_CODE = 93
 
 
@@ -48,7 +48,7 @@ def requeued(lab: Lab) -> Trial:
 
 
 def array_goes_on(lab: Lab) -> Trial:
-    """An array whose task 0, with the console, loses its node: the next console joins the nodes that are left."""
+    """An array whose task 0, with the launcher, loses its node: the next launcher joins the nodes that are left."""
     trial = Trial("an array whose first node dies")
     with lab.job([*PIPELINE, *KEPT], num_nodes=4, spares=0, is_array=True) as job:
         lab.some_moment(job, 2 * STEP)
@@ -89,7 +89,7 @@ def hopeless(lab: Lab, max_fruitless: int) -> Trial:
 
 
 def _judge(trial: Trial, lab: Lab, run: JobResult) -> None:
-    """Beside the run that nothing happened to."""
+    """Compare with the undisturbed run."""
     reference = lab.undisturbed(PIPELINE, 4)
     trial.require(reference.exit_code == 0, f"undisturbed: {reference.output[-3000:]}")
     trial.problems += compare(run, reference)
@@ -121,7 +121,7 @@ def _view(job: SlurmJob) -> JobView:
 
 
 def _await_start(job: SlurmJob, number: int) -> None:
-    """Until the run has started for the ``number``-th time, and trains."""
+    """Wait until the run has started for the ``number``-th time, and trains."""
     started = lambda: job.will(lambda: len(job.records("run_started")) >= number)  # noqa: E731
     wait_until(f"start {number} of job {job.number}", started, seconds=REQUEUE_SECONDS)
     lines = len(job.lines("metrics.jsonl"))
@@ -129,7 +129,7 @@ def _await_start(job: SlurmJob, number: int) -> None:
 
 
 def compare(run: JobResult, reference: JobResult) -> list[str]:
-    """What is not equal to the undisturbed run: every report counts, also those of iterations that were run again."""
+    """List differences to the undisturbed run: every report counts, also those of repeated iterations."""
     problems = []
     for file, figure in (("metrics.jsonl", "loss"), ("events.jsonl", "digests")):
         expected = dict(_values(reference, file, figure))

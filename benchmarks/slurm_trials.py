@@ -54,7 +54,7 @@ PIPELINE = (
 
 @dataclass(slots=True)
 class Lab:
-    """Where trials run: clusters for jobs, a warm fork server for what they are compared with."""
+    """Environment of trials: clusters for jobs, a warm fork server for their references."""
 
     bench: Bench
     folder: Path
@@ -85,7 +85,7 @@ class Lab:
                 yield submit(cluster, site, words, num_nodes=num_nodes, name="trial")
 
     def some_moment(self, job: SlurmJob, iteration: int = FIRST_FAULT) -> None:
-        """Until a random moment of about an iteration after ``iteration`` has been reported."""
+        """Wait until a random moment of about an iteration after ``iteration`` has been reported."""
         job.await_iteration(iteration)
         threading.Event().wait(self.rng.uniform(0.0, 0.5))
 
@@ -99,7 +99,7 @@ class Lab:
 
 @dataclass(slots=True)
 class Trial:
-    """What became of a trial."""
+    """Outcome of a trial."""
 
     name: str
     problems: list[str] = field(default_factory=list)
@@ -147,7 +147,10 @@ def replicas(
         memberships = [[(c["nodes"], c["iteration"]) for c in run.changes] for run in (found, reference)]
         trial.require(memberships[0] == memberships[1], f"memberships {memberships}")
         trial.problems += found.differences(reference, 1, NUM_ITERATIONS)[:5]
-    trial.figures |= {"rungs": [rung["strategy"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
+    trial.figures |= {
+        "rungs": [event["strategy"] for event in found.recoveries],
+        "nodes": [c["nodes"] for c in found.changes],
+    }
     return trial
 
 
@@ -178,7 +181,10 @@ def spare_takes_over(
     trial.require(found.changes, "its membership did not change")
     trial.problems += found.differences(reference)[:5]
     trial.require(found.last_iteration >= NUM_ITERATIONS - 1, f"it came to iteration {found.last_iteration}")
-    trial.figures |= {"rungs": [rung["strategy"] for rung in found.rungs], "nodes": [c["nodes"] for c in found.changes]}
+    trial.figures |= {
+        "rungs": [event["strategy"] for event in found.recoveries],
+        "nodes": [c["nodes"] for c in found.changes],
+    }
     return trial
 
 
@@ -214,7 +220,8 @@ def without_slurmctld(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def zombie(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """A node is cut off, the others go on, it comes back while its ranks live: they must not matter, and end."""
+    """Partition a node and reconnect it while its ranks live: the others continue, and its ranks must have no effect
+    and end."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         host = job.host_of(node)
@@ -242,9 +249,9 @@ def drained(node: int) -> Callable[[SlurmJob, Trial], None]:
 
 
 def await_change(job: SlurmJob, *, without: int) -> None:
-    """Until a membership without a node has begun."""
+    """Wait until a membership without a node has begun."""
     changed = lambda: job.will(lambda: any(without not in c["nodes"] for c in job.records("membership_changed")))  # noqa: E731
-    wait_until(f"the others go on without node {without}", changed, seconds=REFORM_SECONDS)
+    wait_until(f"the others continue without node {without}", changed, seconds=REFORM_SECONDS)
 
 
 def ranks_on(cluster: SlurmCluster, host: int) -> list[Any]:
@@ -262,5 +269,5 @@ def _kept(run_dir: Path, target: Path) -> Path:
 
 
 def summary(trials: Sequence[Trial]) -> str:
-    """For people."""
+    """Summarize for people."""
     return json.dumps({trial.name: {"problems": trial.problems, **trial.figures} for trial in trials}, indent=1)

@@ -1,10 +1,11 @@
-"""Claim ``snapshot-stall``: capturing a slice of the state every iteration hardly holds training up.
+"""Claim ``snapshot-stall``: capturing a slice of the state every iteration hardly delays training.
 
 Two ranks of one real job with a sharded optimizer. In every round each way of keeping state takes its turn, in an order
 that changes: some iterations with a save after each, and a warm copy of as many bytes right before and right after.
-This project's windows go to real keepers, with copies at two other nodes' keepers. A save's time is what passes between
-the end of an iteration and the start of the next, and what the next update waits. Each round counts for its slowest
-rank; times are medians over rounds, the first of which is reported apart. CPU time and pages come from the kernel.
+This project's windows go to real snapshot servers, with copies at two other nodes' servers. A save's time is the time
+between the end of an iteration and the start of the next, and the wait of the next update. Each round counts for its
+slowest rank; times are medians over rounds, the first of which is reported apart. CPU time and pages come from the
+kernel.
 """
 
 import resource
@@ -33,7 +34,7 @@ ID = "snapshot-stall"
 WORLD_SIZE, NUM_NODES = 2, 3
 ROUNDS, QUICK_ROUNDS = 13, 2
 NUM_SAVES = 4
-"""In a row; windows have as many slices."""
+"""Saves in a row; windows have as many slices."""
 MEMCPY_REPEATS = 3
 JOB_SECONDS, QUICK_JOB_SECONDS = 900.0, 300.0
 _JOB = (
@@ -50,7 +51,7 @@ _SNAPSHOT = ("snapshot=sparse_window", "snapshot.num_peer_copies=2", "snapshot.i
 Call = tuple[float, float, int]
 """Wall seconds, CPU seconds and minor page faults of a thread."""
 BUDGET_BYTES = 29e6
-"""Of one slice: a quarter of the state and the weights of what is captured later."""
+"""Bytes of one slice: a quarter of the state and the weights of what is captured later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -216,7 +217,7 @@ class _Bench:
         return time.perf_counter() - began - self.settled[0]
 
     def memcpy_bytes_per_second(self) -> float:
-        """Of one thread between warm buffers, both ranks at once as they save."""
+        """Measure one thread's copies between warm buffers, both ranks at once as they save."""
         self._barrier()
         seconds: list[float] = []
         for _ in range(MEMCPY_REPEATS):
@@ -263,7 +264,7 @@ class _Bench:
 
 
 def _timed(call: Callable[[], None]) -> Call:
-    """What a call took of this thread."""
+    """Measure a call on this thread."""
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     cpu, began = time.thread_time(), time.perf_counter()
     call()

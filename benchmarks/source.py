@@ -14,7 +14,7 @@ ALWAYS = ("requirements/constraints.txt",)
 """Files that every result depends on."""
 SUFFIXES = {".py", ".yaml", ".yml", ".txt", ".sh", ".sbatch", ".cpp", ".cu", ".h"}
 NOT_SOURCE = ("benchmarks/results", "benchmarks/claims.yaml")
-"""What tables and texts are made of; no claim is measured with it."""
+"""Tables, texts and their results; no claim is measured with them."""
 _MODULE = re.compile(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 _TARGET = re.compile(rf"\b{_MODULE.pattern}")
 

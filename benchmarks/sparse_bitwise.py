@@ -1,11 +1,11 @@
-"""Claim ``sparse-bitwise``: what sparse snapshots give back equals, in every bit, what was lost.
+"""Claim ``sparse-bitwise``: state restored from sparse snapshots equals, in every bit, the lost state.
 
-One job per row of a covering array, and in each job one fault per generation: every rank is killed at a drawn
-iteration and phase, all ranks are started again, find their windows in the memory of the nodes, replay them and go on.
-All losses and the digests of every rank's whole state after every iteration, of all generations, are compared with
-runs that were left alone, one without snapshots and one with them. A few jobs lose their nodes as well and continue
-from windows on disk. A trial is a fault; it counts when the run's own record shows that it happened, that windows had
-three slices or more, and what the job continued from. ``atol=0``.
+One job per row of a covering array, and in each job one fault per generation: every rank is killed at a drawn iteration
+and phase, all ranks are started again, find their windows in the memory of the nodes, replay them and continue. All
+losses and the digests of every rank's whole state after every iteration, of all generations, are compared with
+undisturbed runs, one without snapshots and one with them. A few jobs lose their nodes as well and continue from windows
+on disk. A trial is a fault; it counts when the run's own record shows that it happened, that windows had three slices
+or more, and the source from which the job continued. ``atol=0``.
 """
 
 import json
@@ -52,9 +52,9 @@ DISK_ITERATIONS = (12, 17, 23, 14, 20)
 """The iteration each of these is lost in."""
 TIMEOUT_SECONDS = 300.0
 HELD_SECONDS = 60.0
-"""How long the iteration in which a job loses its nodes is held open for that."""
+"""Time for which the iteration that loses the job's nodes is held open."""
 ANY_BYTES = 1 << 40
-"""To ask ``dry_run`` with: what it says of the whole state does not depend on it."""
+"""Any value for ``dry_run``: its figure for the whole state does not depend on it."""
 HUNG = -1
 """Exit code of a job that was ended because it took too long: a failure like any other."""
 WARM = "megatron_ft.mcore.rank_main:warm"
@@ -77,7 +77,7 @@ class Bench:
     folder: Path
     socket: str
     faults: dict[str, list[Row]]
-    """Of each row, by its text."""
+    """Faults of each row, by its text."""
     quick: bool = False
     """Whether one undisturbed run is enough."""
     references: dict[str, Reference] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Bench:
         return self.references[key]
 
     def dense_bytes(self, row: Row, overrides: Sequence[str]) -> int:
-        """Of the whole state on the rank that has most, by ``dry_run``."""
+        """Size of the whole state on the rank that has most, by ``dry_run``."""
         words = [*overrides, *sparse_snapshots(row, ANY_BYTES), "dry_run=true", "dry_run_format=json"]
         words.append(f"data.cache_dir={self.folder / 'cache'}")
         command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
@@ -125,7 +125,7 @@ class Bench:
 
     @property
     def num_iterations(self) -> int:
-        """Of every run."""
+        """Number of iterations of every run."""
         return QUICK_ITERATIONS if self.quick else NUM_ITERATIONS
 
     def killed_in_memory(self, row: Row, faults: Sequence[Row], reference: Reference) -> list[Outcome]:
@@ -204,10 +204,10 @@ class Bench:
 def outcome_of(
     fault: Row, number: int, generations: Sequence[Generation], lasting: Sequence[str], reference: Reference
 ) -> Outcome:
-    """What became of the fault in generation ``number``.
+    """Judge the fault in generation ``number``.
 
     Args:
-        lasting: what is wrong with the job as a whole.
+        lasting: errors of the job as a whole.
     """
     after = generations[number + 1 :]
     chosen = after[0].newest("recovery_started") if after else None
@@ -231,7 +231,7 @@ def outcome_of(
 
 
 def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> list[str]:
-    """What the run's record lacks to show that a fault happened as drawn; empty when it shows it."""
+    """List what the run's record lacks to prove that a fault happened as drawn; empty when it is proven."""
     if len(generations) <= number + 1:
         return ["the ranks were not started again"]
     own, after = generations[number], generations[number + 1]
@@ -254,7 +254,7 @@ def why_unproven(fault: Row, number: int, generations: Sequence[Generation]) -> 
 
 
 def source_of(started: Mapping[str, Any]) -> Any:
-    """Where the state came from: the place of a window, else the strategy."""
+    """Return the source of the state: the place of a window, else the strategy."""
     return started.get("source", started["strategy"])
 
 

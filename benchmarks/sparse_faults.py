@@ -1,4 +1,4 @@
-"""Which jobs are killed when: the rows of a covering array, and the faults drawn for each of them."""
+"""Jobs and faults: the rows of a covering array, and the faults drawn for each of them."""
 
 import random
 from collections.abc import Sequence

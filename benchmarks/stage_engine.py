@@ -14,7 +14,7 @@ from tests.helpers.engines import MadeUpSamples
 
 
 class Place:
-    """Stands where the model looks for its pipeline group: a rank and a size, nobody to talk to."""
+    """Stand-in for the model's pipeline group: a rank and a size, without peers."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         self._stage, self._num_stages = stage, num_stages

@@ -1,8 +1,8 @@
-"""What a pipeline stage takes for a microbatch, on the real engine, alone in one process.
+"""Measures a pipeline stage's time for a microbatch on the real engine, alone in one process.
 
-The stage is built as the first, a middle or the last of three with one layer each. Tensors of its neighbours come out
-of a log, and what it sends is dropped, as in a localized replay. Times are CPU seconds of its only computing thread: a
-core of its own, whatever else the machine does.
+The stage is built as the first, a middle or the last of three with one layer each. Tensors of its neighbours come from
+a log, and what it sends is dropped, as in a localized replay. Times are CPU seconds of its only computing thread: a
+core of its own, independent of other load on the machine.
 """
 
 import json
@@ -29,8 +29,10 @@ NUM_STAGES = len(KINDS)
 NUM_MICROBATCHES = 4
 TOKENIZER_VOCAB_SIZE = 257
 LOADS = ((3, 40, 2, 5, 13, 7, 10, 20), (20, 2, 10, 5, 40, 3, 7, 13), (5, 13, 3, 20, 40, 7, 2, 10))
-"""Relative load of each expert, by layer. Numbers tell nothing of popularity: a token's expert lies in the middle of
-them on average, so that an order by number is neither the best nor the worst."""
+"""Relative load of each expert, by layer. Numbers are independent of popularity: a token's expert lies in the middle
+of
+them on average, so that an order by number is neither the best nor the worst.
+"""
 SIZES = {
     "moe_micro": (),
     "wide": ("model.hidden_size=256", "model.moe_ffn_hidden_size=512", "model.seq_length=128"),
@@ -53,7 +55,7 @@ class StageTimes:
 
     @property
     def passes(self) -> PassSeconds:
-        """As the virtual clock takes them."""
+        """Return passes in the form of the virtual clock."""
         return PassSeconds(forward_seconds=self.forward_seconds, backward_seconds=self.backward_seconds)
 
 

@@ -1,4 +1,4 @@
-"""What the rows of ``snapshot_stall.py`` amount to."""
+"""Derives figures from the rows of ``snapshot_stall.py``."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -73,7 +73,8 @@ def judge(figures: dict[str, Any], *, num_saves: int, quick: bool) -> tuple[bool
 
 
 def table(figures: dict[str, Any]) -> str:
-    """For people; figures of one save: CPU milliseconds while training stood still, and of the rank beyond training."""
+    """Format a table; figures of one save: CPU milliseconds while training was blocked, and of the rank beyond
+    training."""
     lines = [
         f"{'':34}{'blocked ms':>11}{'x memcpy':>10}{'worst':>8}{'of iter.':>10}{'first ms':>10}{'first x':>9}"
         f"{'its CPU':>9}{'rank CPU':>9}{'bytes':>7}{'slowed':>8}"

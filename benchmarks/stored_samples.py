@@ -30,7 +30,7 @@ _DENSE_FILES = {"__0_0.distcp": 9000, "__1_0.distcp": 5000, ".metadata": 300, "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a load gave."""
+    """Result of a load."""
 
     iteration: int | None
     """None when nothing there verifies."""

@@ -93,7 +93,7 @@ def all_placements(num_nodes: int, num_slots: int, num_experts: int) -> dict[tup
 def check_instance(
     num_nodes: int, num_slots: int, counts: tuple[int, ...], placements: set[Sets], totals: dict[str, Any]
 ) -> Iterator[str]:
-    """What is wrong with the search on one allocation."""
+    """List errors of the search on one allocation."""
     floor = min(*counts, num_nodes)
     curves = {held: curve(held, num_nodes) for held in placements}
     keeping = [held for held in placements if min(mask.bit_count() for mask in held) >= floor]
@@ -174,7 +174,7 @@ def places(name: str, counts: tuple[int, ...], num_slots: int) -> list[set[int]]
 
 
 def failing(held: Sequence[set[int]]) -> int:
-    """Of the ten losses of three out of five nodes, how many lose an expert."""
+    """Count the losses of three out of five nodes that lose an expert."""
     return sum(any(nodes <= set(lost) for nodes in held) for lost in combinations(range(1, 6), 3))
 
 

@@ -36,7 +36,7 @@ BASE = (
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """One console after another in a run's folder, from one warm fork server."""
+    """One launcher after another in a run's folder, from one warm fork server."""
 
     folder: Path
     name: str
@@ -45,9 +45,9 @@ class Job:
     most_nodes: int
     console: "subprocess.Popen[bytes] | None" = None
     began: float = 0.0
-    """When the present one was started, by the wall clock."""
+    """Start of the present one, by the wall clock."""
     starts: list[float] = dataclasses.field(default_factory=list)
-    """When each was."""
+    """Start of each."""
 
     @property
     def run_dir(self) -> Path:
@@ -55,7 +55,7 @@ class Job:
         return self.folder / self.name
 
     def start(self, *words: str) -> None:
-        """Start a console; what one before has reported is not this one's."""
+        """Start a launcher; reports of an earlier one do not count."""
         self.began = time.time()
         self.starts.append(self.began)
         places = [f"run.dir={self.folder}", f"run.name={self.name}", f"data.cache_dir={self.folder / 'cache'}"]
@@ -72,11 +72,11 @@ class Job:
 
     @property
     def _log(self) -> Path:
-        """What the consoles print."""
+        """Output of the launchers."""
         return self.folder / f"{self.name}.log"
 
     def alive(self) -> bool:
-        """Whether the present console runs."""
+        """Whether the present launcher runs."""
         return self.console.poll() is None
 
     def iterations(self, until: float = float("inf")) -> list[dict[str, Any]]:

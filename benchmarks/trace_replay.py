@@ -45,17 +45,17 @@ Event = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a subject made of the trace."""
+    """Result of a subject's replay of the trace."""
 
     useful_iterations: int
     first_iteration_seconds: float
-    """From the start of its process to the first iteration; not part of the replayed time."""
+    """Time from the start of its process to the first iteration; not part of the replayed time."""
     iteration_seconds: float
     """Median of its iterations: they differ with what else the machine does."""
     counts: dict[str, int]
     problems: list[str]
     restart_seconds: list[float | None] = dataclasses.field(default_factory=list)
-    """From the start of each later console to its first iteration; None where it was killed before."""
+    """Time from the start of each later launcher to its first iteration; None where it was killed before."""
 
 
 def measure_elastic(job: Job, schedule: FailureSchedule) -> tuple[Replayed, list[dict[str, Any]]]:
@@ -74,12 +74,14 @@ def measure_elastic(job: Job, schedule: FailureSchedule) -> tuple[Replayed, list
     history = committed(job.iterations(ended_at), job.events())
     injected = records_of(job.run_dir / INJECTED_FILE)
     problems += history.problems + unproven(injected, job.events())
-    rungs = [event["strategy"] for event in job.events() if event["kind"] == "recovery_started" and event["generation"]]
+    strategies = [
+        event["strategy"] for event in job.events() if event["kind"] == "recovery_started" and event["generation"]
+    ]
     changes = [event for event in job.events() if event["kind"] == "membership_changed"]
     counts = {
         "changes_in_living_processes": len(changes),
         "restarts_after_rung_1_declined": sum(event["kind"] == "ranks_restarted" for event in job.events()),
-        "continued_from_checkpoint": rungs.count("checkpoint"),
+        "continued_from_checkpoint": strategies.count("checkpoint"),
         "run_again": history.num_void,
         "unreported": history.num_untold,
     }
@@ -101,7 +103,7 @@ class History:
     num_void: int
     """Reported, and run again after a restart from a checkpoint."""
     num_untold: int
-    """Committed by all, but their reporter died before it said so."""
+    """Iterations committed by all whose reporter died before its report."""
     problems: list[str]
 
 
@@ -131,7 +133,7 @@ def committed(iterations: Sequence[Event], events: Sequence[Event]) -> History:
 
 
 def unproven(injected: Sequence[Event], events: Sequence[Event]) -> list[str]:
-    """Nodes that were killed as members without that the job's own events show it go on without them.
+    """List nodes that were killed as members without proof by the job's own events that it continued without them.
 
     A node that is killed before it has joined has been injected all the same.
     """
@@ -185,7 +187,7 @@ def measure_restarts(
         problems.append(str(error))
     finally:
         if job.alive() and standing_at_end(job.iterations(), [], job.began) == 0:
-            job.kill()  # the last one is still on its way up: it has nothing to stop yet
+            job.kill()  # the last one is still starting: it has nothing to stop yet
         else:
             problems += job.stop()
     loaded = [event for event in job.events() if event["kind"] == "checkpoint_loaded"]

@@ -35,7 +35,7 @@ class Case:
 
     name: str
     plan: Callable[[], TransferPlan]
-    """From the former layout and who lives to the plan, nothing prepared but the list of tensors."""
+    """Time from the previous layout and the live ranks to the plan, nothing prepared but the list of tensors."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,10 @@
-"""Claim ``unauthenticated-connections``: strangers that use up descriptors stop no job and keep no agent out.
+"""Claim ``unauthenticated-connections``: unauthenticated peers that use up descriptors stop no job and block no agent.
 
-The real controller's process with a soft and a hard limit of 1,024 descriptors serves 100 agents that speak the real
-protocol (``light_agents``). Then 1,500 connections without a token are held open to its port, and opened again as soon
-as they are closed. Meanwhile every agent's calls must be answered, operators' calls over new connections, too; a node
-is lost, for which the controller opens files and finds a port; and its agent comes back over a new connection and
-becomes a member again.
+The real controller's process with a soft and a hard limit of 1,024 descriptors serves 100 agents with the real protocol
+(``light_agents``). Then 1,500 connections without a token are held open to its port, and opened again as soon as they
+are closed. Meanwhile every agent's calls must be answered, operators' calls over new connections, too; a node is lost,
+for which the controller opens files and finds a port; and its agent comes back over a new connection and becomes a
+member again.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Crowd(threading.Thread):
         self._over = threading.Event()
         self.num_opened = 0
         self.num_closed = 0
-        """By the controller."""
+        """Connections closed by the controller."""
         self.most_held = 0
 
     def run(self) -> None:
@@ -61,7 +61,7 @@ class Crowd(threading.Thread):
                 self._read(key.fileobj)
 
     def _open(self) -> bool:
-        """Half of them say nothing, half begin a call without a token."""
+        """Half of them stay silent, half begin a call without a token."""
         try:
             sock = socket.create_connection(self._target, timeout=_CONNECT_SECONDS)
             if self.num_opened % 2:
@@ -114,7 +114,7 @@ async def endure(job: RealController, quick: bool) -> tuple[list[str], dict[str,
         fleet.begin(node, 1000 + node)
     status = await status_when(job.run_dir, "running", LIMIT_SECONDS)
     if status["phase"] != "running":
-        problems.append(f"the job is {status['phase']} before anybody disturbs it")
+        problems.append(f"the job is {status['phase']} before any disturbance")
     with strangers(job.address, QUICK_STRANGERS if quick else NUM_STRANGERS) as crowd:
         began = time.monotonic()
         full = QUICK_DESCRIPTORS if quick else NUM_DESCRIPTORS
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     enough = counts["opened"] >= number
     figure = (
         f"{counts['opened']:.0f} connections without a token, up to {number} at a time, to a controller with {limit} "
-        f"descriptors: {num_agents} agents went on, {len(wrong)} healthy nodes lost, a lost one came back"
+        f"descriptors: {num_agents} agents continued, {len(wrong)} healthy nodes lost, a lost one came back"
     )
     return finish(
         arguments.out,

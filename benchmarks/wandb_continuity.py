@@ -1,9 +1,9 @@
 """Claim ``wandb-continuity``: wandb has one run of a job that was killed and started again, each iteration once.
 
-Each job of three nodes is killed whole, three times: console, controller, agents, keepers, ranks and wandb's own
-process get a SIGKILL at once, at a random moment of an iteration, with all that wandb had not written yet. Each time
-the run is continued (``run.resume=must``) from a dense checkpoint some iterations back, so that iterations are run
-again. In the last job the rank of node 0, which reports, is killed at a random moment while the others train on. Then
+Each job of three nodes is killed whole, three times: launcher, controller, agents, snapshot servers, ranks and wandb's
+own process get a SIGKILL at once, at a random moment of an iteration, with all that wandb had not written yet. Each
+time the run is continued (``run.resume=must``) from a dense checkpoint some iterations back, so that iterations are run
+again. In the last job the rank of node 0, which reports, is killed at a random moment while the others continue. Then
 wandb's offline folders are read back by wandb's own reader (``wandb_readback.py``). A job counts when its events show
 every fault.
 """
@@ -32,9 +32,9 @@ from tests.helpers.jobs import forkserver
 ID = "wandb-continuity"
 NUM_JOBS, QUICK_JOBS = 4, 1
 NUM_KILLS, QUICK_KILLS = 3, 1
-"""Of each whole job."""
+"""Kills of each whole job."""
 LEAST_ITERATIONS, MOST_ITERATIONS = 3, 12
-"""That an attempt reports before it is killed, drawn between these: after few of them wandb has written nothing yet."""
+"""Range of the reports of an attempt before it is killed: after few of them wandb has written nothing yet."""
 SAVE_INTERVAL = 4
 """Iterations from one checkpoint to the next; a kill comes one to three after one."""
 NUM_NODES = 3
@@ -98,7 +98,7 @@ def run_and_kill(folder: Path, socket: str, number: int, rng: random.Random, num
 
 
 def fresh(job: Job) -> int:
-    """Iterations that the present console has reported."""
+    """Iterations that the present launcher has reported."""
     return sum(record["time_unix_seconds"] >= job.began for record in job.iterations())
 
 
@@ -108,7 +108,7 @@ def newest(job: Job) -> int:
 
 
 def train_and_kill(job: Job, rng: random.Random) -> None:
-    """Let the present console report some iterations, the last of them after a checkpoint, then kill all of it.
+    """Let the present launcher report some iterations, the last of them after a checkpoint, then kill all of it.
 
     Raises:
         TimeoutError: it does not come so far, or does not end.
@@ -122,10 +122,10 @@ def train_and_kill(job: Job, rng: random.Random) -> None:
 
 
 def kill_at_once(job: Job) -> None:
-    """All processes of the job, as the death of their machine would. Returns when none is left.
+    """Kill all processes of the job, as the death of their machine would. Returns when none is left.
 
     Raises:
-        TimeoutError: one lives on.
+        TimeoutError: a process stays alive.
     """
     console = psutil.Process(job.console.pid)
     with processes_of(job.run_dir, range(NUM_NODES), 1) as found:
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sent_late": sum(history.num_sent_late for history in histories),
         "untold": sum(len(history.untold) for history in histories),
     }
-    untold = f"; {counts['untold']} that nobody reported, their reporter being dead" if counts["untold"] else ""
+    untold = f"; {counts['untold']} without a report, their reporter being dead" if counts["untold"] else ""
     problems = [problem for run in runs for problem in run.problems]
     figure = (
         f"{len(good)} of {len(runs)} runs are one in wandb after {counts['jobs_killed']} killed jobs and "

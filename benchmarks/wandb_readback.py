@@ -19,7 +19,7 @@ from megatron_ft.telemetry.sinks.wandb import ID_FILE
 
 TIMEOUT_SECONDS = 120.0
 MOST_TOLD = 5
-"""Of problems of one kind."""
+"""Limit of reported problems of one kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class WandbStep:
 
     @property
     def attempt(self) -> int:
-        """The attempt that its figures are of; 0 where it does not say."""
+        """The attempt that its figures are of; 0 where it has none."""
         return int(self.figures.get("job/attempt", 0))
 
 
@@ -47,9 +47,9 @@ class WandbHistory:
     """All that lies in a run's wandb folders, beside what the run has reported."""
 
     run_ids: tuple[str, ...]
-    """Of each folder that says so, in their order."""
+    """Run id of each folder that has one, in their order."""
     own_id: str | None
-    """What the run's folder says."""
+    """Id in the run's folder."""
     steps: tuple[WandbStep, ...]
     begins: Mapping[int, int]
     """Folder to the attempt that its job began with, by the restart marker in its config; not where the job sent none.
@@ -60,13 +60,14 @@ class WandbHistory:
 
     @property
     def num_attempts(self) -> int:
-        """How often ranks were started for the run."""
+        """Count the starts of ranks for the run."""
         return sum(isinstance(event, RunStarted) for event in self.events)
 
     @property
     def untold(self) -> frozenset[int]:
-        """Iterations that nobody has reported: all ranks had completed them, and the one that reports died before it
-        did. A membership begins with each."""
+        """Iterations without a report: all ranks had completed them, and the reporting one died before its report. A
+        membership begins with each.
+        """
         begins = {event.iteration for event in self.events if isinstance(event, MembershipChanged)}
         return frozenset(begins - self.losses.keys() - {0})
 
@@ -81,7 +82,7 @@ class WandbHistory:
         return sum(len(losses) > 1 for losses in self.losses.values())
 
     def problems(self) -> list[str]:
-        """What is wrong, in words; empty for a run that has ended and that wandb has as one."""
+        """List problems in words; empty for a run that has ended and that wandb has as one."""
         return [*self._of_ids(), *self._of_axis(), *self._of_losses(), *self._of_attempts()]
 
     def _of_ids(self) -> Iterator[str]:

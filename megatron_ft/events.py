@@ -17,7 +17,7 @@ from megatron_ft.snapshot_events import *  # noqa: F403
 from megatron_ft.strict_json import JsonValue, decode, to_number
 
 _MOST_PROCESSES_NAMED = 8
-"""On one line of the terminal."""
+"""Limit of processes named on one line of the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class IterationSkipped(Record):
     iteration: int
     """Iteration that was skipped."""
     reason: str
-    """Why, e.g. ``non_finite`` or ``loss_spike``."""
+    """Reason, e.g. ``non_finite`` or ``loss_spike``."""
     values: dict[str, float] | None = None
     """Figures that the decision was based on."""
 

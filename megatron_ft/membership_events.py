@@ -40,7 +40,7 @@ class MembershipChanged(Record):
     nodes: tuple[int, ...]
     """Its nodes, by the numbers they have had since the job began."""
     reason: str
-    """Why the one before ended."""
+    """Reason for the end of the previous membership."""
     iteration: int
     """Newest iteration of the state that it begins with."""
     seconds: float
@@ -167,7 +167,7 @@ class RanksRestarted(Record):
     generation: int
     """The one that begins: how often ranks have been started again or have continued without lost nodes."""
     reason: str
-    """The reason that ended the generation before."""
+    """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
     """Ranks that failed, the first one first; without those that were ended because of them."""
     iteration: int

@@ -15,7 +15,7 @@ class SnapshotPlanned(Record):
     window_iterations: int
     """Iterations that together capture every operator once (W)."""
     interval_iterations: int
-    """From the start of a window to the start of the next."""
+    """Iterations from the start of a window to the start of the next."""
     window_bytes: int
     """Bytes of a window on the rank that captures most."""
     dense_bytes: int
@@ -23,7 +23,7 @@ class SnapshotPlanned(Record):
     host_bytes: int
     """Memory that windows and peers' copies take on the node that needs most."""
     reason: str
-    """Why the window has this size and order."""
+    """Reason for this size and order of the window."""
 
     def describe(self) -> Note:
         return Note(
@@ -46,9 +46,9 @@ class WindowCommitted(Record):
     captured_bytes: int | None = None
     """Bytes that this rank captured since the previous committed window."""
     replicated_bytes: int | None = None
-    """Bytes that this rank's keeper has sent to peers since then, each peer counted."""
+    """Bytes that this rank's snapshot server has sent to peers since then, each peer counted."""
     persisted_bytes: int | None = None
-    """Bytes that this rank's keeper has written to storage since then."""
+    """Bytes that this rank's snapshot server has written to storage since then."""
 
     def describe(self) -> None:
         return None

@@ -25,10 +25,10 @@ class Refused(Exception):
 
 
 def read_site(path: Path) -> dict[str, str]:
-    """The values of a site's file, as the batch script will read them.
+    """Read the values of a site's file as the batch script will.
 
     Raises:
-        Refused: the file cannot be read, names no network interface, or has a count that is none.
+        Refused: the file cannot be read, names no network interface, or has an invalid count.
     """
     script = 'source "$1" && shift && for name; do printf "%s\\0" "${!name}"; done'
     done = subprocess.run(
@@ -47,18 +47,18 @@ def read_site(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """How nodes become a job of Slurm."""
+    """Distribution of nodes over jobs of Slurm."""
 
     script: str
     launch: str
-    """The choice of the group ``launch``."""
+    """Choice of the group ``launch``."""
     overrides: tuple[str, ...] = ()
-    """What the script sets besides sizes and places."""
+    """Overrides that the script sets besides sizes and places."""
     log: str = "%j"
-    """Of ``slurm-....log``, in sbatch's words."""
+    """Name of the log in sbatch's syntax, after ``slurm-``."""
 
     def options(self, num_nodes: int, num_queued: int) -> list[str]:
-        """Options of sbatch for so many nodes; those in the queue are not among the ones that run at a time."""
+        """Return options of sbatch for this number of nodes; queued ones are not among those that run at a time."""
         if self.launch == "slurm":
             return [f"--nodes={num_nodes}"]
         return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}"]
@@ -71,10 +71,10 @@ SHAPES = {
 
 
 def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequence[str]) -> None:
-    """Have the job's own dry run pass, with its plan on standard output.
+    """Run the job's own dry run, with its plan on standard output.
 
     Raises:
-        Refused: it does not.
+        Refused: it fails.
     """
     num_spares = int(site["MFT_SPARE_NODES"])
     sizes = {"num_nodes": num_nodes - num_spares, "num_spare_nodes": num_spares}
@@ -86,7 +86,7 @@ def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequenc
 
 
 def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, variables: Mapping[str, str]) -> str:
-    """A script of this folder with these options of sbatch, overrides and environment variables written into it."""
+    """Write these options of sbatch, overrides and environment variables into a script of this folder."""
     script = (HERE / name).read_text(encoding="utf-8")
     assert script.count(_START) == 1, "its first command, behind the directives: of two the later one counts"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
@@ -95,10 +95,10 @@ def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, 
 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
-    """Refuse what no shape or not this one can have.
+    """Refuse options that are impossible for any shape or for this one.
 
     Raises:
-        Refused: so it is.
+        Refused: one of them is.
     """
     if chosen.shape != "array" and chosen.queued != 0:
         raise Refused("--queued is of --shape array")
@@ -109,7 +109,7 @@ def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
 
 
 def submit(script: str) -> str:
-    """Hand the script to ``sbatch``; the job's id.
+    """Submit the script with ``sbatch``; returns the job's id.
 
     Raises:
         Refused: Slurm does not take it.
@@ -123,7 +123,7 @@ def submit(script: str) -> str:
 
 
 def submit_chain(script: str, length: int) -> list[str]:
-    """Hand the script to ``sbatch`` so often; the jobs' ids.
+    """Submit the script with ``sbatch`` several times; returns the jobs' ids.
 
     Raises:
         Refused: Slurm does not take one; those before it stay, and are named.

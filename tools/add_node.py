@@ -1,4 +1,4 @@
-"""Has a node started for a running job; it joins at an iteration boundary.
+"""Starts a node for a running job; it joins at an iteration boundary.
 
 python -m tools.add_node runs/moe_tiny-001 2
 """

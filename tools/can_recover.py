@@ -1,11 +1,10 @@
-"""What a job could go on from if nodes were lost: which operators survive, what is run again, how long it takes.
+"""Reports from what a job could continue if nodes were lost: surviving operators, repeated iterations, duration.
 
     python -m tools.can_recover runs/moe_tiny-001 --lose 2,5
     python -m tools.can_recover --config model=moe_tiny placement=spread launch.num_nodes=4 --lose 1
 
-A run's folder is asked for what the run has: placement, windows, checkpoints, and how long things took there. Dense
-checkpoints and persisted windows are read whole and verified. Exit code 0: there is state to go on from; 9: there is
-none.
+A run's folder provides placement, windows, checkpoints, and measured durations. Dense checkpoints and persisted windows
+are read whole and verified. Exit code 0: the job could continue from some state; 9: it could not.
 """
 
 import argparse
@@ -42,35 +41,34 @@ from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
-"""Newest iterations whose median is how long an iteration takes."""
+"""Number of newest iterations whose median is the duration of an iteration."""
 _VOCABULARY = 1
-"""Where the tokenizer decides the vocabulary's size: no answer here depends on it."""
+"""Stand-in where the tokenizer decides the vocabulary's size: no answer here depends on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What ``--json`` prints."""
+    """Result that ``--json`` prints."""
 
     cost: LossCost
     num_operators: int
     seconds_again: float | None
-    """Seconds for the iterations that are run again, at the run's own pace; None where it is not known."""
-    seconds_to_go_on: float | None
-    """Median seconds of the run's earlier changes of membership; None where there were none, or ranks start anew."""
+    """Seconds for the repeated iterations, at the run's own pace; None where it is not known."""
+    seconds_to_continue: float | None
+    """Median seconds of the run's earlier changes of membership; None where there were none, or ranks start again."""
     notes: tuple[str, ...] = ()
     device: str = "cpu"
-    """``cpu`` or ``cuda``: what the answer holds on."""
+    """Device that the answer holds for: ``cpu`` or ``cuda``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         figures = {"num_operators": self.num_operators, "notes": list(self.notes), "device": self.device}
-        seconds = {"seconds_again": self.seconds_again, "seconds_to_go_on": self.seconds_to_go_on}
+        seconds = {"seconds_again": self.seconds_again, "seconds_to_continue": self.seconds_to_continue}
         return {**self.cost.to_json(), "is_recoverable": self.cost.is_recoverable, **figures, **seconds}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run's folder as it is read here."""
+    """A run's folder."""
 
     path: Path
     config: JobConfig
@@ -97,12 +95,13 @@ class Run:
             with AdminClient(path) as operator:
                 nodes, is_running = tuple(sorted(operator.status()["members"])), True
         except JobNotRunning:
-            pass  # said in the answer: rungs that need the living decline
+            pass  # the answer shows it: strategies that need live ranks decline
         config = _on_its_device(config, events)
         return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
-        """(the placement in force of each stage, the loads of each that it rests on); nothing without replicas.
+        """Return (the placement in force of each stage, the loads of each that it is based on); nothing without
+        replicas.
 
         Raises:
             DataError: its file is missing, damaged, or of another membership.
@@ -127,16 +126,16 @@ class Run:
         return plans, loads
 
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
-        """(what the run has, what was passed over)."""
+        """Return (stored state of the run, skipped state with reasons)."""
         metrics = read_metrics(self.path)
         path, damaged = newest_valid(self.path / "checkpoints")
-        notes = [f"{report.path}: passed over: {report.reason}" for report in damaged]
+        notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
         if folder := self._windows():
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
             entry, reports = folder.newest(world_size)
             persisted = None if entry is None else entry.start_iteration
-            notes += [f"{report.path}: passed over: {report.reason}" for report in reports]
+            notes += [f"{report.path}: skipped: {report.reason}" for report in reports]
         committed = [event for event in since_start(self.events) if isinstance(event, WindowCommitted)]
         stored = Stored(
             iteration=metrics[-1].iteration if metrics else 0,
@@ -155,7 +154,7 @@ class Run:
 
 
 def read_config(path: Path) -> JobConfig:
-    """The configuration a run was started with, derived as it is carried out.
+    """Read the configuration a run was started with, and derive it as at the start.
 
     Raises:
         DataError: no such file, or none of a run.
@@ -169,25 +168,26 @@ def read_config(path: Path) -> JobConfig:
 
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
-    """``config`` on the device that the run's ranks reported last, or the one it names; ``auto`` before any rank."""
+    """Put ``config`` on the device that the run's ranks reported last, or the one it names; ``auto``
+    before any rank."""
     reported = [event.device.partition(":")[0] for event in events if isinstance(event, RunStarted) and event.device]
     return on_device(config, reported[-1]) if reported else config
 
 
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
-    """Events of the present start of the ranks."""
+    """Select the events of the present start of the ranks."""
     starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
     return events[starts[-1] :] if starts else []
 
 
 def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
-    """Nodes that the run's records say it has: all since a start, or those of the newest membership."""
+    """List the nodes in the run's records: all since a start, or those of the newest membership."""
     changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
     return tuple(sorted(changes[-1].nodes)) if changes else tuple(range(config.launch.num_nodes))
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
-    """The answer for a run's folder. Raises MegatronFtError where it cannot be read or the question makes no sense."""
+    """Answer for a run's folder. Raises MegatronFtError where it cannot be read or the question is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = report_snapshots(run.config, _VOCABULARY)
     plans, loads = run.placement()
@@ -203,7 +203,7 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
 
 
 def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
-    """The answer for a job that has not begun. Raises as ``ask_run``."""
+    """Answer for a job that has not begun. Raises as ``ask_run``."""
     from megatron_ft.config.validate import validate
     from pretrain_moe import compose
 
@@ -222,14 +222,14 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
         cost=found,
         num_operators=len(means.operators),
         seconds_again=again,
-        seconds_to_go_on=None,
+        seconds_to_continue=None,
         notes=others,
         device=device,
     )
 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
-    """(the device that an answer is for, what holds on the other one where ranks may find that).
+    """Return (the device of an answer, what holds on the other one where ranks may find that).
 
     Raises:
         ConfigError: the device refuses the configuration.
@@ -249,18 +249,18 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
-    """What the run's own records say of durations; None where they say nothing."""
+    """Measure durations from the run's own records; None where they have none."""
     pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
     if cost.max_iterations is not None and (pace or cost.max_iterations == 0):
         again = cost.max_iterations * statistics.median(pace[-NUM_MEASURED:]) if cost.max_iterations else 0.0
-    to_go_on = statistics.median(changes) if changes and cost.rung == "replicas" else None
-    return {"seconds_again": again, "seconds_to_go_on": to_go_on}
+    to_continue = statistics.median(changes) if changes and cost.rung == "replicas" else None
+    return {"seconds_again": again, "seconds_to_continue": to_continue}
 
 
 def render(answer: Answer) -> str:
-    """The answer for people."""
+    """Render the answer as text."""
     cost = answer.cost
     num_lost = len(cost.lost_operators)
     moved = "" if cost.moved_bytes is None else f", {cost.moved_bytes:,} bytes of experts move"
@@ -271,7 +271,7 @@ def render(answer: Answer) -> str:
     if cost.lost_operators:
         lines.append(f"  not: {grouped(cost.lost_operators)}")
     lines.append(f"iterations again: {_seconds(answer.seconds_again)}")
-    lines.append(f"to go on: {_seconds(answer.seconds_to_go_on)}")
+    lines.append(f"to continue: {_seconds(answer.seconds_to_continue)}")
     for declined in cost.declined:
         missing = f": {grouped(declined.missing)}" if declined.missing else ""
         lines.append(f"not {declined.rung}: {declined.reason}{missing}")
@@ -279,14 +279,14 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: LossCost) -> str:
-    """What the present state of operators on the nodes that are left is good for."""
+    """Describe the use of the present state of operators on the remaining nodes."""
     if cost.rung in ("replicas", "localized"):
-        return "live on in their present state"
+        return "stay alive in their present state"
     return "have their present state on nodes that are left, which is not used"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:
-    """``2.gate, 2.expert.0-3``: experts of a layer that follow each other together."""
+    """Group consecutive experts of a layer: ``2.gate, 2.expert.0-3``."""
     names: list[str] = []
     run: list[OperatorId] = []
     for operator in [*operators, None]:

@@ -1,9 +1,9 @@
-"""What this machine lacks for a job, before the job is submitted to it: each finding with its mend.
+"""Checks what this machine lacks for a job, before the job is submitted to it: each finding with its fix.
 
     python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
     srun --nodes=1 python -m tools.doctor --nodes-here 1 <the job's overrides>
 
-It takes the job's own overrides and looks at ports, interfaces, memory, limits, the run's file system, clocks, devices
+It takes the job's own overrides and checks ports, interfaces, memory, limits, the run's file system, clocks, devices
 and versions. Nothing is started. Exit code 0: nothing is wrong; 1: warnings, with --strict; 2: something would break
 the job.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding]:
-    """All findings for the job of ``overrides``.
+    """Return all findings for the job of ``overrides``.
 
-    Without the packages it is built on, a configuration cannot even be read: then these are what is found.
+    Without the packages it is built on, a configuration cannot even be read: then these are the findings.
     """
     software = observe_software()
     if lacking := missing(software):
@@ -46,11 +46,11 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
         needs = needs_of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
-        mend = "change what it names; the checks of the job's needs were left out"
-        found.append(error(subject, str(refusal), mend))
+        fix = "change what it names; the checks of the job's needs were left out"
+        found.append(error(subject, str(refusal), fix))
     device = "cpu" if needs is None else needs.device
-    wants = needs is not None and needs.uses_transformer_engine
-    found += check_software(software, device=device, wants_transformer_engine=wants)
+    required = needs is not None and needs.uses_transformer_engine
+    found += check_software(software, device=device, needs_transformer_engine=required)
     return [*found, *_examine_machine(needs)]
 
 

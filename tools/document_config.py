@@ -43,7 +43,7 @@ def _row(doc: KeyDoc) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or with ``--check`` say whether it is up to date; returns the exit code."""
+    """Write the page, or with ``--check`` report whether it is up to date; returns the exit code."""
     parser = argparse.ArgumentParser(prog="document_config", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     if parser.parse_args(arguments).check:

@@ -1,4 +1,4 @@
-"""Has a node leave a running job at the next iteration boundary; the others train on.
+"""Drains a node of a running job at the next iteration boundary; the others continue.
 
 python -m tools.drain runs/moe_tiny-001 2
 """

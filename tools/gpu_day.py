@@ -1,4 +1,4 @@
-"""Runs the stages of a GPU day and keeps what each of them found.
+"""Runs the stages of a GPU day and keeps their results.
 
 python tools/gpu_day.py first --budget 560 --out day
 python tools/gpu_day.py nccl --budget 570 --out day

@@ -69,7 +69,7 @@ def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> int:
-    """Replace the folder by the contents of the wheels; how many there were."""
+    """Replace the folder by the contents of the wheels; returns their number."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for wheel in wheels:

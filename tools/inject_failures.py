@@ -1,4 +1,5 @@
-"""Brings failures into a job that runs: nodes are killed, stopped, cut off, drained or added, their disks fail, or a
+"""Injects failures into a running job: nodes are killed, stopped, disconnected, drained or added, their disks fail, or
+a
 recorded trace is replayed.
 
 python -m tools.inject_failures runs/moe_tiny-001 --kill 2 --at-iteration 50
@@ -7,7 +8,7 @@ python -m tools.inject_failures runs/moe_tiny-001 --partition 1 --for 30
 python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
-A failure hits whole nodes from outside, at any moment of an iteration. One phase of one rank is a matter of
+A failure affects whole nodes from outside, at any moment of an iteration. A failure in one phase of one rank needs
 launch.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
 """
 
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Bring in what was asked for; what could not be. Raises MegatronFtError."""
+    """Inject the requested failures; returns what could not be injected. Raises MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
         operator.status()  # a job runs there
@@ -97,7 +98,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
         injector.kill(options.kill, at_iteration=options.at_iteration)
     elif options.stop is not None:
         for log in injector.stop(options.stop, options.seconds, at_iteration=options.at_iteration):
-            print(f"the process of {log} was ended while it stood still")
+            print(f"the process of {log} ended while it was stopped")
     elif options.partition is not None:
         injector.partition(options.partition, options.seconds, at_iteration=options.at_iteration)
     elif options.disk_error is not None:
@@ -110,7 +111,7 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that do not belong together, before anything is waited for. Raises ConfigError."""
+    """Refuse inconsistent options before any waiting. Raises ConfigError."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
             raise ConfigError.of(f"--{option}", value, "is for --trace only")
@@ -124,7 +125,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """What the run's configuration says of its nodes. Raises DataError."""
+    """Read the nodes from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
         launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]

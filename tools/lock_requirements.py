@@ -1,8 +1,8 @@
 """Writes requirements/*.lock: every package of an installation with the hashes of all its files (``make lock``).
 
-Versions are those of requirements/constraints.txt. ``uv`` says which packages an installation consists of on each
-supported Python, and which hashes the package index lists. torch is the user's choice and in no lock; what its builds
-for the CPU need is in torch.lock, which also has what builds packages that have no wheel.
+Versions are those of requirements/constraints.txt. ``uv`` resolves the packages of an installation on each supported
+Python, and lists the hashes of the package index. torch is the user's choice and in no lock; the needs of its builds
+for the CPU are in torch.lock, with those of building packages without a wheel.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Pin:
     """One version of one package."""
 
     name: str
-    """As indexes compare names: lower case, with ``-``."""
+    """Normalized name: lower case, with ``-``."""
     version: str
     pythons: str = ""
     """``<`` or ``>=``: for Pythons before 3.11 only, or for later ones only; empty for all."""
@@ -61,12 +61,12 @@ def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
 
 
 def normal(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """Normalize a package's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: str | None = None) -> str:
-    """A lock's text; ``includes`` names another lock."""
+    """Render a lock's text; ``includes`` names another lock."""
     lines = [HEADER, *([f"-r {includes}.lock\n"] if includes else [])]
     for pin in sorted(pins):
         lines.append(" \\\n".join([str(pin), *(f"    --hash=sha256:{found}" for found in sorted(hashes[pin]))]) + "\n")
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
-    """What the index lists for the pins that a Python takes."""
+    """Return the index's hashes for the pins that a Python takes."""
     wanted = [pin for pin in pins if pin.pythons in kinds]
     plain = {Pin(pin.name, pin.version): pin for pin in wanted}
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -
 
 
 def _closure(uv: str, files: Sequence[str], python: str) -> set[str]:
-    """Names of all packages of an installation of ``files``, torch and what only its CUDA builds need left out."""
+    """List all packages of an installation of ``files``, without torch and what only its CUDA builds need."""
     with tempfile.TemporaryDirectory() as folder:
         never = Path(folder, "never.txt")
         never.write_text('torch==0; sys_platform == "never"\n')
@@ -118,7 +118,7 @@ def _compile(uv: str, arguments: Sequence[str], python: str) -> str:
     command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-emit-index-url"]
     platform = ["--python-version", python, "--python-platform", _PLATFORM]
     environment = dict(os.environ)
-    if certificates := environment.get("PIP_CERT"):  # what pip trusts on this machine
+    if certificates := environment.get("PIP_CERT"):  # certificates that pip trusts on this machine
         environment.setdefault("SSL_CERT_FILE", certificates)
     whole = [*command, *platform, *arguments]
     return subprocess.run(whole, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout

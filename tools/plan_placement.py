@@ -1,4 +1,4 @@
-"""Plan expert replicas for recorded loads: how many of each, on which node, and what survives lost nodes."""
+"""Plans expert replicas for recorded loads: how many of each, on which node, and what survives lost nodes."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from megatron_ft.topology import Cluster
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Plots draw the whole survival curve up to so many nodes, beyond only the numbers asked for."""
+"""Largest number of nodes with a whole survival curve in plots; beyond it only requested numbers are drawn."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,17 +56,17 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A plan and what survives it."""
+    """A plan and its survival figures."""
 
     allocations: tuple[Allocation, ...]
-    """Of each layer; empty where the counts were given."""
+    """Allocation of each layer; empty where the counts were given."""
     plan: PlacementPlan
     layers: tuple[tuple[Survival, ...], ...]
-    """Of each layer alone, for each number of lost nodes."""
+    """Figures of each layer alone, for each number of lost nodes."""
     joint: tuple[Survival, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The document that ``--json`` prints."""
+        """Build the document that ``--json`` prints."""
         layers = [
             {
                 "replica_counts": list(self.plan.replica_counts(layer)),
@@ -91,7 +91,7 @@ class Result:
 
 
 def plan(options: argparse.Namespace) -> Result:
-    """Allocate and place as the command line says."""
+    """Allocate and place as requested on the command line."""
     check(options)
     lost = tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
     cluster = Cluster.of(options.num_nodes, 1)
@@ -106,7 +106,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for numbers that cannot be."""
+    """Raise ConfigError for impossible numbers."""
     for key in ("num_nodes", "slots_per_node", "min_replicas"):
         value = getattr(options, key)
         if value is not None and value < 1:
@@ -121,14 +121,14 @@ def check(options: argparse.Namespace) -> None:
 
 
 def flag(name: str) -> str:
-    """A field's name on the command line."""
+    """Return a field's name on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Loads, allocations and replica counts of each layer; given counts are one layer without loads."""
+    """Return loads, allocations and replica counts of each layer; given counts are one layer without loads."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -146,7 +146,7 @@ def demand(
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """``2,3,3`` as integers."""
+    """Parse ``2,3,3`` as integers."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -154,13 +154,13 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def read_loads(options: argparse.Namespace) -> Tokens:
-    """``[layers, experts]`` of the chosen iteration or of all."""
+    """Read ``[layers, experts]`` of the chosen iteration or of all."""
     recorded = read_expert_loads(options.loads)
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 
 
 def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> PlacementAlgorithm:
-    """The algorithm; a search aims at the numbers of lost nodes that were asked for, all alike."""
+    """Choose the algorithm; a search optimizes the requested numbers of lost nodes with equal weights."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
     if name == "overlap_search" and any(weights):
         return OverlapSearch(objective=SurvivalObjective(lost_weights=weights))
@@ -168,7 +168,7 @@ def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> Placemen
 
 
 def table(result: Result) -> str:
-    """Layers, their replicas and slots, and survival, for people."""
+    """Format layers, their replicas and slots, and survival as text."""
     lines = [result.plan.summary()]
     lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
     if lowered:
@@ -190,7 +190,7 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw who sits where (one layer: the first) and the survival of each layer and of all together."""
+    """Draw the slots (one layer: the first) and the survival of each layer and of all together."""
     try:
         import matplotlib
     except ImportError as error:
@@ -216,7 +216,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Numbers of lost nodes, survival of each layer, survival of all."""
+    """Compute numbers of lost nodes, survival of each layer, survival of all."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

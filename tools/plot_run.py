@@ -2,8 +2,7 @@
 
     python tools/plot_run.py runs/moe_tiny-001 --out run.png
 
-Reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be going on. Needs matplotlib (the
-``docs`` extra).
+Reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be running. Needs matplotlib (the ``docs`` extra).
 """
 
 import argparse
@@ -20,7 +19,7 @@ from megatron_ft.telemetry.expert_load import relative_load
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072b2", "#e69f00", "#d55e00", "#009e73", "#7f7f7f"
-"""From the palette of Okabe and Ito, which people with any colour vision tell apart."""
+"""Colours of Okabe and Ito's palette, distinguishable with any colour vision."""
 MAX_LAYERS = 12
 SECONDARY = (("learning_rate", "learning rate", GREEN), ("grad_norm", "gradient norm", BLUE))
 
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(run_dir: Path) -> tuple[list[Metrics], list[Record]]:
-    """What is drawn.
+    """Read the figures to draw.
 
     Raises:
         DataError: a file of the run is missing, damaged, or holds no metrics yet.
@@ -57,7 +56,7 @@ def read_run(run_dir: Path) -> tuple[list[Metrics], list[Record]]:
 
 
 def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) -> Any:
-    """The picture, a ``matplotlib.figure.Figure``.
+    """Draw the picture, a ``matplotlib.figure.Figure``.
 
     Raises:
         SoftwareError: matplotlib is not installed.
@@ -77,7 +76,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
 
 
 def _draw_figures(figure: Any, metrics: Sequence[Metrics], events: Sequence[Record]) -> None:
-    """Loss with evaluations at the left; learning rate and gradient norm at the right."""
+    """Draw loss with evaluations at the left; learning rate and gradient norm at the right."""
     panels = figure.subplot_mosaic([["loss", "learning_rate"], ["loss", "grad_norm"]], width_ratios=(2.2, 1))
     _draw_loss(panels["loss"], metrics, events)
     for name, label, colour in SECONDARY:
@@ -107,7 +106,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """A heat map per mixture layer: experts upwards, iterations to the right; white is the even share."""
+    """Draw a heat map per mixture layer: experts upwards, iterations to the right; white is the even share."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))
@@ -126,7 +125,7 @@ def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
 
 
 def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequence[int]]) -> Any:
-    """One heat map. ``layer``: tokens per expert, for each of ``loads``."""
+    """Draw one heat map. ``layer``: tokens per expert, for each of ``loads``."""
     shares = [list(column) for column in zip(*(relative_load(tokens) for tokens in layer), strict=True)]
     extent = (loads[0].iteration - 0.5, loads[-1].iteration + 0.5, -0.5, len(shares) - 0.5)
     panel.set_yticks([0, len(shares) - 1])
@@ -136,7 +135,7 @@ def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequenc
 
 
 def _resumes(events: Sequence[Record]) -> list[int]:
-    """Iterations the run was resumed from."""
+    """List the iterations the run was resumed from."""
     started = [event.resumed_from_iteration for event in events if isinstance(event, RunStarted)]
     return [iteration for iteration in started if iteration is not None]
 

@@ -1,4 +1,4 @@
-"""Turn text or JSONL into an indexed dataset (``PREFIX.bin``, ``PREFIX.idx``) that ``data.train`` can name."""
+"""Turns text or JSONL into an indexed dataset (``PREFIX.bin``, ``PREFIX.idx``) that ``data.train`` can name."""
 
 import argparse
 import os
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def documents(options: argparse.Namespace) -> Iterator[str]:
-    """Documents of all inputs, in order."""
+    """Yield the documents of all inputs, in order."""
     for path in options.input:
         if options.format == "jsonl" or (options.format == "auto" and path.suffix in JSON_SUFFIXES):
             yield from json_documents(path, options.json_key)
@@ -73,7 +73,7 @@ def write(writer: IndexedWriter, tokenizer: Tokenizer, texts: Iterator[str], *, 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what the command line says and print what was written."""
+    """Run the command line and print what was written."""
     started = time.perf_counter()
     if options.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(options.workers)

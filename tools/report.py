@@ -1,11 +1,11 @@
-"""A run as one page: loss, failures, and for each recovery who computed, who waited and what moved.
+"""Renders a run as one page: loss, failures, and for each recovery which ranks computed, which waited and what moved.
 
     python -m tools.report runs/moe_tiny-001                    # writes runs/moe_tiny-001/report.html
     python -m tools.report runs/moe_tiny-001 --out page.html
-    python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run goes on
+    python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run continues
 
 The page is one file that fetches nothing. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and placements/;
-the run may still be going on.
+the run may still be running.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"page to write; {FILE} in the run's folder if not given"
     )
-    parser.add_argument("--live", action="store_true", help="write it again while the run goes on, until it has ended")
+    parser.add_argument("--live", action="store_true", help="write it again during the run, until it has ended")
     parser.add_argument(
         "--every", type=_whole_seconds, default=5, metavar="SECONDS", help="how often, at most; 5 if not given"
     )
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
-    """Write the page until the run has ended, and once more, so that the last one is not read again and again."""
+    """Write the page until the run has ended, and once more, so that the last one is not reloaded."""
 
     def write_page() -> bool:
         report = build(read_run(run_dir))
@@ -85,7 +85,7 @@ def _whole_seconds(text: str) -> int:
 
 
 def write(path: Path, page: str) -> None:
-    """Put the page in place at once: who looks at an older one sees that one or the new one.
+    """Put the page in place atomically: readers see the old one or the new one.
 
     Raises:
         ConfigError: it cannot be written there.

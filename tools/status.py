@@ -1,4 +1,4 @@
-"""Where a running job stands: its generation, its nodes, how far each is.
+"""Shows the state of a running job: its generation, its nodes, and the iteration of each.
 
 python -m tools.status runs/moe_tiny-001
 """
@@ -37,23 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render(status: Mapping[str, Any]) -> str:
-    """One line on the job, one on each node.
+    """Render one line on the job, one on each node.
 
     Raises:
-        ControlError: the controller's answer is none.
+        ControlError: the controller's answer cannot be read.
     """
     try:
         head = (
-            f"generation {status['generation']}, {status['phase']}; went on without nodes or with others "
+            f"generation {status['generation']}, {status['phase']}; continued without nodes or with others "
             f"{status['num_reforms']} times; controller {status['epoch']}"
         )
-        rows = [("node", "state", "iteration", "phase", "seconds since it was heard")]
+        rows = [("node", "state", "iteration", "phase", "seconds since its last report")]
         states = {node: state for name, state in _GROUPS for node in status[name]}
         for node in sorted(states | {int(name): "" for name in status["nodes"]}):
             about = status["nodes"].get(str(node), {})
             seconds = about.get("seconds_since_word")
-            heard = None if seconds is None else f"{seconds:.1f}"
-            figures = (about.get("iteration"), about.get("phase"), heard)
+            since = None if seconds is None else f"{seconds:.1f}"
+            figures = (about.get("iteration"), about.get("phase"), since)
             shown = ("-" if figure is None else str(figure) for figure in figures)
             rows.append((str(node), states.get(node, "-"), *shown))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -9,7 +9,7 @@
 namespace megatron_ft::dispatch {
 namespace {
 
-// Calls visit(expert) for every set byte of one token's line, ascending, eight bytes at a glance.
+// Calls visit(expert) for every set byte of one token's line, ascending, eight bytes at a time.
 template <typename Visit>
 inline void for_each_expert(const uint8_t* line, int64_t num_experts, Visit visit) {
     int64_t expert = 0;
@@ -40,7 +40,7 @@ inline int64_t filling(int64_t position, int64_t rank) {
     return position <= rank ? position - 1 : position;
 }
 
-// Where the tokens of one expert stand: the copy being filled, the row it is at and the room it has left.
+// Position of one expert's tokens: the copy being filled, the row it is at and the room it has left.
 struct Cursor {
     int64_t position = -1;
     int64_t next_row = 0;

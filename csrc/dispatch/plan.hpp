@@ -1,4 +1,4 @@
-// Which rows a rank sends, and how arrived rows are ordered. Notation: megatron_ft/runtime/dispatch/backend.py.
+// Chooses the rows that a rank sends, and the order of arrived rows. Notation: megatron_ft/runtime/dispatch/backend.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// How many tokens go where. The rule is stated in megatron_ft/planning/dispatch.py.
+// Computes how many tokens go where. The rule is stated in megatron_ft/planning/dispatch.py.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ void rows_of_rank(const int64_t* counts, const int64_t* quotas, int64_t num_expe
 DISPATCH_ANYWHERE inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 DISPATCH_ANYWHERE inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// What the copies of one expert take with even shares: `share` tokens each, one more for `rest` of them from copy
+// Tokens of the copies of one expert with even shares: `share` tokens each, one more for `rest` of them from copy
 // `first` on, cyclically.
 struct EvenShares {
     int64_t share, rest, first, copies;

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass
 class CheckpointConfig:
-    """When dense checkpoints are saved, which are kept, and which are loaded."""
+    """Saving, retention and loading of dense checkpoints."""
 
     save_interval_iterations: int = 0
     """Iterations from one save to the next; 0 saves at the end only."""

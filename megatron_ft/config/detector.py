@@ -16,5 +16,5 @@ class DetectorConfig:
     """A node without an answer from the controller for this long ends its ranks: it is disconnected, and another node
     may have taken its place. Must be above ``detector.heartbeat_timeout_seconds``."""
     hang_seconds: float | None = 600.0
-    """When no rank makes progress for this long, the ranks that are furthest behind are killed; if all are at the same
+    """Time without progress of any rank after which the ranks furthest behind are killed; if all are at the same
     point, all of them. Null waits without limit."""

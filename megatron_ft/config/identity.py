@@ -41,7 +41,7 @@ class Difference:
     present: JsonValue
     """Value of the job."""
     advice: str = ""
-    """How to keep the stored value, where it was derived from another key."""
+    """Way to keep the stored value, where it was derived from another key."""
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"

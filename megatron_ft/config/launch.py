@@ -11,7 +11,7 @@ class LaunchConfig:
     """``local``: this command starts an agent per node, and agents start the ranks. ``torchrun`` or ``srun``: this
     process is already a rank; chosen automatically, with a note, where the launcher's variables are set."""
     node_launcher: str = "local"
-    """How nodes are started in mode ``local``. ``local``: on this machine. ``srun``: one on each node of the Slurm
+    """Start of nodes in mode ``local``. ``local``: on this machine. ``srun``: one on each node of the Slurm
     allocation that this command runs in. ``none``: not by this command; each task of the Slurm array that it runs in
     connects as a node, and reconnects by itself if it is lost. ``module:Class`` is a launcher from outside of this
     package (``control/launchers/base.py``)."""

@@ -106,7 +106,7 @@ class ModelConfig:
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: str = "probs"
-    """Which tokens are dropped beyond the capacity: by ``probs`` or by ``position``."""
+    """Order in which tokens beyond the capacity are dropped: by ``probs`` or by ``position``."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = None

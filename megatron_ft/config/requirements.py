@@ -18,7 +18,7 @@ class Requirement:
     is_excluded: bool = False
     """Whether ``value`` is the one that the key must not have."""
     instead: str = ""
-    """For an excluded value: what the key must be, in words."""
+    """Constraint of the key in words, for an excluded value."""
     reason: str = ""
     """Why, as the end of a message."""
 

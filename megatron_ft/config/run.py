@@ -15,5 +15,5 @@ class RunConfig:
     """``never``: the run must not exist yet. ``must``: it must exist and hold a checkpoint. ``auto``: continue from its
     newest usable state, or start from scratch if it has saved none."""
     start_over: bool = False
-    """With ``run.resume=auto``: start at iteration 0 if the run has saved state but none of it is usable. Otherwise
+    """Allow ``run.resume=auto`` to start at iteration 0 if the run has saved state but none of it is usable. Otherwise
     such a start is refused, with the reason for every piece of state."""

@@ -26,12 +26,12 @@ class Certificates:
     private_key: bytes = field(repr=False)
 
     def of_server(self) -> grpc.ServerCredentials:
-        """For a server that refuses callers without a certificate of the authority."""
+        """Credentials of a server that refuses callers without a certificate of the authority."""
         pair = (self.private_key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.authority, require_client_auth=True)
 
     def of_client(self) -> grpc.ChannelCredentials:
-        """For a caller that refuses servers without one."""
+        """Credentials of a caller that refuses servers without one."""
         return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
 
 

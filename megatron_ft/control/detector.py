@@ -92,7 +92,7 @@ class Detector:
         return self._places.get(rank)
 
     def seconds_since_word(self, node: int, now: float) -> float | None:
-        """Since a node's process has called; None of one that is not there."""
+        """Seconds since a node's process has called; None without a process."""
         return self._nodes.seconds_since(node, now)
 
     def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:

@@ -98,7 +98,7 @@ class RecordWritten(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Report):
-    """How far a rank is; changes no state."""
+    """Progress of a rank; changes no state."""
 
     op: ClassVar[str] = "progress"
     iteration: Count
@@ -160,7 +160,7 @@ class Broken(EndReport):
     planned: bool = False
 
     def event(self) -> events.MachineEvent:
-        """What the state machine takes in."""
+        """Input of the state machine."""
         about = (self.at_seconds, self.iteration or 0, self.is_final, self.planned)
         return events.RankBroken(self.rank, self.position, *about)
 
@@ -233,7 +233,7 @@ class Start(Order, LaunchSpec):
     ranks: dict[str, list[Count]]
     """Node, as text, to the numbers of its ranks."""
     nodes: list[Count]
-    """For each rank of the membership its node."""
+    """Node of each rank of the membership."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
     """Name to node, as text, to address."""

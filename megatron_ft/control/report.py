@@ -20,7 +20,7 @@ _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "lau
 
 
 def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "") -> str:
-    """Which rank died first, how, why, what became of the others, where logs are, how to resume.
+    """Report the first rank that died, its cause, the fate of the others, the logs, and how to resume.
 
     Args:
         node_log: last lines of a lost node's own log, shown when no rank is to blame.

@@ -24,7 +24,7 @@ from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 
 Method = Callable[[Message], Message | bytes]
-"""From a JSON object to a JSON object, or to the bytes of one."""
+"""Function from a JSON object to a JSON object, or to the bytes of one."""
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 HANDSHAKE_SECONDS = 10

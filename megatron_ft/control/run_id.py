@@ -1,6 +1,6 @@
 """The random name of a run, made when its folder is first claimed and kept there: ``run_id.json``.
 
-A folder can be renamed and another run can get the same name; the random name tells runs apart all the same.
+A folder can be renamed and another run can get the same name; the random name still distinguishes runs.
 """
 
 import json

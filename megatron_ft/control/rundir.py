@@ -40,7 +40,7 @@ class RunDir:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder that was claimed is still where it was, as far as its file system can tell."""
+        """Whether the folder that was claimed is still where it was, according to its file system."""
         try:
             return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
         except FileNotFoundError:

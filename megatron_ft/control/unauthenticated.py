@@ -45,7 +45,7 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """How many connections a server of this process may have, so that descriptors are left for all else."""
+    """Limit of connections of a server of this process, so that descriptors are left for all else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
 
@@ -139,7 +139,7 @@ class UnauthenticatedConnections:
         return len(self._since)
 
     def most(self, num_authenticated: int) -> int:
-        """How many unauthenticated connections there may be beside authenticated ones."""
+        """Limit of unauthenticated connections beside authenticated ones."""
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
     def _connections(self) -> list[_Connection]:

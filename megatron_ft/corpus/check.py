@@ -18,19 +18,19 @@ PROBE_WINDOW_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSummary:
-    """What one source gives one split. Counts are None where the built-in corpus is yet to be indexed."""
+    """Contribution of one source to one split. Counts are None where the built-in corpus is yet to be indexed."""
 
     split: str
     name: str
     tokens: int | None
     samples: int | None
     checked: str
-    """What was checked about its token ids."""
+    """Description of the check of its token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """What a job reads."""
+    """Data that a job reads."""
 
     sources: tuple[SourceSummary, ...]
     tokenizer_vocab_size: int

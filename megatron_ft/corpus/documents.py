@@ -1,4 +1,4 @@
-"""Documents out of text and JSONL files; whatever cannot be read is named by file and line."""
+"""Reads documents from text and JSONL files; unreadable content is named by file and line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterator[str]:
-    """The text file ``path`` as one document, or one per stretch between blank lines.
+    """Yield the text file ``path`` as one document, or one per stretch between blank lines.
 
     Raises:
         DataError: the file is missing, empty or not UTF-8.
@@ -26,7 +26,7 @@ def text_documents(path: Path, *, split_on_blank_lines: bool = False) -> Iterato
 
 
 def json_documents(path: Path, key: str) -> Iterator[str]:
-    """The string at ``key`` of every line of the JSONL file ``path``; blank lines are passed over.
+    """Yield the string at ``key`` of every line of the JSONL file ``path``; blank lines are skipped.
 
     Raises:
         DataError: the file is missing or empty, or a line is not UTF-8, no JSON object, or has no string at ``key``.
@@ -37,7 +37,7 @@ def json_documents(path: Path, key: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text with its line end)."""
+    """Yield (number from 1, text with its line end)."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if not path.stat().st_size:

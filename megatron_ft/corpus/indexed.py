@@ -33,17 +33,17 @@ MAX_SEQUENCE_TOKENS = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Format Megatron's own tools choose for a vocabulary: ``uint16`` below 65,500 entries, else ``int32``."""
+    """Choose the format of Megatron's own tools for a vocabulary: ``uint16`` below 65,500 entries, else ``int32``."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The file of tokens."""
+    """Path of the file of tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file of the index."""
+    """Path of the file of the index."""
     return Path(f"{prefix}.idx")
 
 
@@ -144,7 +144,7 @@ def _flush(stream: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexInfo:
-    """What a sound index says about its tokens."""
+    """Content of a sound index about its tokens."""
 
     prefix: str
     dtype: np.dtype
@@ -224,7 +224,7 @@ def _chunks(stream: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[n
 
 
 def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int, itemsize: int) -> int:
-    """Number of tokens. Byte offsets have to be the running sum of the lengths: sequences lie back to back."""
+    """Return the number of tokens. Byte offsets must be the running sum of the lengths: sequences lie back to back."""
     total, first = 0, 0
     all_lengths = _chunks(stream, HEADER.size, "<i4", num_sequences)
     all_pointers = _chunks(stream, HEADER.size + 4 * num_sequences, "<i8", num_sequences)
@@ -243,7 +243,7 @@ def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int
 
 
 def _check_documents(path: Path, stream: BinaryIO, num_sequences: int, num_entries: int) -> None:
-    """Document table: starts at 0, never falls, ends at the number of sequences."""
+    """Check the document table: starts at 0, never falls, ends at the number of sequences."""
     last = 0
     for number, entries in enumerate(_chunks(stream, HEADER.size + 12 * num_sequences, "<i8", num_entries)):
         if number == 0 and entries[0] != 0:

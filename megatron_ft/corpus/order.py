@@ -1,8 +1,8 @@
-"""Which sample stands at which index: a pure function of (seed, index), in constant memory.
+"""Maps indices to samples: a pure function of (seed, index), in constant memory.
 
-Nothing here knows how long a run is or how it is laid out. Each epoch of a source is a keyed bijection of its samples
+It depends neither on the length of a run nor on its layout. Each epoch of a source is a keyed bijection of its samples
 (a Feistel network over the smallest square that holds them, with cycle walking: Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002). A blend deals every block of indices out to the sources by exact cumulative
+Arbitrary Finite Domains", CT-RSA 2002). A blend distributes every block of indices over the sources by exact cumulative
 quotas and shuffles the block with another such bijection.
 """
 
@@ -28,7 +28,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Image of ``position`` under the bijection of ``range(size)`` that ``key`` names."""
+    """Map ``position`` by the bijection of ``range(size)`` that ``key`` names."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
     side = isqrt(size - 1) + 1 if size > 1 else 1
     keys = _round_keys(key)
@@ -50,7 +50,7 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the sample of an index lies."""
+    """Location of the sample of an index."""
 
     source: int
     epoch: int
@@ -78,7 +78,7 @@ class SampleOrder:
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Cumulative shares as integers over the last entry, exactly as the weights' floating-point values."""
+        """Compute cumulative shares as integers over the last entry, exactly as the weights' floating-point values."""
         return tuple(accumulate(_integer_weights(self.weights or self.num_samples)))
 
     @cached_property
@@ -88,7 +88,7 @@ class SampleOrder:
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
     def locate(self, index: int) -> Place:
-        """Place of the sample at ``index``, any integer from 0."""
+        """Locate the sample at ``index``, any integer from 0."""
         if index < 0:
             raise ValueError(f"sample index {index}: must not be negative")
         source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
@@ -97,7 +97,8 @@ class SampleOrder:
         return Place(source, epoch, permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """(source, how many samples of it come before): shuffled position in the block against the quotas."""
+        """Return (source, how many samples of it come before) by comparing the shuffled position in the block with the
+        quotas."""
         block, offset = divmod(index, self.block_samples)
         position = permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
         before, total = block * self.block_samples, self._bounds[-1]

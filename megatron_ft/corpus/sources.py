@@ -1,4 +1,4 @@
-"""The sources of a job: which tokens belong to training and which to validation, and how many samples they make.
+"""Sources of a job: their training and validation tokens, and the number of samples.
 
 A sample is ``seq_length + 1`` consecutive tokens of a source's documents laid end to end; sample k of a split starts
 ``k * seq_length`` tokens after the split's first. A split's samples never reach into the other split.
@@ -42,17 +42,18 @@ class SplitPlan:
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
-    """Samples that fit into ``num_tokens``; neighbours share one token, the last label and the next first input."""
+    """Count the samples that fit into ``num_tokens``; neighbours share one token, the last label and the next first
+    input."""
     return max(0, (num_tokens - 1) // seq_length)
 
 
 def source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
-    """Prefix of the files of ``source``; indexes the built-in corpus where that has not happened yet."""
+    """Return the file prefix of ``source``; indexes the built-in corpus if it is not indexed yet."""
     return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
 
 
 def read_info(key: str, prefix: Path) -> IndexInfo:
-    """``IndexInfo.read`` whose error names the configuration key too."""
+    """Call ``IndexInfo.read``, with the configuration key in its errors."""
     try:
         return IndexInfo.read(prefix)
     except DataError as error:
@@ -60,7 +61,8 @@ def read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """(key, sources, weights) of ``split``: validation takes the training sources where it has none of its own."""
+    """Return (key, sources, weights) of ``split``: validation takes the training sources where it has
+    none of its own."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -68,7 +70,7 @@ def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence
 
 
 def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
-    """Spans of ``split``; ``tokens`` gives (prefix, number of tokens) of each of its sources.
+    """Compute the spans of ``split``; ``tokens`` gives (prefix, number of tokens) of each of its sources.
 
     Raises:
         DataError: a source is too short for one sample.
@@ -88,7 +90,7 @@ def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tupl
 
 
 def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
-    """(first token, number of tokens) of ``split`` in a source of ``total`` tokens."""
+    """Return (first token, number of tokens) of ``split`` in a source of ``total`` tokens."""
     if config.valid:
         return 0, total
     if not 0 <= config.valid_fraction < 1:
@@ -123,10 +125,10 @@ def check_lists(config: DataConfig) -> None:
 
 
 def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> SplitPlan:
-    """Spans and order of ``split``; reads the indices and indexes the built-in corpus where needed.
+    """Plan spans and order of ``split``; reads the indices and indexes the built-in corpus where needed.
 
     Raises:
-        ConfigError: lists or weights that make no sense.
+        ConfigError: inconsistent lists or weights.
         DataError: a file is missing, damaged or too short.
     """
     check_lists(config)
@@ -138,7 +140,7 @@ def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Token
 
 
 def sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
-    """Order of the samples of ``found``, from ``data.seed`` and the split's weights."""
+    """Create the order of the samples of ``found``, from ``data.seed`` and the split's weights."""
     weights = configured(config, split)[2]
     return SampleOrder(
         seed=config.seed,

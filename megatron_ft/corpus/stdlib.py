@@ -39,13 +39,13 @@ class SourceFile:
 
 
 def library_folder() -> Path:
-    """Folder of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 @lru_cache(maxsize=4)
 def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[SourceFile, ...]:
-    """Files of the corpus in order. Raises DataError where the Python carries no sources."""
+    """List the files of the corpus in order. Raises DataError where the Python has no sources."""
     found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     chosen, total_bytes = [], 0
     for file in found:
@@ -67,14 +67,14 @@ def _walk(folder: Path) -> Iterator[SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Where the corpus is indexed: its name changes with the Python, its files and the tokenizer."""
+    """Return the prefix of the indexed corpus: its name changes with the Python, its files and the tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
 
 
 def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Prefix of the indexed corpus, written first if it is not there; processes that meet here wait for one.
+    """Return the prefix of the indexed corpus, written first if it does not exist; concurrent processes wait for one.
 
     Raises:
         DataError: no sources, the cache cannot be written, or another process holds the lock too long.
@@ -89,7 +89,7 @@ def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
 
 
 def _remove_partial(prefix: Path) -> None:
-    """What a killed writer left; the lock says that no other one lives."""
+    """Remove the files of a killed writer; the lock ensures that no other writer is alive."""
     for path in prefix.parent.glob(f"{prefix.name}.*.tmp-*"):
         path.unlink()
 
@@ -103,7 +103,7 @@ def _write(prefix: Path, tokenizer: Tokenizer) -> None:
 
 
 def _read(path: Path) -> str:
-    """Text of a source file in the encoding it declares (PEP 263)."""
+    """Read a source file in the encoding it declares (PEP 263)."""
     try:
         with tokenize.open(path) as stream:
             return stream.read()

@@ -17,13 +17,13 @@ from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.reading import reading
 
 END_OF_DOCUMENT_ENTRIES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|end▁of▁sentence|>", "[EOS]")
-"""Names the end-of-document token goes by in published vocabularies, tried in this order."""
+"""Published names of the end-of-document token, tried in this order."""
 
 _REFUSED = "refused by the tokenizers library"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of all that decides how text is encoded."""
+        """Hexadecimal digest of everything that decides how text is encoded."""
 
     @property
     def dropped(self) -> str:
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the ``tokenizers`` library, told to add, cut and interpret nothing.
+    """A tokenizer of the ``tokenizers`` library, set to add, cut and interpret nothing.
 
     A vocabulary without a known end-of-document entry gets one more id, its largest plus one.
 
@@ -107,14 +107,14 @@ class LibraryTokenizer:
 
 
 def losses(tokenizer: Tokenizer) -> str:
-    """A sentence on the characters ``tokenizer`` drops; empty where there are none."""
+    """Describe the characters that ``tokenizer`` drops; empty where there are none."""
     if not tokenizer.dropped:
         return ""
     return f"the tokenizer has no entry for, and drops, {len(tokenizer.dropped)} characters: {tokenizer.dropped!r}"
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer ``config`` names.
+    """Build the tokenizer that ``config`` names.
 
     Raises:
         ConfigError: an unknown name, or a file the tokenizer needs is not given.

@@ -1,1 +1,1 @@
-"""What a machine lacks for a job, found before the job is submitted to it."""
+"""Checks a machine for what a job needs, before the job is submitted to it."""

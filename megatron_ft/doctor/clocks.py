@@ -1,39 +1,40 @@
-"""Clocks: records carry the wall clock's time; whoever waits uses the monotonic one."""
+"""Clock checks: records carry wall-clock times, and waits use the monotonic clock."""
 
 import shutil
 import subprocess
 import time
 from dataclasses import dataclass
 
-from megatron_ft.doctor.findings import Finding, error, told, warning
+from megatron_ft.doctor.findings import Finding, error, info, warning
 
 OBSERVED_SECONDS = 0.1
 LARGEST_DRIFT_SECONDS = 0.005
-"""Between both clocks over ``OBSERVED_SECONDS``: NTP slews them alike (clock_gettime(2)), so that only a step tells."""
+"""Largest accepted difference of both clocks over ``OBSERVED_SECONDS``: NTP slews them alike (clock_gettime(2)), so
+only a step shows."""
 EARLIEST_UNIX_SECONDS = 1_735_689_600
-"""2025-01-01: before anything that this project runs with was released."""
+"""2025-01-01: earlier than any release of what this project runs with."""
 _TOOL_SECONDS = 2.0
 _READINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFacts:
-    """What was seen of this machine's clocks."""
+    """Observations of this machine's clocks."""
 
     wall_unix_seconds: float
     elapsed_monotonic_seconds: float
     elapsed_wall_seconds: float
-    """By the wall clock, over the same time."""
+    """Same time by the wall clock."""
     is_synchronized: bool | None
-    """By whoever sets the clock; None where nobody says."""
+    """Answer of the time service; None where there is no answer."""
     source: str
-    """Who said so, or why nobody did."""
+    """Program that answered, or why none did."""
 
 
 def observe_clocks() -> ClockFacts:
-    """Look; takes ``OBSERVED_SECONDS``, in which the clock's keeper is asked."""
+    """Observe both clocks for ``OBSERVED_SECONDS`` and meanwhile ask the time service."""
     begin, wall = _both()
-    is_synchronized, source = _ask_keeper()
+    is_synchronized, source = _ask_time_service()
     while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
         time.sleep(rest)
     end, wall_end = _both()
@@ -56,8 +57,8 @@ def _both() -> tuple[float, float]:
     return monotonic, wall
 
 
-def _ask_keeper() -> tuple[bool | None, str]:
-    """chrony knows best; timedatectl(1) tells the kernel's own mark."""
+def _ask_time_service() -> tuple[bool | None, str]:
+    """Ask chrony first, then timedatectl(1), which reports the kernel's flag."""
     commands = (["chronyc", "-c", "tracking"], ["timedatectl", "show", "--property=NTPSynchronized", "--value"])
     reasons = []
     for command in commands:
@@ -78,7 +79,7 @@ def _ask_keeper() -> tuple[bool | None, str]:
 
 
 def understand(tool: str, output: str) -> bool | None:
-    """What a tool's answer means; None where it says nothing of the kind.
+    """Interpret the answer of a tool; None where it says nothing about synchronization.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """
@@ -89,7 +90,7 @@ def understand(tool: str, output: str) -> bool | None:
 
 
 def check_clocks(facts: ClockFacts) -> list[Finding]:
-    """Clocks that jump, stand elsewhere in history, or that nobody sets."""
+    """Report clocks that jump, are set to an impossible date, or are not synchronized."""
     drift = facts.elapsed_wall_seconds - facts.elapsed_monotonic_seconds
     found = []
     if facts.wall_unix_seconds < EARLIEST_UNIX_SECONDS:
@@ -103,4 +104,4 @@ def check_clocks(facts: ClockFacts) -> list[Finding]:
         what = f"not synchronized ({facts.source}): times of several nodes' records cannot be compared"
         found.append(warning("clocks", what, "start chronyd, or timedatectl set-ntp true"))
     state = {True: "synchronized", False: "not synchronized", None: "synchronization unknown"}[facts.is_synchronized]
-    return found or [told("clocks", f"{state} ({facts.source}), wall and monotonic within {1e3 * abs(drift):.1f} ms")]
+    return found or [info("clocks", f"{state} ({facts.source}), wall and monotonic within {1e3 * abs(drift):.1f} ms")]

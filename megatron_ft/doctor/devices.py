@@ -1,4 +1,4 @@
-"""CUDA devices, by the driver's files: torch is not asked."""
+"""CUDA device checks from the driver's files, without torch."""
 
 import importlib.util
 import re
@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, told, warning
+from megatron_ft.doctor.findings import Finding, amount, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 from megatron_ft.planning.devices import DeviceFacts, gpus_needed, usable_gpus
 from megatron_ft.planning.rank_environment import set_otherwise
@@ -17,12 +17,12 @@ _QUERY_SECONDS = 30.0
 
 
 def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory: bool = False) -> DeviceFacts:
-    """Look.
+    """Observe the CUDA devices of this machine.
 
     Args:
         visible: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
-        root: where ``proc`` and ``dev`` lie.
-        asks_memory: run ``nvidia-smi``, where a driver is there, for the memory of GPUs.
+        root: parent of ``proc`` and ``dev``.
+        asks_memory: run ``nvidia-smi`` for the memory of GPUs where a driver is present.
     """
     version = root / "proc/driver/nvidia/version"
     words = version.read_text(encoding="utf-8").splitlines()[0].split() if version.exists() else []
@@ -61,22 +61,23 @@ def _ask_memory() -> int | None:
 
 
 def smallest_memory(answer: str) -> int | None:
-    """Bytes of the smallest GPU in an answer of ``nvidia-smi``, a line of MiB for each; None where it says nothing."""
+    """Parse the bytes of the smallest GPU from ``nvidia-smi``'s answer, a line of MiB for each; None
+    without a figure."""
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
     return min(sizes, default=None)
 
 
 def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
-    """Enough GPUs with enough memory for a job on CUDA; on CPU they are told."""
+    """Report missing GPUs and too little GPU memory for a job on CUDA; list the GPUs for a job on CPU."""
     seen = f"{facts.num_gpus} GPUs, driver {facts.driver or 'unknown'}" if facts.has_driver else "no CUDA device"
     if needs.device == "cpu":
-        return [told("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
+        return [info("devices", f"{seen}; the job runs on CPU"), *_check_other(needs)]
     if not facts.has_driver or not facts.num_gpus:
-        mend = "run this on a node with GPUs (srun), give the container --gpus all, or training.device=cpu"
-        return [error("devices", f"{seen}, and the job needs GPUs: {needs.device_reason}", mend)]
+        fix = "run this on a node with GPUs (srun), give the container --gpus all, or training.device=cpu"
+        return [error("devices", f"{seen}, and the job needs GPUs: {needs.device_reason}", fix)]
     if not facts.torch_has_cuda:
-        mend = "install a CUDA build of PyTorch, then make train TORCH=skip; or training.device=cpu"
-        return [error("devices", f"{seen}, and the installed PyTorch is built without CUDA", mend)]
+        fix = "install a CUDA build of PyTorch, then make train TORCH=skip; or training.device=cpu"
+        return [error("devices", f"{seen}, and the installed PyTorch is built without CUDA", fix)]
     usable = usable_gpus(facts)
     if facts.visible is not None:
         seen += f", {usable} of them by CUDA_VISIBLE_DEVICES={facts.visible}"
@@ -85,11 +86,11 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
         each = "one each" if needs.ranks_per_gpu == 1 else f"{needed}, {needs.ranks_per_gpu} ranks on one"
         what = f"{seen}; {needs.ranks_here} ranks here need {each}"
         return [error("devices", what, f"launch.ranks_per_node={usable // needs.nodes_here or 1}, or another machine")]
-    return [told("devices", f"{seen}; {needs.ranks_here} ranks here"), *_check_gpu_memory(facts, needs)]
+    return [info("devices", f"{seen}; {needs.ranks_here} ranks here"), *_check_gpu_memory(facts, needs)]
 
 
 def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
-    """The variables that ranks get on CUDA, and those that are set to something else here.
+    """Report the variables that ranks get on CUDA, and those set to another value here.
 
     Args:
         variables: the environment that the job is started in.
@@ -97,31 +98,31 @@ def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Fin
     found = []
     for name, value in set_otherwise(needs.environment, variables).items():
         what = f"{name}={value} is set; this job would set {name}={needs.environment[name]}"
-        found.append(warning("environment", what, f"unset {name}, unless it is meant"))
+        found.append(warning("environment", what, f"unset {name}, unless it is intended"))
     if needs.environment:
         names = " ".join(f"{name}={value}" for name, value in needs.environment.items())
-        found.append(told("environment", f"ranks get, where nobody sets it: {names}"))
+        found.append(info("environment", f"ranks get, unless it is set: {names}"))
     return found
 
 
 def _check_other(needs: JobNeeds) -> list[Finding]:
-    """What nodes with another device than this machine would say of the job: a login node often has no GPU."""
+    """Report problems of nodes with another device than this machine: a login node often has no GPU."""
     if not needs.other_device:
         return []
     if needs.starts_elsewhere and needs.is_refused_there:
         return [warning("devices", needs.other_device, "set training.device to what the job's nodes have")]
-    return [told("devices", needs.other_device)]
+    return [info("devices", needs.other_device)]
 
 
 def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
-    """What the largest rank needs, against the GPUs of this machine or ``launch.gpu_memory_bytes``."""
+    """Compare the need of the largest rank with the GPUs of this machine or ``launch.gpu_memory_bytes``."""
     needed = f"the largest rank needs {amount(needs.device_bytes)} of GPU memory (activations estimated)"
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
-            return []  # the plan was compared with it
+            return []  # the plan has been compared with it
         what = f"{needed}, which is compared with nothing: nvidia-smi does not answer"
         return [warning("devices", what, "set launch.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:
-        mend = "more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
-        return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", mend)]
-    return [told("devices", f"{needed}, of {amount(facts.gpu_memory_bytes)}")]
+        fix = "more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
+        return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]
+    return [info("devices", f"{needed}, of {amount(facts.gpu_memory_bytes)}")]

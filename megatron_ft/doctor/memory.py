@@ -1,7 +1,7 @@
-"""Memory and limits of processes: does the job fit, and may its processes take what they need?
+"""Memory and process limits, compared with what the job needs.
 
-Windows lie in memory files (memfd_create(2)). These count as the memory of the keeper's cgroup and obey the limit on
-file sizes; the size of ``/dev/shm`` and the limit on locked memory do not touch them. NCCL needs both of those.
+Windows lie in memory files (memfd_create(2)). These count as memory of the snapshot server's cgroup and obey the limit
+on file sizes; the size of ``/dev/shm`` and the limit on locked memory do not apply to them. NCCL needs both of those.
 """
 
 import os
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, told, warning
+from megatron_ft.doctor.findings import Finding, amount, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
-"""A keeper takes no more than this share of the memory that is available (``snapshot/server/memory.py``)."""
+"""Share of the available memory that a snapshot server takes at most (``snapshot/server/memory.py``)."""
 NCCL_SHARED_BYTES = 1 << 30
-"""What NVIDIA gives containers for NCCL between GPUs of a machine: ``--shm-size=1g --ulimit memlock=-1``. Source: NCCL
-user guide, "Troubleshooting", "Shared memory"."""
+"""NVIDIA's setting of containers for NCCL between GPUs of a machine: ``--shm-size=1g --ulimit memlock=-1``. Source:
+NCCL user guide, "Troubleshooting", "Shared memory"."""
 SPARE_DESCRIPTORS = 256
 """Files, pipes and connections of a rank beside those to other ranks."""
 GLOO_GROUPS = 25
@@ -38,14 +38,14 @@ _FLAGS = {"file_size": "-f", "address_space": "-v", "data": "-d"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """What was seen of memory and limits. Bytes; a limit of None is no limit."""
+    """Observations of memory and limits, in bytes; a limit of None is no limit."""
 
     total_bytes: int
     available_bytes: int
-    """What can be taken without swapping, by the kernel's estimate."""
+    """Memory that can be taken without swapping, by the kernel's estimate."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Of the group with that limit, without what the kernel can give back; 0 without a limit."""
+    """Use of the group with that limit, without what the kernel can reclaim; 0 without a limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """(soft, hard) of ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
     shared_total_bytes: int | None
@@ -55,7 +55,7 @@ class MemoryFacts:
 
 
 def observe_memory(root: Path = Path("/")) -> MemoryFacts:
-    """Look. ``root`` is where ``proc``, ``sys`` and ``dev`` lie."""
+    """Observe memory and limits; ``root`` is the parent of ``proc``, ``sys`` and ``dev``."""
     import psutil
 
     memory, limit = psutil.virtual_memory(), cgroup_limit(root)
@@ -109,7 +109,7 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def check_memory(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Everything here."""
+    """Run all checks of memory and limits."""
     return [
         *_check_fits(facts, needs),
         *_check_sizes(facts, needs),
@@ -119,24 +119,24 @@ def check_memory(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    needed, keepers = needs.host_bytes * needs.nodes_here, needs.keeper_bytes * needs.nodes_here
+    needed, for_servers = needs.host_bytes * needs.nodes_here, needs.snapshot_server_bytes * needs.nodes_here
     limit, free, whose = facts.total_bytes, facts.available_bytes, "this machine"
     if facts.cgroup_limit_bytes is not None and facts.cgroup_limit_bytes < limit:
         limit, whose = facts.cgroup_limit_bytes, "the control group (container, Slurm step) of this shell"
         free = min(free, limit - facts.cgroup_used_bytes)
     nodes = f"{needs.nodes_here} node{'s' if needs.nodes_here > 1 else ''} here"
-    for_keepers = f", {amount(keepers)} of it for windows and copies" if keepers else ""
-    what = f"{nodes} need {amount(needed)}{for_keepers} (estimated); {whose} has {amount(limit)}, {amount(free)} free"
+    of_it = f", {amount(for_servers)} of it for windows and copies" if for_servers else ""
+    what = f"{nodes} need {amount(needed)}{of_it} (estimated); {whose} has {amount(limit)}, {amount(free)} free"
     less = "lower launch.ranks_per_node or the model's size, or spread the job over more machines"
-    if keepers:
+    if for_servers:
         less += "; snapshot.num_peer_copies counts most for windows"
     if needed > limit:
         return [error("memory", what, less)]
-    if keepers > free * USABLE_SHARE:
-        return [error("memory", f"{what}: keepers would refuse", f"end what holds memory, or {less}")]
+    if for_servers > free * USABLE_SHARE:
+        return [error("memory", f"{what}: snapshot servers would refuse", f"end what holds memory, or {less}")]
     if needed > free:
         return [warning("memory", what, f"end what holds memory, or {less}")]
-    return [told("memory", what)]
+    return [info("memory", what)]
 
 
 def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
@@ -158,35 +158,35 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """The command, and where the hard limit stands against it who can raise that."""
+    """Return the command that raises a limit, and who can raise it where the hard limit is lower."""
     if hard is None or (needed is not None and needed <= hard):
         return f"{command} in the shell or script that starts the job"
     return f"{command}; the hard limit is lower: ask the administrator (/etc/security/limits.conf, or slurmd's service)"
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """On CUDA only the vote's group is gloo for certain."""
+    """Check the limit on open files; on CUDA only the vote's group certainly uses gloo."""
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
     least = SPARE_DESCRIPTORS + 2 * peers
     most = SPARE_DESCRIPTORS + (GLOO_GROUPS if needs.device == "cpu" else 4) * peers
     if soft is None or soft >= most:
         shown = "unlimited" if soft is None else f"{soft}"
-        return [told("limits", f"open files {shown}; a rank with {peers} peers needs at most {most}")]
-    mend = _raise(f"ulimit -n {most}", hard, most)
+        return [info("limits", f"open files {shown}; a rank with {peers} peers needs at most {most}")]
+    fix = _raise(f"ulimit -n {most}", hard, most)
     if soft < least:
-        return [error("limits", f"open files {soft}; a rank with {peers} peers needs at least {least}", mend)]
-    return [warning("limits", f"open files {soft}; a rank with {peers} peers may need {most}", mend)]
+        return [error("limits", f"open files {soft}; a rank with {peers} peers needs at least {least}", fix)]
+    return [warning("limits", f"open files {soft}; a rank with {peers} peers may need {most}", fix)]
 
 
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """What matters where GPUs talk; on CPU it is told."""
+    """Check what NCCL needs between GPUs; for a job on CPU it is only reported."""
     soft, hard = facts.limits["locked"]
     locked = f"locked memory {'unlimited' if soft is None else amount(soft)}"
     free, total = facts.shared_free_bytes, facts.shared_total_bytes
     shared = "/dev/shm missing" if free is None or total is None else f"/dev/shm {amount(free)} of {amount(total)} free"
     if needs.device == "cpu":
-        return [told("limits", f"{locked}, {shared}: neither limits windows, and nothing else uses them on CPU")]
+        return [info("limits", f"{locked}, {shared}: neither limits windows, and nothing else uses them on CPU")]
     found = []
     if facts.has_infiniband and soft is not None:
         what = f"{locked}: NCCL registers memory with InfiniBand, which counts against it"
@@ -194,4 +194,4 @@ def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
     if needs.ranks_per_node > 1 and (free or 0) < NCCL_SHARED_BYTES:
         what = f"{shared}: NCCL moves data between GPUs of a machine through it"
         found.append(warning("limits", what, "give the container --shm-size=1g or more, or mount -o remount,size=1g"))
-    return found or [told("limits", f"{locked}, {shared}")]
+    return found or [info("limits", f"{locked}, {shared}")]

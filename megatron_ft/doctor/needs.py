@@ -1,4 +1,4 @@
-"""What a job needs of one machine: figures out of its configuration and its plan. Pure."""
+"""Needs of a job on one machine, computed from its configuration and its plan. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """What checks compare a machine with. Bytes are counted or estimated as ``dry_run`` prints them."""
+    """Figures that checks compare a machine with. Bytes are counted or estimated as ``dry_run`` prints them."""
 
     mode: str
     interface: str
@@ -25,40 +25,40 @@ class JobNeeds:
     nodes_here: int
     """Nodes of the job that run on this machine."""
     num_nodes: int
-    """Nodes there can be in the whole job, spares included."""
+    """Most nodes in the whole job, spares included."""
     ranks_per_node: int
     ranks_per_gpu: int
     world_size: int
-    """Ranks that can train together, at most."""
+    """Most ranks that can train together."""
     device: str
     """``cpu`` or ``cuda``, as the plan decided it."""
     device_reason: str
-    """Why it is this device."""
+    """Reason for this device."""
     uses_transformer_engine: bool
     host_bytes: int
-    """Of one node, windows and peers' copies included."""
-    keeper_bytes: int
-    """Of one node's keeper: windows of its ranks and copies for others."""
+    """Host memory of one node, windows and peers' copies included."""
+    snapshot_server_bytes: int
+    """Memory of one node's snapshot server: windows of its ranks and copies for others."""
     largest_file_bytes: int
-    """The largest memory file of a keeper; 0 without snapshots."""
+    """Largest memory file of a snapshot server; 0 without snapshots."""
     checkpoint_bytes: int
-    """One dense checkpoint."""
+    """Size of one dense checkpoint."""
     num_checkpoints: int
-    """Most that lie there at once, with the one that is being written."""
+    """Most checkpoints on disk at once, the one being written included."""
     persisted_bytes: int
-    """Windows on the file system of the run, at most."""
+    """Most bytes of windows on the file system of the run."""
     device_bytes: int = 0
-    """Of the rank that needs most on its device."""
+    """Device memory of the rank that needs most."""
     gpu_memory_bytes: int | None = None
     """``launch.gpu_memory_bytes``, which the plan was compared with."""
     other_device: str = ""
-    """What ranks on the other device would meet; empty where ``device`` is certain."""
+    """Problem that ranks on the other device would have; empty where ``device`` is certain."""
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
     """Whether nodes are other machines than the one that starts the job."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that ranks get on CUDA where nobody has set them."""
+    """Variables that ranks get on CUDA unless they are set already."""
 
     @property
     def ranks_here(self) -> int:
@@ -67,7 +67,7 @@ class JobNeeds:
 
 
 def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None) -> JobNeeds:
-    """What ``config`` needs.
+    """Compute the needs of ``config``.
 
     Args:
         nodes_here: nodes on this machine; None: all in mode ``local``, else one.
@@ -94,7 +94,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         device_reason=plan.device_reason,
         uses_transformer_engine=_uses_transformer_engine(config),
         host_bytes=plan.host_bytes_per_node,
-        keeper_bytes=0 if snapshot is None else snapshot.host_bytes,
+        snapshot_server_bytes=0 if snapshot is None else snapshot.host_bytes,
         largest_file_bytes=0 if snapshot is None else NUM_OWN_BUFFERS * snapshot.window_bytes,
         checkpoint_bytes=plan.num_parameters * _bytes_per_parameter(config),
         num_checkpoints=_num_checkpoints(config),
@@ -113,7 +113,7 @@ def _uses_transformer_engine(config: JobConfig) -> bool:
 
 
 def _bytes_per_parameter(config: JobConfig) -> int:
-    """Weight, master weight and two moments, as checkpoints hold them."""
+    """Count weight, master weight and two moments, as checkpoints hold them."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     if config.parallel.use_distributed_optimizer:
         return value_bytes + OPTIMIZER_BYTES
@@ -121,7 +121,7 @@ def _bytes_per_parameter(config: JobConfig) -> int:
 
 
 def _num_checkpoints(config: JobConfig) -> int:
-    """All of a run that deletes none cannot be foretold: two are counted, as if it kept the last."""
+    """Count the most checkpoints at once; a run that deletes none counts two."""
     checkpoint = config.checkpoint
     if not checkpoint.save_interval_iterations:
         return 1 if checkpoint.save_at_end else 0

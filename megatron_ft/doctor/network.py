@@ -1,4 +1,4 @@
-"""Ports and interfaces: can the job bind where it is told to, and do names lead to addresses of this machine?"""
+"""Port and interface checks: can the job bind its addresses, and do its names resolve to addresses of this machine?"""
 
 import errno
 import os
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.ports import PORTS
-from megatron_ft.doctor.findings import Finding, error, told, warning
+from megatron_ft.doctor.findings import Finding, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that name interfaces, with commas between them. Sources: PyTorch, torch.distributed, section
-"Common environment variables"; NCCL user guide, "Environment variables", where ``=`` asks for a whole name, ``^`` for
-all others, and a name matches all that begin with it."""
+"""Environment variables with comma-separated interface names. Sources: PyTorch, torch.distributed, section "Common
+environment variables"; NCCL user guide, "Environment variables", where ``=`` asks for a whole name, ``^`` for all
+others, and a name matches all that begin with it."""
 PORTS_PER_RANK = 64
-"""Listening ports and connections to one peer that a rank holds at once, generously: about 25 groups, twice."""
+"""Upper estimate of a rank's listening ports and connections to one peer: about 25 groups, twice."""
 SPARE_PORTS = 1000
-"""Ephemeral ports for whatever else runs on the machine."""
+"""Ephemeral ports left to other programs of the machine."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 
@@ -34,25 +34,25 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """What was seen of the network."""
+    """Observations of the network."""
 
     interfaces: Mapping[str, Interface]
     resolved: tuple[str, ...]
-    """Addresses of ``launch.interface``; none where it has no meaning here."""
+    """Addresses of ``launch.interface``; empty where mode ``local`` does not use it."""
     bind_error: str | None
-    """Why ``launch.master_port`` (or any port) cannot be bound at ``launch.interface``."""
+    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``launch.interface``."""
     port_is_taken: bool = False
-    """Whether that is because somebody else has it."""
+    """Whether another process holds the port."""
     ephemeral: tuple[int, int] | None = None
-    """First and last port that the system gives to outgoing connections; None where it does not say."""
+    """First and last port for outgoing connections; None where the system does not say."""
     reserved: tuple[tuple[int, int], ...] = ()
-    """Ranges that are left out of it."""
+    """Port ranges that are excluded from it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Those of ``INTERFACE_VARIABLES`` that are set."""
+    """Values of ``INTERFACE_VARIABLES`` that are set."""
 
 
 def observe_network(needs: JobNeeds) -> NetworkFacts:
-    """Look. Binds ``launch.master_port`` for a moment."""
+    """Observe the network; binds ``launch.master_port`` for a moment."""
     resolved = _resolve(needs.interface)
     bind_error, port_is_taken = _try_to_bind(resolved, needs.master_port)
     return NetworkFacts(
@@ -84,12 +84,13 @@ def _resolve(name: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
-        return ()  # said by the check: a name without addresses is an error there
+        return ()  # the check reports a name without addresses as an error
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, bool]:
-    """(why it cannot be bound, whether somebody else has it). Listening is tried, too: that is what takes a port."""
+    """Return why the port cannot be bound, and whether another process holds it. Only listening takes a port, so it
+    listens."""
     if not addresses:
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
@@ -120,7 +121,7 @@ def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
-    """The control channel's address, its ports, and the interfaces that libraries are told to use."""
+    """Check the control channel's address, its ports, and the interfaces given to libraries."""
     found = _check_variables(facts)
     if needs.mode == "local":
         found += _check_interface(facts, needs) or _check_binding(facts, needs)
@@ -148,7 +149,7 @@ def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _own(facts: NetworkFacts) -> str:
-    """Addresses that are up, e.g. ``10.0.0.5 (eth0)``."""
+    """List addresses that are up, e.g. ``10.0.0.5 (eth0)``."""
     up = [(name, each) for name, each in facts.interfaces.items() if each.is_up and each.addresses]
     return ", ".join(f"{each.addresses[0]} ({name})" for name, each in up) or "it has none"
 
@@ -157,15 +158,15 @@ def _check_binding(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     if facts.bind_error is None:
         return []
     what = f"launch.master_port={needs.master_port}: cannot be bound at {needs.interface}: {facts.bind_error}"
-    mend = "choose a port above 1023, or 0 for a free one"
+    fix = "choose a port above 1023, or 0 for a free one"
     if facts.port_is_taken:
-        mend = f"choose another, 0 for a free one, or end what holds it (ss -ltnp 'sport = :{needs.master_port}')"
-    return [error("ports", what, mend)]
+        fix = f"choose another, 0 for a free one, or end what holds it (ss -ltnp 'sport = :{needs.master_port}')"
+    return [error("ports", what, fix)]
 
 
 def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
     if facts.ephemeral is None:
-        return [told("ports", "the range of ephemeral ports is unknown")]
+        return [info("ports", "the range of ephemeral ports is unknown")]
     low, high = facts.ephemeral
     found, width = [], high - low + 1 - sum(max(0, min(b, high) - max(a, low) + 1) for a, b in facts.reserved)
     wide = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
@@ -179,11 +180,11 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
             what = f"{named} can be taken by outgoing connections ({low}-{high}) before the job binds them"
             ports = str(first) if first == last else f"{first}-{last}"
             found.append(warning("ports", what, f"{wide}, or sysctl -w net.ipv4.ip_local_reserved_ports={ports}"))
-    return found or [told("ports", f"{width} ephemeral ports ({low}-{high})")]
+    return found or [info("ports", f"{width} ephemeral ports ({low}-{high})")]
 
 
 def _own_ports(needs: JobNeeds) -> list[tuple[int, int, str]]:
-    """(first, last, what they are) of ports that this job binds by number."""
+    """List (first, last, name) of ports that this job binds by number."""
     if needs.mode != "local":
         return []
     if needs.master_port:

@@ -1,4 +1,4 @@
-"""Versions of what is installed, against the supported matrix; nothing of it is imported."""
+"""Checks installed versions against the supported matrix, without importing any of the packages."""
 
 import importlib.metadata
 import importlib.util
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, error, told, warning
+from megatron_ft.doctor.findings import Finding, error, info, warning
 from megatron_ft.doctor.supported import (
     NCCL,
     PACKAGES,
@@ -23,27 +23,27 @@ _OTHERS = (*NCCL, *TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareFacts:
-    """What is installed where this command runs."""
+    """Software installed where this command runs."""
 
     python: str
     versions: Mapping[str, str]
-    """Of the distributions that are there, of those that the matrix names."""
+    """Installed versions of the matrix's distributions."""
     torch_requires: tuple[str, ...] = ()
-    """What torch's own metadata asks for, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
+    """Requirements in torch's own metadata, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
     has_transformer_engine_libraries: bool = False
-    """Whether its libraries lie where its wheels, or a build from source, put them."""
+    """Whether its libraries lie where its wheels, or a build from source, install them."""
     apex: str | None = None
     """``nvidia`` with CUDA extensions, ``other`` for anything else that is importable by that name."""
 
 
 def observe_software() -> SoftwareFacts:
-    """Look. Needs nothing but Python's own library."""
+    """Observe installed versions, with Python's standard library only."""
     versions = {}
     for name in (*(package.name for package in PACKAGES), *_OTHERS):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # what is not there has no version
+            continue  # an absent distribution has no version
     requires = importlib.metadata.requires("torch") if "torch" in versions else None
     return SoftwareFacts(
         python=platform.python_version(),
@@ -55,7 +55,7 @@ def observe_software() -> SoftwareFacts:
 
 
 def _has_transformer_engine_libraries() -> bool:
-    """Source: Transformer Engine 2.11, ``transformer_engine/common/__init__.py``, which searches the same places."""
+    """Search the places of Transformer Engine 2.11, ``transformer_engine/common/__init__.py``."""
     spec = importlib.util.find_spec("transformer_engine")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     places = [place for folder in folders for place in (folder, folder.parent, folder / "wheel_lib")]
@@ -73,7 +73,7 @@ def _apex() -> str | None:
 
 
 def missing(facts: SoftwareFacts) -> list[Finding]:
-    """What must be there and is not. Nothing else can be asked without it."""
+    """Report required packages that are absent; no other check can run without them."""
     absent = [package for package in PACKAGES if package.is_required and package.name not in facts.versions]
     return [error("versions", f"{each.name} is not installed", _mend(each)) for each in absent]
 
@@ -82,12 +82,12 @@ def _mend(package: Package) -> str:
     return package.install or f"pip install '{package.name}{package.versions}', or make train, which installs all"
 
 
-def check_software(facts: SoftwareFacts, *, device: str, wants_transformer_engine: bool) -> list[Finding]:
-    """Versions of Python, of packages, of Transformer Engine's parts, of NCCL; which apex.
+def check_software(facts: SoftwareFacts, *, device: str, needs_transformer_engine: bool) -> list[Finding]:
+    """Check versions of Python, packages, Transformer Engine's parts and NCCL, and which apex is installed.
 
     Args:
-        device: ``cpu`` or ``cuda``, what the job will use.
-        wants_transformer_engine: the job cannot do without.
+        device: ``cpu`` or ``cuda``, the device of the job.
+        needs_transformer_engine: whether the job requires it.
     """
     lacking = missing(facts)
     if "packaging" not in facts.versions:
@@ -96,16 +96,16 @@ def check_software(facts: SoftwareFacts, *, device: str, wants_transformer_engin
         *lacking,
         *_check_python(facts),
         *_check_versions(facts),
-        *_check_transformer_engine(facts, wanted=wants_transformer_engine),
+        *_check_transformer_engine(facts, wanted=needs_transformer_engine),
         *_check_apex(facts),
         *_check_torch(facts, device),
     ]
-    if any(finding.level != "told" for finding in found):
+    if any(finding.level != "info" for finding in found):
         return found
     shown = ["torch", "megatron-core", "transformer-engine", *NCCL]
     names = [f"{name} {facts.versions[name]}" for name in shown if name in facts.versions]
     apex = "apex" if facts.apex else "no apex"
-    return [*found, told("versions", f"Python {facts.python}, {', '.join(names)}, {apex}: supported")]
+    return [*found, info("versions", f"Python {facts.python}, {', '.join(names)}, {apex}: supported")]
 
 
 def _fits(version: str, versions: str) -> bool:
@@ -115,15 +115,15 @@ def _fits(version: str, versions: str) -> bool:
 
 
 def _public(version: str) -> str:
-    """Without the build, e.g. 2.11.0 of 2.11.0+c188b53."""
+    """Strip the build, e.g. 2.11.0 of 2.11.0+c188b53."""
     return version.partition("+")[0]
 
 
 def _check_python(facts: SoftwareFacts) -> list[Finding]:
     if _fits(facts.python, PYTHON):
         return []
-    mend = "make train PYTHON=python3.11 VENV=.venv, with one of those installed"
-    return [error("versions", f"Python {facts.python}: must be {PYTHON}", mend)]
+    fix = "make train PYTHON=python3.11 VENV=.venv, with one of those installed"
+    return [error("versions", f"Python {facts.python}: must be {PYTHON}", fix)]
 
 
 def _check_versions(facts: SoftwareFacts) -> list[Finding]:
@@ -165,7 +165,7 @@ def _check_apex(facts: SoftwareFacts) -> list[Finding]:
 
 
 def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
-    """A build for the device, and the NCCL that it was built with."""
+    """Check that torch is built for the device, and that its NCCL is installed."""
     from packaging.requirements import Requirement
 
     version = facts.versions.get("torch", "")
@@ -181,6 +181,6 @@ def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
         installed = facts.versions.get(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             what = f"{requirement.name} {installed or 'missing'}: torch {version} is built with {requirement.specifier}"
-            mend = f"pip install '{requirement.name}{requirement.specifier}'"
-            found.append(error("versions", what, mend) if installed is None else warning("versions", what, mend))
+            fix = f"pip install '{requirement.name}{requirement.specifier}'"
+            found.append(error("versions", what, fix) if installed is None else warning("versions", what, fix))
     return found

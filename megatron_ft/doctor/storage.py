@@ -1,4 +1,4 @@
-"""The file system of the run: can it be written, locked and flushed, how long does that take, is there room?"""
+"""File system checks of the run's folder: can it be written, locked and flushed, how fast, and is space left?"""
 
 import fcntl
 import os
@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.doctor.findings import Finding, amount, error, told, warning
+from megatron_ft.doctor.findings import Finding, amount, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 NUM_FLUSHES = 9
-"""Of which the median is told."""
+"""Number of flushes; their median is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""No storage answers faster: who does has written nothing. NVMe drives with protected caches take about 20 us."""
+"""Lower bound of a real flush: faster storage has written nothing. NVMe drives with protected caches
+take about 20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
 """File systems that live in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")
@@ -26,23 +27,23 @@ documentation, section "Volatile mount"."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFacts:
-    """What was seen of the file system that ``run.dir`` will be on."""
+    """Observations of the file system of ``run.dir``."""
 
     folder: str
-    """The folder that was tried: ``run.dir``, or the nearest one above it that exists."""
+    """Tested folder: ``run.dir``, or its nearest existing parent."""
     file_system: str
     options: tuple[str, ...]
     free_bytes: int
     flush_seconds: tuple[float, ...]
-    """Of one write of 4096 bytes and its fsync each."""
+    """Seconds of each write of 4096 bytes with its fsync."""
     failure: str | None = None
-    """What could not be done: create, write, fsync, lock, rename, or fsync of the folder; the rest was not tried."""
+    """First operation that failed (create, write, fsync, lock, rename, fsync of the folder); the rest was not tried."""
     preloaded: str = ""
-    """``LD_PRELOAD``."""
+    """Value of ``LD_PRELOAD``."""
 
 
 def observe_storage(needs: JobNeeds) -> StorageFacts:
-    """Look: writes and removes one small file beside where the run will be."""
+    """Observe the file system: write and remove one small file beside the place of the run."""
     folder = Path(needs.run_dir).absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -65,7 +66,7 @@ def observe_storage(needs: JobNeeds) -> StorageFacts:
 
 
 def _try(folder: Path) -> Iterable[float]:
-    """What runs do to their files, in a folder that goes again; yields the seconds of each flush."""
+    """Do what runs do to their files, in a temporary folder; yields the seconds of each flush."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as scratch:
         path = Path(scratch) / "flushed"
         with path.open("wb", buffering=0) as file:
@@ -97,7 +98,7 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
 
 
 def check_storage(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
-    """Everything here."""
+    """Run all checks of storage."""
     if facts.failure is not None:
         what = f"run.dir={needs.run_dir}: {facts.folder} ({facts.file_system}): {facts.failure}"
         return [error("fsync", what, "choose a folder that can be written, locked and flushed (run.dir)")]
@@ -108,11 +109,11 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
     median = statistics.median(facts.flush_seconds)
     took = f"median {1e3 * median:.3f} ms of {len(facts.flush_seconds)} on {facts.file_system}"
     where = f"run.dir={needs.run_dir}"
-    found = [told("fsync", f"{where}: {took}")]
+    found = [info("fsync", f"{where}: {took}")]
     elsewhere = "put run.dir on storage that outlives the machine"
     unsafe = [option for option in facts.options if option in UNSAFE_OPTIONS]
     if facts.file_system in VOLATILE:
-        what = f"{where}: is memory ({facts.file_system}): checkpoints and decisions go with the machine"
+        what = f"{where}: is in memory ({facts.file_system}): checkpoints and decisions are lost with the machine"
         found.append(warning("fsync", what, elsewhere))
     elif unsafe or "eatmydata" in facts.preloaded:
         cause = f"mounted with {', '.join(unsafe)}" if unsafe else f"LD_PRELOAD={facts.preloaded}"
@@ -120,7 +121,7 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
         found.append(warning("fsync", what, f"mount it without, or unset LD_PRELOAD; else {elsewhere}"))
     elif median < SMALLEST_FLUSH_SECONDS:
         what = f"{where}: fsync seems to do nothing ({took}): no storage is so fast"
-        found.append(warning("fsync", what, f"ask who runs it whether fsync is honoured; else {elsewhere}"))
+        found.append(warning("fsync", what, f"ask its administrator whether fsync is honoured; else {elsewhere}"))
     return found
 
 
@@ -132,4 +133,4 @@ def _check_room(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
         return [error("disk", f"{what}one checkpoint takes {amount(needs.checkpoint_bytes)}", more)]
     if facts.free_bytes < kept:
         return [warning("disk", f"{what}checkpoints and windows of this run take up to {amount(kept)}", more)]
-    return [told("disk", f"{what}checkpoints and windows of this run take up to {amount(kept)}")]
+    return [info("disk", f"{what}checkpoints and windows of this run take up to {amount(kept)}")]

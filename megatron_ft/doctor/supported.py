@@ -1,5 +1,5 @@
-"""The supported matrix: which versions of what this project runs with. ``pyproject.toml``, ``requirements/`` and
-``mcore/device/software.py`` say the same, which a test holds."""
+"""Supported versions of what this project runs with; a test compares them with ``pyproject.toml``, ``requirements/``
+and ``mcore/device/software.py``."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ class Package:
     """A version specifier (PEP 440); empty for any."""
     is_required: bool = True
     breaks: bool = False
-    """Whether another version breaks the job; else it is one that nobody has tried."""
+    """Whether another version breaks the job; otherwise it is only untested."""
     install: str = ""
-    """How to get it, where that is not ``make train``."""
+    """Command that installs it where that is not ``make train``."""
 
 
 TORCH = Package(name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then TORCH=skip")
-"""2.13.0 is what is tested; Megatron-Core 0.16.1 asks for 2.6."""
+"""Tested with 2.13.0; Megatron-Core 0.16.1 asks for 2.6."""
 TRANSFORMER_ENGINE = Package(
     name="transformer-engine",
     versions=">=2.9,<2.12",
@@ -30,12 +30,13 @@ TRANSFORMER_ENGINE = Package(
     breaks=True,
     install="pip install --no-build-isolation -r requirements/gpu.txt",
 )
-"""What Megatron-Core 0.16.1 names in its extra ``dev``; later ones write empty extra state (docs/dependencies.md)."""
+"""Versions that Megatron-Core 0.16.1 names in its extra ``dev``; later ones write empty extra state
+(docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
-"""Its library, and its part for torch: both must be there, of the same version."""
+"""Library of Transformer Engine and its part for torch: both must be present, in the same version."""
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""Wheels of NCCL: the version that the installed torch names is the supported one."""
+"""NCCL wheels: the version that the installed torch names is supported."""
 
 PACKAGES = (
     TORCH,
@@ -55,4 +56,4 @@ PACKAGES = (
     Package(name="PyYAML", versions="==6.0.3"),
     TRANSFORMER_ENGINE,
 )
-"""What is imported directly. NVIDIA's apex is no distribution of the index; it is looked for by its modules."""
+"""Directly imported packages. NVIDIA's apex is not on the package index; its modules are searched instead."""

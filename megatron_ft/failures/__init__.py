@@ -1,1 +1,1 @@
-"""Failures that jobs are put through: schedules of them, where they come from, and how they reach a living job."""
+"""Failures for jobs: schedules, their sources, and their injection into a running job."""

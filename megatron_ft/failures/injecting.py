@@ -1,6 +1,7 @@
-"""Brings failures into a living job: kills, stops, partitions, disk errors, drains, arrivals; written down before.
+"""Injects failures into a running job: kills, stops, partitions, disk errors, drains, arrivals; each is recorded
+before.
 
-``<run>/injected.jsonl`` has a line per fault, written and synced first, and one more where it could not be brought in.
+``<run>/injected.jsonl`` has a line per fault, written and synced first, and one more where it could not be injected.
 """
 
 import contextlib
@@ -22,38 +23,38 @@ from megatron_ft.failures.schedule import FailureSchedule
 
 INJECTED_FILE = "injected.jsonl"
 PATIENCE_SECONDS = 30.0
-"""Longest wait for a node to have processes, and for a controller to let a node in that it is about to miss."""
+"""Longest wait for a node to have processes, and for a controller to accept a node whose loss it is about to detect."""
 _PAUSE_SECONDS = 0.05
 
 
 class NotInjected(ControlError):
-    """A fault could not be brought in; the message says why."""
+    """A fault could not be injected; the message says why."""
 
 
 class Operator(Protocol):
-    """Calls a job's controller; ``megatron_ft.control.admin.Operator`` is one."""
+    """Client of a job's controller, e.g. ``megatron_ft.control.admin.AdminClient``."""
 
     def drain(self, node: int) -> None:
-        """Have a node leave. Raises ControlError."""
+        """Drain a node. Raises ControlError."""
 
     def add(self, node: int) -> None:
-        """Have a node started. Raises ControlError."""
+        """Start a node. Raises ControlError."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Injector:
-    """Faults for one running job."""
+    """Injects faults into one running job."""
 
     run_dir: Path
     ranks_per_node: int
     connect: Callable[[], contextlib.AbstractContextManager[Operator]]
-    """Opens a connection to the controller that there is now: another may have taken over."""
+    """Opens a connection to the present controller: another may have taken over."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
     patience_seconds: float = PATIENCE_SECONDS
 
     def kill(self, nodes: Sequence[int], **about: Any) -> None:
-        """SIGKILL to every process of the nodes, at once: their machines are gone.
+        """Send SIGKILL to every process of the nodes at once, as if their machines had died.
 
         Raises:
             NotInjected: one of them has none, or all had ended by themselves.
@@ -63,10 +64,10 @@ class Injector:
                 raise self._refused("kill", nodes, "all their processes had ended")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
-        """SIGSTOP to every process of the nodes; SIGCONT after ``seconds``, unless None.
+        """Send SIGSTOP to every process of the nodes; SIGCONT after ``seconds``, unless None.
 
         Returns:
-            Logs of the processes that had ended when they were to go on: somebody killed them meanwhile.
+            Logs of the processes that had ended before SIGCONT.
 
         Raises:
             NotInjected: a node has no process.
@@ -81,12 +82,12 @@ class Injector:
         return ended
 
     def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
-        """Cut the nodes' network off from everybody for ``seconds``; all their processes live on.
+        """Disconnect the nodes' network for ``seconds``; all their processes stay alive.
 
         Each needs a network namespace of its own, as nodes on machines and in containers have (``links``).
 
         Raises:
-            NotInjected: a node has no process, or its network cannot be cut from here.
+            NotInjected: a node has no process, or its network cannot be disconnected from here.
         """
         with self._held("partition", nodes, {**about, "seconds": seconds}) as processes:
             try:
@@ -102,10 +103,10 @@ class Injector:
                 switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
-        """Have every write of the nodes' processes to a file fail for ``seconds``, with EFBIG.
+        """Fail every write of the nodes' processes to a file for ``seconds``, with EFBIG.
 
-        Their limit on the size of files (RLIMIT_FSIZE, see setrlimit(2)) is 0 meanwhile, for files in memory, too;
-        reading, sockets and pipes are not touched. A process that they start meanwhile keeps the limit.
+        Their limit on the size of files (RLIMIT_FSIZE, see setrlimit(2)) is 0 meanwhile, for files in memory too;
+        reading, sockets and pipes are not affected. A process that they start meanwhile keeps the limit.
 
         Raises:
             NotInjected: a node has no process, or they are another user's.
@@ -128,7 +129,7 @@ class Injector:
                             resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, limits)
 
     def drain(self, node: int, **about: Any) -> None:
-        """Have the node leave at the next boundary. Raises NotInjected."""
+        """Drain the node at the next boundary. Raises NotInjected."""
         self._write({"action": "drain", "nodes": [node], **about})
         try:
             with self.connect() as operator:
@@ -137,10 +138,10 @@ class Injector:
             raise self._refused("drain", [node], str(error)) from None
 
     def add(self, node: int, **about: Any) -> None:
-        """Have the node started, also as soon as the controller knows that it was lost.
+        """Start the node, also as soon as the controller knows that it was lost.
 
         Raises:
-            NotInjected: it still says no after ``patience_seconds``.
+            NotInjected: the controller still refuses after ``patience_seconds``.
         """
         self._write({"action": "add", "nodes": [node], **about})
         deadline = self.clock() + self.patience_seconds
@@ -154,18 +155,18 @@ class Injector:
             self.pause(_PAUSE_SECONDS)
 
     def replay(self, schedule: FailureSchedule, *, until: Callable[[], bool] | None = None) -> list[str]:
-        """Bring in every event at its time from now on, departures as kills, then wait for the schedule's end.
+        """Inject every event at its time from now on, departures as kills, then wait for the schedule's end.
 
         Args:
-            until: ends the replay early where it says so, e.g. because the job has ended.
+            until: ends the replay early where it returns true, e.g. because the job has ended.
 
         Returns:
-            What could not be brought in; empty where all was.
+            Events that could not be injected; empty where all were.
         """
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Whether the time came before an early end."""
+            """Return whether the time came before an early end."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False
@@ -195,7 +196,7 @@ class Injector:
 
     @contextlib.contextmanager
     def _held(self, action: str, nodes: Sequence[int], about: dict[str, Any]) -> Iterator[list[HeldProcess]]:
-        """All processes of the nodes, the fault written down. Raises NotInjected."""
+        """Yield all processes of the nodes after the fault is recorded. Raises NotInjected."""
         nodes, deadline = list(dict.fromkeys(nodes)), self.clock() + self.patience_seconds
         while True:
             with processes_of(self.run_dir, nodes, self.ranks_per_node) as found:
@@ -225,5 +226,5 @@ class Injector:
 
 
 def _send(processes: Sequence[HeldProcess], number: signal.Signals) -> list[str]:
-    """Send a signal to each; the logs of those that had ended."""
+    """Send a signal to each; returns the logs of those that had ended."""
     return [process.log for process in processes if not process.send(number)]

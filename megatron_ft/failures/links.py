@@ -1,8 +1,9 @@
-"""The network of a node whose processes have a network namespace of their own: cut at the other end, and mended.
+"""Disconnects and reconnects a node whose processes have a network namespace of their own, at the other end of its
+links.
 
 A node is reached through pairs of virtual links, see veth(4): one end in its namespace, the other one here. Taking the
-ends here down is what a pulled cable is: inside, links have no carrier; packets of open connections and of new ones
-vanish without an answer. Processes that share this process's namespace cannot be cut off so.
+ends here down is like pulling a cable: inside, links have no carrier; packets of open connections and of new ones
+vanish without an answer. Processes that share this process's namespace cannot be disconnected this way.
 """
 
 import json
@@ -17,15 +18,15 @@ _COMMAND_SECONDS = 10.0
 
 
 class CannotCut(ControlError):
-    """A node's network cannot be cut from here; the message says why."""
+    """A node's network cannot be disconnected from here; the message says why."""
 
 
 def links_to(process_ids: Iterable[int]) -> list[str]:
-    """Names of the ends, in this process's network namespace, of all links that lead to those of the processes.
+    """List the ends, in this process's network namespace, of all links that lead to those of the processes.
 
     Raises:
         CannotCut: a process shares this namespace or has ended, no link leads there from here, or the programs ``ip``
-            and ``nsenter`` are missing or not allowed to look.
+            and ``nsenter`` are missing or not allowed.
     """
     here = os.readlink("/proc/self/ns/net")
     far: set[int] = set()
@@ -62,7 +63,7 @@ def switch(links: Sequence[str], *, on: bool) -> None:
 
 
 def _links(inside: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All veth links of a network namespace: ``ifindex``, ``ifname`` and, of the other end, ``link_index``."""
+    """List all veth links of a network namespace: ``ifindex``, ``ifname`` and, of the other end, ``link_index``."""
     found: list[dict[str, Any]] = json.loads(_run([*inside, "ip", "-json", "link", "show", "type", "veth"]) or "[]")
     return [link for link in found if link]
 

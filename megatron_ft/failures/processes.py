@@ -1,8 +1,8 @@
-"""The processes of a job's nodes, found by the logs they write, and signals that cannot hit others.
+"""Finds the processes of a job's nodes by the logs they write, and sends signals that cannot reach others.
 
-A node's process and its ranks write their standard output to files of the run's ``logs``, whoever started or forked
-them; a service its standard error, for its standard output is a pipe to the node's process. Each is held by a
-descriptor (``pidfd_open``), so its number cannot pass to another process between the look and the signal.
+A node's process and its ranks write their standard output to files of the run's ``logs``, whatever started or forked
+them; a sidecar its standard error, for its standard output is a pipe to the node's process. Each is held by a
+descriptor (``pidfd_open``), so its number cannot pass to another process between the check and the signal.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ _RANK_LOG = re.compile(r"rank-([0-9]{5,})\.log")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldProcess:
-    """A process that was there when it was looked at."""
+    """A process that existed when it was found."""
 
     process_id: int
     log: str
-    """Name of the file it writes to: what it is."""
+    """Name of the file it writes to, which identifies its role."""
     _descriptor: int
 
     def send(self, number: signal.Signals) -> bool:
@@ -37,14 +37,15 @@ class HeldProcess:
         return True
 
     def has_ended(self, patience_seconds: float = 0.0) -> bool:
-        """Whether it has ended, within the patience: it is a zombie or gone."""
+        """Return whether it has ended within the given time: it is a zombie or gone."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(patience_seconds * 1000))
 
     @property
     def state(self) -> str:
-        """The kernel's letter for what it does, see proc(5): ``T`` while a signal has stopped it; empty when gone."""
+        """Return the kernel's letter for its state, see proc(5): ``T`` while a signal has stopped it; empty
+        when gone."""
         try:
             stat = Path(f"/proc/{self.process_id}/stat").read_text()
         except OSError:
@@ -52,13 +53,13 @@ class HeldProcess:
         return "" if self.has_ended() else stat.rpartition(")")[2].split()[0]
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         os.close(self._descriptor)
 
 
 @contextlib.contextmanager
 def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> Iterator[dict[int, list[HeldProcess]]]:
-    """The living processes of each of ``nodes``: the node's own first, then its services, then its ranks.
+    """Find the living processes of each of ``nodes``: the node's own first, then its sidecars, then its ranks.
 
     A node without any has an empty list.
     """
@@ -75,21 +76,21 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
 @contextlib.contextmanager
 def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """The living processes of the job's controller: one, or none while another is being started."""
+    """Find the living processes of the job's controller: one, or none while another is being started."""
     with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
         yield held
 
 
 @contextlib.contextmanager
 def all_processes_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """All living processes that write to the run's logs: nodes, ranks, controller, fork server."""
+    """Find all living processes that write to the run's logs: nodes, ranks, controller, fork server."""
     with _held(run_dir, lambda _log: True) as held:
         yield held
 
 
 @contextlib.contextmanager
 def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldProcess]]:
-    """Living processes whose log is wanted, by rising process id; released at the end."""
+    """Yield living processes whose log is requested, by rising process id; they are released at the end."""
     logs = str((run_dir / "logs").resolve())
     with contextlib.ExitStack() as stack:
         found = []
@@ -103,7 +104,7 @@ def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldPro
 
 
 def node_of(log: str, ranks_per_node: int) -> int | None:
-    """The node whose process writes to the file of that name; None for files of others."""
+    """Return the node whose process writes to the file of that name; None for files of others."""
     if match := _NODE_LOG.fullmatch(log):
         return int(match.group(1))
     if match := _RANK_LOG.fullmatch(log):
@@ -112,7 +113,7 @@ def node_of(log: str, ranks_per_node: int) -> int | None:
 
 
 def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
-    """The process, if it still is the one that writes to ``log``, and lives."""
+    """Open the process, if it is alive and still the one that writes to ``log``."""
     try:
         descriptor = os.pidfd_open(process_id)
     except OSError:
@@ -124,7 +125,8 @@ def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
 
 
 def _log_of(process_id: int, logs: str) -> str | None:
-    """Name of the file below ``logs`` that is the standard output or error of a process; None if there is none."""
+    """Return the name of the file below ``logs`` that is the standard output or error of a process; None if there is
+    none."""
     for descriptor in (1, 2):
         try:
             folder, _, name = os.readlink(f"/proc/{process_id}/fd/{descriptor}").rpartition("/")

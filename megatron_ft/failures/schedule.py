@@ -1,4 +1,4 @@
-"""Membership over time: which nodes leave and join when, numbered as a job numbers them."""
+"""Membership schedules: which nodes leave and join when, numbered as a job numbers them."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from megatron_ft.strict_json import decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent:
-    """What happens at one moment: departures and arrivals of different nodes."""
+    """Changes at one moment: departures and arrivals of different nodes."""
 
     seconds: float
-    """Since the schedule began."""
+    """Seconds since the schedule began."""
     leaves: tuple[int, ...] = ()
     """Nodes that are lost, rising."""
     joins: tuple[int, ...] = ()
@@ -23,21 +23,21 @@ class MembershipEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSchedule:
-    """Nodes 0 to below ``num_initial_nodes`` are there when it begins; its events change that."""
+    """Membership changes of nodes; nodes 0 to below ``num_initial_nodes`` are there when it begins."""
 
     source: str
-    """Where it comes from, for messages."""
+    """Source, for messages."""
     most_nodes: int
-    """Node numbers there are: 0 to below it."""
+    """Number of node numbers: 0 to below it."""
     num_initial_nodes: int
     duration_seconds: float
     events: tuple[MembershipEvent, ...]
-    """By rising seconds, all before ``duration_seconds``."""
+    """Events by rising seconds, all before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Nodes of the source that found no number free, the first instant's included."""
+    """Arrivals of the source that found no free number, the first instant's included."""
 
     def validate(self) -> None:
-        """Times rise, whoever leaves is there, whoever joins is not.
+        """Check that times rise, that leaving nodes are present and that joining nodes are not.
 
         Raises:
             ConfigError: naming the event and the field.
@@ -57,7 +57,7 @@ class FailureSchedule:
             present, before = self._after(present, number, event), event.seconds
 
     def _after(self, present: set[int], number: int, event: MembershipEvent) -> set[int]:
-        """The nodes there are after an event. Raises ConfigError."""
+        """Return the nodes that are present after an event. Raises ConfigError."""
         leaves, joins = set(event.leaves), set(event.joins)
         for name, given, known in (("leaves", event.leaves, leaves), ("joins", event.joins, joins)):
             if list(given) != sorted(known):
@@ -73,21 +73,21 @@ class FailureSchedule:
 
     @property
     def num_leaves(self) -> int:
-        """Nodes that leave, over all events."""
+        """Departures over all events."""
         return sum(len(event.leaves) for event in self.events)
 
     @property
     def num_joins(self) -> int:
-        """Nodes that join after the beginning, over all events."""
+        """Arrivals after the beginning, over all events."""
         return sum(len(event.joins) for event in self.events)
 
     @property
     def most_lost_at_once(self) -> int:
-        """Nodes that leave in one event, at most."""
+        """Most departures in one event."""
         return max((len(event.leaves) for event in self.events), default=0)
 
     def num_nodes_after(self) -> tuple[int, ...]:
-        """Nodes there are after each event."""
+        """Count the nodes after each event."""
         counts, count = [], self.num_initial_nodes
         for event in self.events:
             count += len(event.joins) - len(event.leaves)
@@ -104,16 +104,15 @@ class FailureSchedule:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         events = [{"seconds": e.seconds, "leaves": list(e.leaves), "joins": list(e.joins)} for e in self.events]
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"events": events}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "FailureSchedule":
-        """Inverse of ``to_json``; validated.
+        """Read the result of ``to_json`` and validate it.
 
         Raises:
-            ConfigError: fields are missing or foreign, of another type, or do not hold together.
+            ConfigError: fields are missing or unknown, of another type, or inconsistent.
         """
         try:
             events = tuple(

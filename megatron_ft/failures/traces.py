@@ -1,4 +1,4 @@
-"""Recorded membership of preemptible nodes, read strictly, and the schedule that it makes.
+"""Recorded membership of preemptible nodes, read strictly, and the schedule made from it.
 
 The format is that of Bamboo (NSDI '23): ``milliseconds,add|remove,node`` per line, any line end.
 """
@@ -21,13 +21,13 @@ _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """All that a trace has at one moment: the nodes that are gone after it, and those that are new."""
+    """Changes of a trace at one moment: the nodes that are gone after it, and those that are new."""
 
     milliseconds: int
-    """Since the first row."""
+    """Milliseconds since the first row."""
     removed: tuple[str, ...]
     added: tuple[str, ...]
-    """In the order of the rows."""
+    """Nodes in the order of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +37,18 @@ class MembershipTrace:
     source: str
     """File name."""
     instants: tuple[Instant, ...]
-    """The first is the beginning: its nodes are there."""
+    """The first instant is the beginning: its nodes are present."""
     num_repeated_rows: int = 0
     """Rows that the file has more than once; they count once."""
 
     def schedule(self, *, most_nodes: int, minutes: float | None = None, scale: float = 1.0) -> FailureSchedule:
-        """The trace as a job can be put through it.
+        """Make a schedule for a job from the trace.
 
-        Each trace node gets the lowest number that is free; one that arrives while none is free is ignored for good. A
-        number that is freed goes to later instants only.
+        Each trace node gets the lowest free number; one that arrives while none is free is ignored permanently. A freed
+        number goes to later instants only.
 
         Args:
-            most_nodes: node numbers there are.
+            most_nodes: node numbers available.
             minutes: length of the trace that is used, from its beginning, its end excluded; None for all of it.
             scale: seconds of the schedule for each second of the trace.
 
@@ -82,7 +82,7 @@ class MembershipTrace:
 
 
 class _Numbers:
-    """Which trace node has which number."""
+    """Maps trace nodes to numbers."""
 
     def __init__(self, most_nodes: int) -> None:
         self.of: dict[str, int] = {}
@@ -90,7 +90,7 @@ class _Numbers:
         self._free = list(range(most_nodes))
 
     def arrive(self, names: Iterable[str]) -> list[int]:
-        """Numbers of the nodes that find one, rising."""
+        """Return the numbers of the nodes that get one, rising."""
         found = []
         for name in names:
             if not self._free:
@@ -101,7 +101,7 @@ class _Numbers:
         return sorted(found)
 
     def depart(self, names: Iterable[str]) -> list[int]:
-        """Numbers that become free, rising."""
+        """Return the numbers that become free, rising."""
         freed = sorted(self.of.pop(name) for name in names if name in self.of)
         for number in freed:
             heapq.heappush(self._free, number)
@@ -119,8 +119,8 @@ def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
 def read_trace(path: Path) -> MembershipTrace:
     """Read a trace.
 
-    A row that is there twice counts once. What cannot have happened is refused: a node that is added while it is there
-    or removed while it is not, time that runs backwards, a last line without its end.
+    A repeated row counts once. Impossible rows are refused: a node that is added while it is there or removed while it
+    is not, time that runs backwards, a last line without its end.
 
     Raises:
         DataError: with the number of the line.
@@ -129,7 +129,7 @@ def read_trace(path: Path) -> MembershipTrace:
 
 
 def parse_trace(source: str, content: bytes) -> MembershipTrace:
-    """As ``read_trace``, of a file's content."""
+    """Parse a file's content; see ``read_trace``."""
     lines = content.split(b"\n")
     if lines.pop():
         raise DataError(f"{source}:{len(lines) + 1}: the line has no end: the file is cut")
@@ -156,7 +156,7 @@ def parse_trace(source: str, content: bytes) -> MembershipTrace:
 
 
 def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
-    """Time, action and node of a line. Raises DataError."""
+    """Parse time, action and node of a line. Raises DataError."""
     match = _ROW.fullmatch(line.removesuffix(b"\r").decode("ascii", "replace"))
     if match is None:
         raise DataError(f"{source}:{number}: {line[:80]!r}: must be milliseconds,add|remove,node")
@@ -164,7 +164,7 @@ def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
 
 
 def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
-    """Rows by their time: what each moment changes in the end."""
+    """Group rows by their time: the net change of each moment."""
     first, present, instants = rows[0][0], dict[str, None](), []
     for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):
         earlier = dict(present)

@@ -1,4 +1,4 @@
-"""Process groups of one generation: formed, handed over, dissolved. Nothing of ours reads them from globals."""
+"""Process groups of one generation: formed, handed over, dissolved. The project never reads them from globals."""
 
 import datetime
 import gc
@@ -21,7 +21,7 @@ from megatron_ft.runtime.transport.held_groups import drop_broken_graph, release
 
 _RETRY_SECONDS = 0.02
 _TRY_SECONDS = 2.0
-"""A store that is served is open by then."""
+"""Length of one connection attempt: a store that is served is open by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,14 @@ class Groups:
     """Connections to other ranks that all of these use."""
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """A gloo group of ``ranks``; None on ranks that are not of it. Called by every rank of the job alike: names of
-        groups that only some have called for depend on which others these have.
+        """Create a gloo group of ``ranks``; None on ranks outside of it. Called by every rank of the job alike: names
+        of groups that only some have called for depend on which others these have.
 
         Raises:
             RuntimeError: others did not come, or the connections were broken.
         """
         if dist.get_backend() == "nccl":
-            # NCCL connects when it is first used: what is queued must have come so far before sockets are compared.
+            # NCCL connects at its first use: all queued work must be done before sockets are compared.
             torch.cuda.synchronize()
         before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
         group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
@@ -66,9 +66,9 @@ def join(
     """Form the groups of the membership of ``context`` with all its other ranks.
 
     Args:
-        timeout_seconds: longest wait for the others to come.
-        store: that of the membership, where it is open here already.
-        opening: what may break the connections that are made here.
+        timeout_seconds: longest wait for the others.
+        store: store of the membership, where it is open here already.
+        opening: breaks the connections that are made here.
 
     Raises:
         RuntimeError: others did not come, or the connections were broken.
@@ -89,14 +89,14 @@ def join(
 
 
 def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening | None = None) -> dist.TCPStore:
-    """The store of the membership of ``context``, which its rank 0 serves.
+    """Open the store of the membership of ``context``, which its rank 0 serves.
 
     Args:
-        timeout_seconds: longest wait for the others to come.
-        opening: what may break off the wait.
+        timeout_seconds: longest wait for the others.
+        opening: interrupts the wait.
 
     Raises:
-        RuntimeError: they did not come, or the wait was broken off.
+        RuntimeError: they did not come, or the wait was interrupted.
     """
     if opening is not None and context.rank > 0:
         return _connect(context, timeout_seconds, opening)
@@ -104,23 +104,26 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    """The store, once somebody serves it. Who was there may have gone again, and torch goes on trying: it gets short
-    tries. A server that accepts and says nothing is waited for until ``opening`` breaks the connection."""
+    """Connect to the store once it is served. Its server may have ended again while torch keeps trying, so each
+    attempt is short. A server that accepts and does not answer is waited for until ``opening`` breaks the
+    connection."""
     where = f"{context.master_addr}:{context.master_port}"
     deadline, try_seconds = time.monotonic() + timeout_seconds, min(timeout_seconds, _TRY_SECONDS)
     while True:
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
-            # torch pauses between its own tries, where no connection is open that could be broken.
+            # torch pauses between its own attempts, without an open connection that could be broken.
             store = waits.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"nobody serves the store at {where} for {timeout_seconds} s: {error}") from error
+                raise RuntimeError(
+                    f"no process serves the store at {where} for {timeout_seconds} s: {error}"
+                ) from error
         else:
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store
         if opening.pause(_RETRY_SECONDS):
-            raise RuntimeError(f"ranks were lost before anybody served the store at {where}")
+            raise RuntimeError(f"ranks were lost before any process served the store at {where}")
 
 
 def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
@@ -164,7 +167,7 @@ def form_groups(
         create_gloo_process_groups=False,
     )
     if backend == "nccl":
-        # NCCL's sockets are not ours to shut down: it would report that as an error of a peer. It is aborted instead.
+        # Shutting down NCCL's sockets would be reported as an error of a peer. NCCL is aborted instead.
         before = open_sockets()
     vote = dist.new_group(backend="gloo", timeout=timeout)
     store_port = store.port if isinstance(store, dist.TCPStore) else None
@@ -179,10 +182,10 @@ def form_groups(
 
 
 def dissolve_groups() -> None:
-    """Drop Megatron's groups and torch's. The caller has let go of its ``Groups`` and of all that holds them.
+    """Drop Megatron's groups and torch's. The caller has released its ``Groups`` and all that holds them.
 
-    Where connections were shut down, operations may be blocked in the groups for good: those groups are held until
-    their own timeout, and this returns. NCCL's are aborted first: to destroy one waits for peers that may be gone.
+    Where connections were shut down, operations may be blocked in the groups until their own timeout: those groups are
+    held until then, and this returns. NCCL's are aborted first: destroying one waits for peers that may be gone.
     """
     groups = []
     if waits.in_use().is_ended:
@@ -191,7 +194,7 @@ def dissolve_groups() -> None:
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
     parallel_state.destroy_model_parallel()
-    # The one group that Megatron forgets to drop.
+    # Megatron forgets to drop this one group.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     # A process group that is still referenced keeps its transports open, and its peers blocked.
     gc.collect()

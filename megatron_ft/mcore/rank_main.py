@@ -83,7 +83,7 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         MegatronFtError: as its subclasses say; the process ends with its exit code.
     """
     _arm_failpoints(config, context)
-    # Of no use to whoever reads a rank's log: said of Megatron's and torch's own calls.
+    # Useless in a rank's log: warnings about Megatron's and torch's own calls.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
     # First of all: what looks for Transformer Engine may touch CUDA, which then takes memory of the device in use.
     device = take_device(config, node=context.node, local_rank=context.local_rank)

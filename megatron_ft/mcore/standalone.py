@@ -151,7 +151,7 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
 
 
 def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
-    """Wait for the others: whom rank 0 leaves before it has read connects in vain for as long as it may.
+    """Wait for the others: a rank that has not read before rank 0 leaves tries to connect until its timeout.
 
     It can be so early where the run is refused, or where nothing that ranks do together holds it up.
     """
@@ -165,7 +165,7 @@ def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCP
 
 
 def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> RunDir:
-    """Rank 0: claim the run folder and tell the others, even when it fails."""
+    """Rank 0: claim the run folder and notify the others, even when it fails."""
     try:
         run = config.run
         if environment.attempt > 0 and store.check(["megatron_ft/name"]):
@@ -186,7 +186,7 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
 
 
 def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> dict[str, Any]:
-    """What rank 0 settled: ``run_dir``, ``resume_from``, ``master_port``.
+    """Receive rank 0's decisions: ``run_dir``, ``resume_from``, ``master_port``.
 
     Raises:
         ControlError: rank 0 refused, or did not answer in time.

@@ -1,4 +1,4 @@
-"""What recovery needs of an engine: load a slice, run a logged iteration again."""
+"""Engine interface for recovery: load a slice, run a logged iteration again."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -11,13 +11,13 @@ class ReplayEngine(Protocol):
     """One rank's engine with a window at hand. All calls are collective over the ranks that replay."""
 
     def load(self, index: int) -> None:
-        """Put slice ``index`` of the window back; slice 0 also brings random numbers, counters and history."""
+        """Load slice ``index`` of the window; slice 0 also restores random numbers, counters and history."""
         ...
 
     def replay(self, vote: Vote, frozen: Collection[OperatorId]) -> None:
         """Run the iteration of ``vote`` again, operators ``frozen`` without weight gradients and update.
 
         Raises:
-            RecoveryError: it computed something else than the logged vote says.
+            RecoveryError: the result differs from the logged vote.
         """
         ...

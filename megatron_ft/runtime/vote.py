@@ -1,4 +1,4 @@
-"""Carries the commit vote over the whole job."""
+"""Exchanges the commit vote over the whole job."""
 
 import torch
 import torch.distributed as dist
@@ -8,10 +8,10 @@ from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot
 
 
 def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
-    """Give this rank's ballot, get everybody's in rank order. Returns once all have contributed.
+    """Give this rank's ballot, get every rank's in rank order. Returns once all have contributed.
 
-    One all-gather of float64 [BALLOT_FIELDS] over ``group``: unlike a sum it keeps each rank's values, so
-    agreement is checked to the bit and sums are taken in a fixed order.
+    One all-gather of float64 [BALLOT_FIELDS] over ``group``: unlike a sum it keeps each rank's values, so agreement is
+    checked to the bit and sums are taken in a fixed order.
     """
     mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
     rows = torch.empty((group.size(), BALLOT_FIELDS), dtype=torch.float64)

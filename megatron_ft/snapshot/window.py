@@ -90,7 +90,7 @@ class Slice:
     header: Mapping[str, Any]
     """State that replay needs beside tensors: the vote, histories, counters. Strict JSON."""
     pieces: tuple[Piece, ...]
-    """In order of offset."""
+    """Pieces in order of offset."""
     hashes: tuple[str, ...] | None = None
     """xxh3_128 of each piece, hexadecimal; None until they are known."""
 

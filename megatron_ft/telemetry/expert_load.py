@@ -1,4 +1,4 @@
-"""Figures of how evenly the router spreads tokens over a layer's experts."""
+"""Balance figures: how evenly the router spreads tokens over a layer's experts."""
 
 import math
 from collections.abc import Sequence
@@ -73,6 +73,6 @@ def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, flo
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
-    """At most ``num_bins`` figures: so many neighbours as needed are merged, the largest stands for all."""
+    """Reduce to at most ``num_bins`` figures: neighbours are merged, and the largest stands for all."""
     bin_size = max(1, -(-len(loads) // num_bins))
     return [max(loads[start : start + bin_size]) for start in range(0, len(loads), bin_size)]

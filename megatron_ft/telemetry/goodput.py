@@ -36,7 +36,7 @@ class Goodput:
     """Shares of a run's wall time; they add up to all of it."""
 
     wall_seconds: float
-    """From the first record to the newest, the time between jobs included."""
+    """Time from the first record to the newest, the time between jobs included."""
     useful_seconds: float
     """Iterations that count: each once, without skipped ones and without waiting for captures."""
     stalled_seconds: float
@@ -46,9 +46,10 @@ class Goodput:
     skipped_seconds: float
     """Iterations that the vote did not commit."""
     recovery_seconds: float
-    """From the last report before a failure or a change of membership to the start of the first iteration after it."""
+    """Time from the last report before a failure or a change of membership to the start of the first iteration after
+    it."""
     between_jobs_seconds: float
-    """From the last record of a job to the first of the next job of the run."""
+    """Time from the last record of a job to the first of the next job of the run."""
     other_seconds: float
     """Starts, evaluations, and what lies between iterations."""
     num_iterations: int

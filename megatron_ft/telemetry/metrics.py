@@ -104,8 +104,8 @@ _FROM_EVENTS = (
         "Seconds that training has waited for captures so far, all attempts, on the first rank of the job.",
     ),
     Metric("snapshot/captured_bytes", "bytes", "Bytes that this rank has captured so far."),
-    Metric("snapshot/replicated_bytes", "bytes", "Bytes that its keeper has sent to peers so far, each peer counted."),
-    Metric("snapshot/persisted_bytes", "bytes", "Bytes that its keeper has written to storage so far."),
+    Metric("snapshot/replicated_bytes", "bytes", "Bytes that its snapshot server has sent so far, each peer counted."),
+    Metric("snapshot/persisted_bytes", "bytes", "Bytes that its snapshot server has written to storage so far."),
     Metric("upstream_log/rank_bytes", "bytes", "Memory of the upstream log, on the rank that keeps most."),
     Metric("upstream_log/node_bytes", "bytes", "The same on the node that keeps most."),
     Metric(

@@ -1,4 +1,4 @@
-"""Figures of a run that no single record has: goodput so far, what protects the run, how long recoveries took."""
+"""Run figures without a record of their own: goodput so far, protection of the run, duration of recoveries."""
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record

@@ -208,6 +208,6 @@ def test_experts_without_a_living_holder_are_named(outcomes: dict[str, Any]) -> 
     assert "error" not in outcome, outcome["error"]
     for rank in (0, 1, 2):
         last = outcome["ranks"][rank]["error"].strip().splitlines()[-1]
-        assert last.startswith("megatron_ft.errors.RecoveryError: generation 1 cannot go on from living ranks: ")
+        assert last.startswith("megatron_ft.errors.RecoveryError: generation 1 cannot continue from living ranks: ")
         named = last.rpartition("no surviving rank holds: ")[2].split(", ")
         assert len(named) == 2 and named[0].startswith("1.expert.") and named[1].startswith("2.expert."), last

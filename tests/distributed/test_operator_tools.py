@@ -76,7 +76,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
 
     assert asked()["members"] == [0, 1, 2]
     code, answer = judged("2")
-    assert (code, answer["rung"], answer["seconds_to_go_on"]) == (0, "replicas", None)
+    assert (code, answer["rung"], answer["seconds_to_continue"]) == (0, "replicas", None)
 
     assert drain.main([str(run_dir), "2"]) == 0
     assert "node 2 leaves" in capsys.readouterr().out
@@ -93,4 +93,4 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert status.main([str(run_dir)]) == 0
     assert "trains" in capsys.readouterr().out
     code, answer = judged("0")
-    assert (code, answer["rung"]) == (0, "replicas") and answer["seconds_to_go_on"] > 0
+    assert (code, answer["rung"]) == (0, "replicas") and answer["seconds_to_continue"] > 0

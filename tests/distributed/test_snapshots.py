@@ -152,6 +152,7 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     assert chosen["strategy"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
 
 
+@pytest.mark.extended
 def test_a_run_is_not_continued_with_another_schedule(tmp_path: Path, warm_forkserver: str) -> None:
     persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1"]
     died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=0)'])

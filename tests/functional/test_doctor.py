@@ -44,7 +44,7 @@ def test_what_would_break_the_job_is_named_with_its_mend(tmp_path: Path) -> None
     found = findings(done, "error")
     assert sorted(each["what"].startswith(starts) for each in found) == [True, True, True], found
     assert {each["check"] for each in found} == {"ports", "limits"}
-    assert all(each["mend"] for each in found)
+    assert all(each["fix"] for each in found)
     assert json.loads(done.stdout)["exit_code"] == 2
 
 

@@ -1,4 +1,4 @@
-"""Rules of the house that no other tool holds: sizes, file maps, documented knobs, who imports what."""
+"""Conventions that no other tool checks: sizes, file maps, documented keys, imports."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ import yaml
 
 from benchmarks.claims import load_claims
 from benchmarks.source import ROOT
+from tools.code_size import CodeSize, measure
 
 PACKAGE = ROOT / "megatron_ft"
 MAX_LINES = 600
@@ -17,6 +18,13 @@ NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints
 NO_TORCH += ("control", "telemetry", "doctor", "records.py", "strict_json.py", "expert_loads.py", "failures")
 NO_TORCH += ("durable.py", "formatting.py", "serde.py")
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
+
+
+MOST_PACKAGE_LINES = 48_860
+MOST_NAMES_PER_THOUSAND = 42.6
+MOST_CIRCULAR_MODULES = 6
+LEAST_COMMENTS_PER_THOUSAND = 7.0
+"""Bounds of ``tools.code_size``: the first three may only fall, the last may only rise."""
 
 
 def python_files(*parts: str) -> list[Path]:
@@ -54,6 +62,19 @@ def test_no_file_is_too_long() -> None:
     files = python_files("megatron_ft", "tools", "benchmarks", "pretrain_moe.py")
     lines = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+@pytest.fixture(scope="module")
+def code_size() -> CodeSize:
+    return measure()
+
+
+def test_the_package_does_not_grow(code_size: CodeSize) -> None:
+    assert code_size.num_lines <= MOST_PACKAGE_LINES, code_size.summary()
+    assert code_size.names_per_thousand <= MOST_NAMES_PER_THOUSAND, code_size.summary()
+    assert len(code_size.circular_modules) <= MOST_CIRCULAR_MODULES, code_size.circular_modules
+    assert code_size.comments_per_thousand >= LEAST_COMMENTS_PER_THOUSAND, code_size.summary()
+    assert code_size.longest[1] <= MAX_LINES, code_size.summary()
 
 
 def test_every_folder_maps_its_files() -> None:

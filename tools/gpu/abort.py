@@ -1,4 +1,5 @@
-"""Stage ``abort``: a rank is killed, or stopped, inside an all-reduce. Survivors abort their communicators, go on in
+"""Stage ``abort``: a rank is killed, or stopped, inside an all-reduce. Survivors abort their communicators, continue
+in
 the same process and form groups again without the lost rank.
 
 A stopped rank stands for a peer that does not answer over NVLink or InfiniBand, where nothing closes a connection.
@@ -21,7 +22,7 @@ from tools.gpu.transports import Transport, find_transport, join
 
 WORLD_SIZE, SHORT_WORLD_SIZE = 4, 3
 NUM_ELEMENTS = 1 << 25
-"""Of the all-reduce in which a rank is lost: far more than sockets buffer."""
+"""Size of the all-reduce in which a rank is lost: far more than sockets buffer."""
 UNTOUCHED_ELEMENTS, SHORT_UNTOUCHED_ELEMENTS = 1 << 28, 1 << 16
 TRIAL_SECONDS = 60.0
 BLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
@@ -43,7 +44,8 @@ def run(day: Day) -> None:
 
 
 def surviving() -> dict[str, str]:
-    """Variables of a job on CUDA that may lose nodes: under torch's defaults a rank ends with its communicators."""
+    """Return variables of a job on CUDA that may lose nodes: under torch's defaults a rank ends with its
+    communicators."""
     job = JobConfig()
     job.training.device = "cuda"
     job.launch.num_nodes, job.launch.min_nodes = 2, 1
@@ -51,7 +53,7 @@ def surviving() -> dict[str, str]:
 
 
 def _record_defaults(day: Day, transport: Transport) -> None:
-    """Report what becomes of survivors under torch's own settings: the reason for the others. Not judged."""
+    """Record the fate of survivors under torch's own settings: the reason for the others. Not judged."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
     except RuntimeError as error:
@@ -122,7 +124,7 @@ def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None
     """Wait until the rank is gone, or in the state of a stopped process.
 
     Raises:
-        RuntimeError: it goes on.
+        RuntimeError: it continues.
     """
     while time.monotonic() < deadline:
         if how == "killed" and not lost.process.is_alive():
@@ -134,7 +136,7 @@ def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None
 
 
 def _state(process_id: int | None) -> str:
-    """Of a process, as ``/proc/<pid>/stat`` writes it."""
+    """Read the state of a process from ``/proc/<pid>/stat``."""
     return Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
@@ -201,7 +203,7 @@ def be_rank(
 
 
 class _Breaker(threading.Thread):
-    """Aborts all communicators of this process when the stage says so, while the main thread waits in one of them."""
+    """Aborts all communicators of this process on the stage's request, while the main thread waits in one of them."""
 
     def __init__(self, pipe: Connection, transports: Any) -> None:
         super().__init__(name="breaker", daemon=True)
@@ -209,7 +211,7 @@ class _Breaker(threading.Thread):
         self.began = self.ended = 0.0
 
     def run(self) -> None:
-        """Wait for the word, then break connections of gloo and communicators of NCCL."""
+        """Wait for the request, then break connections of gloo and communicators of NCCL."""
         import torch.distributed as dist
 
         self._pipe.recv()

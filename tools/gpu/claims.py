@@ -12,11 +12,11 @@ from benchmarks.prove import FIELDS, prove
 from tools.gpu.day import Day
 
 RESERVE_SECONDS = 15.0
-"""For a script that takes too long to be stopped, and for its result."""
+"""Time for a script that takes too long to be stopped, and for its result."""
 
 
 def run(day: Day) -> None:
-    """Measure the claim that has the stage's name."""
+    """Measure the claim with the stage's name."""
     claim = load_claims()[day.folder.name]
     if day.has_gpu:
         seconds = min(claim.timeout_seconds, day.remaining_seconds - RESERVE_SECONDS)

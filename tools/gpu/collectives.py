@@ -1,4 +1,4 @@
-"""Stage ``smoke``: several ranks on the device, every collective that training uses, right and how long."""
+"""Stage ``smoke``: several ranks on the device run every collective that training uses, checked and timed."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def run(day: Day) -> None:
 
 
 def be_rank(place: ranks.Place, pipe: Any, *, backend: str, device_type: str, repeats: int) -> dict[str, Any]:
-    """A rank that runs each collective some times: median seconds, and what is wrong with its result, if anything."""
+    """Run each collective several times on one rank: median seconds, and errors of its result."""
     import torch
 
     join(place, backend)

@@ -1,6 +1,6 @@
-"""What a stage is given, and how it reports: figures, problems, and what it could not run.
+"""Context and reports of a stage: figures, problems, and parts that it could not run.
 
-All three are appended to a file at once, so that a stage which is killed leaves what it had found.
+All three are appended to a file at once, so a killed stage leaves its findings.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 GPU_DAY = "MEGATRON_FT_GPU_DAY"
-"""Environment variable: with 1, what cannot be run has failed. Set for every stage that sees a GPU."""
+"""Environment variable: with 1, a part that cannot be run has failed. Set for every stage that sees a GPU."""
 REPORT = "report.jsonl"
 
 
@@ -25,11 +25,11 @@ class Day:
     device_type: str
     """``cuda`` or ``cpu``. On a CPU stages run the same code on small sizes."""
     folder: Path
-    """Of this stage: its log, its report and what it writes."""
+    """Folder of this stage: its log, its report and its files."""
     shared: Path
-    """Of the whole call: what later stages read."""
+    """Folder of the whole call, with files for later stages."""
     deadline: float
-    """Of ``time.monotonic()``: the stage is killed then."""
+    """Time of ``time.monotonic()`` at which the stage is killed."""
 
     @property
     def has_gpu(self) -> bool:
@@ -38,7 +38,7 @@ class Day:
 
     @property
     def remaining_seconds(self) -> float:
-        """Until the stage is killed."""
+        """Time until the stage is killed."""
         return self.deadline - time.monotonic()
 
     def record(self, **figures: Any) -> None:
@@ -47,7 +47,7 @@ class Day:
         print(json.dumps(figures, default=str), flush=True)
 
     def check(self, holds: bool, problem: str) -> None:
-        """Report a problem unless ``holds``; the stage goes on, and has failed."""
+        """Report a problem unless ``holds``; the stage continues, and has failed."""
         if not holds:
             self._append({"problem": problem})
             print(f"PROBLEM {problem}", flush=True)
@@ -61,10 +61,10 @@ class Day:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Report what a part of the stage raises as a problem, so that the other parts are run."""
+        """Report exceptions in a part of the stage as problems, so that the other parts are run."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the day goes on and the report names it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the day continues and the report names it
             traceback.print_exc()
             self.check(False, f"{name}: {describe(error)}")
 
@@ -74,13 +74,13 @@ class Day:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error, shortened at its beginning: the end says what happened."""
+    """Describe an error by type and message, shortened at its beginning: the end has the cause."""
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= 1000 else f"{text[:200]} ... {text[-800:]}"
 
 
 def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Figures, problems and parts not run that a stage has reported so far."""
+    """Read figures, problems and parts not run that a stage has reported so far."""
     figures: dict[str, Any] = {}
     problems, not_run = [], []
     path = folder / REPORT
@@ -93,7 +93,7 @@ def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
 
 
 def find_device_type() -> str:
-    """``cuda`` where torch sees a GPU. Asks the driver's library, so that this process can still be forked."""
+    """Return ``cuda`` where torch sees a GPU. Asks the driver's library, so this process can still be forked."""
     import torch
 
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"

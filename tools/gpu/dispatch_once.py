@@ -1,4 +1,4 @@
-"""One dispatch with every kernel: small, for a sanitizer to watch, and compared with the reference.
+"""Runs one small dispatch with every kernel, under a sanitizer, and compares it with the reference.
 
 python -m tools.gpu.dispatch_once cuda
 """
@@ -15,13 +15,13 @@ HIDDEN = 40
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Dispatch with the backend named; 0 when it has the bits of the reference."""
+    """Dispatch with the named backend; 0 when its bits equal the reference's."""
     name = arguments[0]
     return 0 if dispatch(name, "cuda" if name == "cuda" else "cpu") else 1
 
 
 def dispatch(name: str, device: str) -> bool:
-    """Whether schedule, plan, rows and sums of a backend are those of the reference."""
+    """Compare schedule, plan, rows and sums of a backend with those of the reference."""
     routing = make_routing(num_ranks=4, topk=3, num_experts=16, tokens=(50, 1, 0, 33), skew=1.0, seed=5)
     backend, reference = open_backend(name), open_backend("reference")
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Stage ``facts``: software, imports, and the ceilings that all other figures are judged by."""
+"""Stage ``facts``: software, imports, and the upper limits that all other figures are judged by."""
 
 import mmap
 import os
@@ -27,7 +27,7 @@ _TICK_SECONDS = 0.001
 
 
 def run(day: Day) -> None:
-    """Report versions, imports and ceilings."""
+    """Report versions, imports and upper limits."""
     day.record(hardware=hardware.describe(), software=_software(), limits=_limits())
     with day.part("imports"):
         _imports(day)
@@ -74,7 +74,7 @@ def _last_line(*command: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> list[str]:
-    """Lines that a program prints; none where it is not installed or fails."""
+    """Return the lines that a program prints; none where it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -92,7 +92,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _imports(day: Day) -> None:
-    """Report what imports took, and check that a process that has done them can be forked."""
+    """Report the duration of imports, and check that a process after them can be forked."""
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
     day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA: ranks cannot be forked after them")
@@ -103,7 +103,7 @@ def _imports(day: Day) -> None:
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Bytes per second from the device into pageable and into pinned memory, and what the project's probe says."""
+    """Measure bytes per second from the device into pageable and into pinned memory, and by the project's probe."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """What a window's memory costs: to populate, to pin, to copy to, to unpin; whether other threads run meanwhile."""
+    """Measure the costs of a window's memory: populate, pin, copy, unpin; and whether other threads run meanwhile."""
     descriptor = os.memfd_create("facts")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -170,7 +170,8 @@ class _Ticks:
 
 
 def _ceilings(device: torch.device, num_bytes: int, size: int) -> dict[str, float]:
-    """Bytes per second of a copy on the device (read and written), operations per second of a bf16 product."""
+    """Measure bytes per second of a copy on the device (read and written), and operations per second of a bf16
+    product."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))

@@ -1,5 +1,6 @@
-"""Stage ``parallel``: layouts over several ranks on the device have the numbers of one rank on the CPU, twice the same
-bits, and keep them where gradients are reduced during the backward pass.
+"""Stage ``parallel``: layouts over several ranks on the device give the numbers of one rank on the CPU and the same
+bits
+twice, also where gradients are reduced during the backward pass.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ SHORT_LAYOUTS = ("EP=2",)
 FIRST_TOLERANCE = 1e-5
 """Relative difference of the first iteration, before which all have the same state."""
 TOLERANCE = 1e-2
-"""Of all iterations: a choice of experts that flips at rounding sets runs apart."""
+"""Tolerance of all iterations: a choice of experts that flips at rounding makes runs differ."""
 
 
 def run(day: Day) -> None:
@@ -36,7 +37,7 @@ def run(day: Day) -> None:
 
 
 def _on_cpu(day: Day) -> dict[str, Any]:
-    """What one rank computes on the CPU, for which only a process without a GPU is ready."""
+    """Compute one rank on the CPU, in a process without a GPU."""
     config, seconds = ranks.config_for("cpu", MODEL), day.remaining_seconds - 10
     if day.has_gpu:
         jobs = {"one": {"config": config, "world_size": 1}}
@@ -58,7 +59,7 @@ def _compare(day: Day, transport: Transport, name: str, expected: dict[str, Any]
 
 
 def train(day: Day, transport: Transport, world_size: int, parallel: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every rank of a layout computed."""
+    """Train on every rank of a layout; returns their results."""
     overrides = {**MODEL, **parallel}
     if day.has_gpu and transport.backend != "nccl":
         overrides["parallel.device_backend"] = transport.backend

@@ -1,7 +1,7 @@
-"""Runs a function as every rank of a small job on one device, and the function most stages run: a few iterations.
+"""Runs a function on every rank of a small job on one device, and the function most stages run: a few iterations.
 
 ``python -m tools.gpu.ranks SPEC OUT`` is a job in an interpreter of its own: on a machine with a GPU, the job on the
-CPU that others are compared with, for a process that is ready for one device cannot serve another.
+CPU that others are compared with, for a process set up for one device cannot use another.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ JOB_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank is in its job."""
+    """A rank's place in its job."""
 
     rank: int
     world_size: int
     port: int
-    """Where rank 0 serves the store."""
+    """Port of the store on rank 0."""
 
 
 class RankProcess:
@@ -56,7 +56,7 @@ class RankProcess:
         theirs.close()
 
     def receive(self, deadline: float) -> Any:
-        """The next thing the rank reports.
+        """Receive the rank's next report.
 
         Raises:
             RuntimeError: the rank raised (its traceback is the message), ended, or reported nothing by the deadline.
@@ -73,7 +73,7 @@ class RankProcess:
         return answer["result"]
 
     def end(self) -> None:
-        """Kill it, whatever state it is in."""
+        """Kill it, whatever its state."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -97,7 +97,7 @@ def run_ranks(
     seconds: float,
     environments: Sequence[Mapping[str, str]] = (),
 ) -> list[Any]:
-    """What each rank returns, in rank order.
+    """Run all ranks; returns their results in rank order.
 
     Raises:
         RuntimeError: of the first rank that raised, ended or took longer than ``seconds``.
@@ -112,11 +112,11 @@ def run_ranks(
 
 
 def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
-    """The next thing that each rank reports, in rank order.
+    """Receive the next report of each rank, in rank order.
 
     Raises:
-        RuntimeError: of the rank that was the first to raise or to end: others may wait for it in vain. Or some rank
-            reported nothing by the deadline.
+        RuntimeError: of the first rank that raised or ended, for others may wait for it. Or some rank reported nothing
+            by the deadline.
     """
     waiting, results = {rank.pipe: rank for rank in ranks}, {}
     while waiting:
@@ -170,7 +170,7 @@ def _be_rank(
 
 
 def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:
-    """A small job on a device, as ``train`` takes it."""
+    """Configure a small job on a device, for ``train``."""
     from tests.helpers.engines import micro_config
 
     device = {"training.device": device_type, "launch.ranks_per_gpu": world_size}
@@ -178,7 +178,7 @@ def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: in
 
 
 def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
-    """Make this process a rank of ``job``, on the job's device, and build its engine on made-up samples."""
+    """Make this process a rank of ``job``, on the job's device, and build its engine on generated samples."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install, take_device
@@ -218,7 +218,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
 
 
 def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
-    """A rank that trains ``NUM_ITERATIONS`` iterations on the config's device: what it computed and what it took."""
+    """Train ``NUM_ITERATIONS`` iterations on the config's device; returns results and durations."""
     import torch
 
     engine = open_engine(place, from_dict(config))
@@ -244,12 +244,13 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What two runs with equal bits have in common."""
+    """Select the figures that are equal for runs with equal bits."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 
 def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Largest relative difference of losses, gradient norms and auxiliary losses; infinite for a wrong number."""
+    """Compute the largest relative difference of losses, gradient norms and auxiliary losses; infinite for a wrong
+    number."""
     pairs = [
         pair
         for name in ("losses", "grad_norms", "aux_losses")
@@ -260,7 +261,7 @@ def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the jobs of a file and write what their ranks returned."""
+    """Train the jobs of a file and write the results of their ranks."""
     from megatron_ft.mcore.rank_main import warm, warm_cuda
     from tools.gpu.day import find_device_type
 

@@ -1,5 +1,5 @@
 """Stage ``recovery``: the real program on the device. Ranks are killed and continue from the window in their node's
-memory; a run is stopped and continues from its checkpoint; both give the bits of a run that was left alone.
+memory; a run is stopped and continues from its checkpoint; both give the bits of an undisturbed run.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""A part of the state of ``moe_micro`` that makes windows of several iterations."""
+"""Bytes of a slice of the state of ``moe_micro`` that makes windows of several iterations."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -42,7 +42,7 @@ _JOB = (
     "launch.ranks_per_node=1",
 )
 Kills = Sequence[tuple[str, int]]
-"""Phase and iteration of each, in order."""
+"""Phase and iteration of each kill, in order."""
 
 
 def run(day: Day) -> None:
@@ -52,7 +52,7 @@ def run(day: Day) -> None:
 
 
 def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool = False) -> None:
-    """Compare a job whose rank is killed, and one that is stopped and resumed, with one that is left alone."""
+    """Compare a job whose rank is killed, and one that is stopped and resumed, with an undisturbed one."""
     with rank_server(day.device_type) as socket, ThreadPoolExecutor(2) as pool:
         jobs = Jobs(day, socket, num_iterations)
         left_alone = pool.submit(jobs.run, "left-alone", [])
@@ -71,7 +71,7 @@ def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool =
 
 @contextlib.contextmanager
 def rank_server(device_type: str) -> Iterator[str]:
-    """The project's fork server for ranks on a device; gives its socket.
+    """Run the project's fork server for ranks on a device; yields its socket.
 
     It is forked from this process, which has imported what it would import.
     """
@@ -108,7 +108,7 @@ def job_words(device_type: str, num_iterations: int) -> list[str]:
 
 
 def windows(slice_bytes: int) -> list[str]:
-    """Overrides for sparse windows of so many bytes an iteration, without copies elsewhere."""
+    """Overrides for sparse windows of ``slice_bytes`` an iteration, without copies elsewhere."""
     return [
         "snapshot=sparse_window",
         f"snapshot.policy={_POLICY}",
@@ -125,7 +125,7 @@ class Jobs:
         self._day, self._socket, self._num_iterations = day, socket, num_iterations
 
     def run(self, name: str, more: Sequence[str]) -> JobResult:
-        """A job to its end, whatever that is."""
+        """Run a job to its end, whatever that is."""
         words = [*job_words(self._day.device_type, self._num_iterations), f"run.name={name}"]
         words.append(f"data.cache_dir={self._day.shared / 'data'}")
         if not any(word.startswith("checkpoint.") for word in more):
@@ -139,7 +139,7 @@ class Jobs:
         return result
 
     def stop_and_resume(self) -> JobResult:
-        """A job that ends early with a checkpoint, and continues from it."""
+        """Stop a job early with a checkpoint, and continue from it."""
         saves = ["checkpoint.save_at_end=true"]
         self.run("stopped", [*saves, f"training.exit_at_iteration={STOPPED_AT}"])
         return self.run("stopped", [*saves, "run.resume=auto"])
@@ -154,7 +154,7 @@ def failpoints(kills: Kills) -> str:
 
 
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:
-    """Check that every kill happened, that each time a window in memory was continued from, and all bits."""
+    """Check that every kill happened, that the job continued from a window in memory each time, and all bits."""
     generations = generations_of(run)
     day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts for {len(kills)} kills")
     hits = [(hit["phase"], hit["iteration"]) for generation in generations for hit in generation.hits]
@@ -174,7 +174,7 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
 
 
 def judge_resumed(day: Day, run: JobResult, reference: Generation) -> None:
-    """Check that the run that was stopped and resumed has all iterations and the bits of the one left alone."""
+    """Check that the run that was stopped and resumed has all iterations and the bits of the undisturbed one."""
     found = generations_of(run)
     differences = _differences(found, reference)
     day.check(not differences, f"stopped: {differences[:3]}")
@@ -189,6 +189,6 @@ def _differences(generations: Sequence[Generation], reference: Generation) -> li
 
 
 def iteration_seconds(run: JobResult) -> Any:
-    """Median of what a run reports."""
+    """Median of the reported iteration times."""
     rows = [record["iteration_seconds"] for record in run.records("metrics.jsonl") if "iteration_seconds" in record]
     return statistics.median(rows) if rows else None

@@ -1,4 +1,4 @@
-"""What is kept of a call: a line for each stage at once, then one record, the logs in one archive, and a table."""
+"""Keeps the results of a call: a line for each stage at once, then one record, the logs in one archive, and a table."""
 
 import datetime
 import io
@@ -19,7 +19,7 @@ _LOG_TAIL = 2000
 
 
 def append_line(path: Path, outcome: Outcome) -> None:
-    """Write and print the line of a stage that has ended; its log, which is long, only to the archive."""
+    """Write and print the line of a stage that has ended; its long log goes to the archive only."""
     entry = asdict(outcome) | {"log": outcome.log[-_LOG_TAIL:] if outcome.failed else ""}
     line = json.dumps(without_paths(entry))
     with path.open("a", encoding="utf-8") as file:
@@ -50,7 +50,7 @@ def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path
 
 
 def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """A call in the form of a claim's result, without names or paths of the machine."""
+    """Convert a call to the form of a claim's result, without names or paths of the machine."""
     passed = [outcome.stage for outcome in outcomes if not outcome.failed]
     others = [f"{outcome.stage} {outcome.status}" for outcome in outcomes if outcome.failed]
     record = {
@@ -70,7 +70,7 @@ def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def without_paths(value: Any) -> Any:
-    """``value`` with every absolute path in its texts shortened to its last part."""
+    """Return ``value`` with every absolute path in its texts shortened to its last part."""
     if isinstance(value, str):
         return _PATH.sub(lambda match: f"<path>/{match.group().rstrip('/').rpartition('/')[2]}", value)
     if isinstance(value, dict):
@@ -81,7 +81,7 @@ def without_paths(value: Any) -> Any:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A line for each stage: status, seconds, name, what it answers, and its first problem."""
+    """Format a line for each stage: status, seconds, name, question, and its first problem."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{outcome.status:<10}{outcome.seconds:>7.1f} s  {outcome.stage:<22}{outcome.about}")

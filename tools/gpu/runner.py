@@ -1,4 +1,4 @@
-"""Runs stages, each in a process forked from one that has imported what they need, within a budget of time."""
+"""Runs stages within a time budget, each in a process forked from one that has imported what they need."""
 
 import contextlib
 import importlib
@@ -19,14 +19,14 @@ from tools.gpu.stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
-"""Of the budget, for results and the table."""
+"""Part of the budget for results and the table."""
 LEAST_SECONDS = 5.0
 """A stage is not started with less of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a stage."""
+    """Outcome of a stage."""
 
     stage: str
     about: str
@@ -38,17 +38,17 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-    """Parts that mean nothing on this machine."""
+    """Parts that are meaningless on this machine."""
     log: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether the call has failed with it."""
+        """Whether the call has failed with this stage."""
         return self.status != "passed"
 
 
 def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Outcome]:
-    """Run stages one after the other; the outcome of each as soon as it is known.
+    """Run stages one after the other; yields the outcome of each as soon as it is known.
 
     Processes that a stage leaves behind are ended with it. Logs lie in a folder that is gone after the last outcome.
     """
@@ -68,7 +68,7 @@ def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Ou
 
 
 def _prepare_environment() -> None:
-    """What the fork server and all stages inherit."""
+    """Set the environment that the fork server and all stages inherit."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # wherever a process starts
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -84,9 +84,9 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
     process = _start(_be_stage, arguments)
     process.join(max(0.0, began + limit_seconds - time.monotonic()))
     timed_out = process.exitcode is None
-    process.kill()  # also where it has not come as far as to lead a group
+    process.kill()  # also where it did not get as far as leading a group
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # of all that it forked
+        os.killpg(process.pid, signal.SIGKILL)  # of all that it has forked
     process.join()
     left = leftovers.outlive(mark, grace_seconds=0.0 if timed_out else 2.0)
     figures, problems, not_run = read_report(folder)
@@ -106,11 +106,11 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
 
 
 def _do_nothing() -> None:
-    """Be a process that shows that the fork server has started."""
+    """Show by a process's end that the fork server has started."""
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """A process of the fork server; where that cannot live (an import kills it), of an interpreter of its own."""
+    """Start a process of the fork server; where that cannot live (an import kills it), of an interpreter of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.gpu.warm"])
     try:
@@ -131,7 +131,7 @@ def _status(timed_out: bool, exit_code: int | None, problems: Sequence[str]) -> 
 
 
 def _be_stage(entry: str, folder: str, shared: str, deadline: float, mark: str) -> None:
-    """Be the process of a stage."""
+    """Run a stage in its process."""
     os.setsid()
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -1,4 +1,4 @@
-"""Stage ``sanitizer``: a dispatch with every kernel under compute-sanitizer."""
+"""Stage ``sanitizer``: runs a dispatch with every kernel under compute-sanitizer."""
 
 import shutil
 import subprocess

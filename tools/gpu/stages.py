@@ -1,4 +1,4 @@
-"""The stages of each call of a GPU day, in order of priority: what comes last is what a short budget leaves out."""
+"""Stages of each call of a GPU day, in order of priority: a short budget leaves out the last ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Stage:
     seconds: float
     """Time limit."""
     about: str
-    """What it answers, for the table."""
+    """Question that it answers, for the table."""
 
 
 _FIRST = (

@@ -1,6 +1,6 @@
 """Stages ``dispatch``, ``snapshots`` and ``engine``: the tests that need a GPU, run by pytest in the stage's process.
 
-Without a GPU the same tests skip themselves, so a short part of the tests that a CPU can run takes their place.
+Without a GPU the same tests skip themselves, so a short part of the tests that a CPU can run replaces them.
 """
 
 import xml.etree.ElementTree as ElementTree
@@ -20,7 +20,7 @@ def run_dispatch(day: Day) -> None:
 
 
 def run_snapshots(day: Day) -> None:
-    """Run the tests of what copies state off the GPU."""
+    """Run the tests of copies of state off the GPU."""
     run_tests(day, SNAPSHOTS if day.has_gpu else ("tests/unit/snapshot/capture/test_window_memory.py",))
 
 
@@ -30,7 +30,7 @@ def run_engine(day: Day) -> None:
 
 
 def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
-    """Run pytest and report counts, failures and, where there is no GPU, what stands for the tests on one."""
+    """Run pytest and report counts, failures and, where there is no GPU, the tests that replace those on one."""
     import pytest
 
     junit = day.folder / "junit.xml"
@@ -46,7 +46,7 @@ def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
 
 
 def read_junit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Tests that passed, failed and were skipped; name and first line of each failure."""
+    """Read the numbers of tests that passed, failed and were skipped; name and first line of each failure."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):

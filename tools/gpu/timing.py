@@ -1,4 +1,4 @@
-"""Seconds of work on a device."""
+"""Times work on a device."""
 
 import statistics
 import time
@@ -11,13 +11,13 @@ Result = TypeVar("Result")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; a CPU has."""
+    """Wait until the device has done its queued work; a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """The result of ``call``, and the seconds it took with its work on the device."""
+    """Return the result of ``call``, and the seconds it took with its work on the device."""
     synchronize(device)
     began = time.perf_counter()
     result = call()
@@ -26,6 +26,6 @@ def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, flo
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Median seconds of ``call`` with its work on the device, after one call that is not counted."""
+    """Return median seconds of ``call`` with its work on the device, after one uncounted call."""
     rows = [timed(call, device)[1] for _ in range(repeats + 1)]
     return statistics.median(rows[1:])

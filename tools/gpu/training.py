@@ -1,5 +1,6 @@
-"""Stage ``training``: one rank on the device computes what the CPU computes, in every precision, and the same
-bits twice."""
+"""Stage ``training``: one rank on the device computes the CPU's numbers in every precision, and the same
+bits twice.
+"""
 
 from typing import Any
 
@@ -70,5 +71,5 @@ def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
-    """A variant as it is trained on the CPU."""
+    """Return a variant as it is trained on the CPU."""
     return {key: value for key, value in overrides.items() if key != "precision.params_dtype"}

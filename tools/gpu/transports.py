@@ -1,8 +1,8 @@
-"""How several ranks communicate that share one GPU, and which way works on this machine.
+"""Chooses how several ranks that share one GPU communicate, by trying on this machine.
 
 NCCL refuses two ranks on one device of one host. With another ``NCCL_HOSTID`` for each rank it takes them for ranks on
-different hosts, and with direct transports off it goes over sockets of the loopback interface: slow, but the real
-library with its real aborts.
+different hosts, and with direct transports off it uses sockets of the loopback interface: slow, but the real library
+with its real aborts.
 """
 
 import json
@@ -22,9 +22,9 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Of one way: three that hang leave time to say so."""
+"""Limit of one attempt: three that hang leave time to report it."""
 TIMEOUT_SECONDS = 60.0
-"""Of groups."""
+"""Timeout of groups."""
 _FILE = "transport.json"
 
 
@@ -34,13 +34,13 @@ class Transport:
 
     name: str
     backend: str
-    """Of torch's process groups for tensors on the device."""
+    """Backend of torch's process groups for tensors on the device."""
     variables: Mapping[str, str] = field(default_factory=dict)
     host_ids: bool = False
-    """Whether each rank says that it is on a host of its own."""
+    """Whether each rank claims a host of its own."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-        """Variables of each rank."""
+        """Return the variables of each rank."""
         found = []
         for rank in range(world_size):
             own = {"NCCL_HOSTID": f"megatron-ft-rank-{rank}"} if self.host_ids else {}
@@ -60,7 +60,7 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """The first that works: as an earlier stage of this call has found, or by trying.
+    """Find the first that works: by an earlier stage of this call, or by trying.
 
     Raises:
         RuntimeError: none does.
@@ -96,7 +96,7 @@ def _probe(day: Day, transport: Transport) -> None:
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:
-    """A rank that adds its number, counted from 1, to those of the others."""
+    """Add a rank's number, counted from 1, to those of the others."""
     import torch
     import torch.distributed as dist
 

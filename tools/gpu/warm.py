@@ -1,8 +1,8 @@
 """Imports what stages need, once, in the fork server they are started from. The import of this module does the work:
 ``multiprocessing`` offers a fork server's process nothing else.
 
-``problem`` says what could not be imported; a stage that needs it fails by itself. ``device_type`` is decided before
-the CPU layer is installed, which answers for a device of its own.
+``problem`` names what could not be imported; a stage that needs it fails by itself. ``device_type`` is decided before
+the CPU layer is installed, which reports a device of its own.
 """
 
 import signal

@@ -63,7 +63,7 @@ class Controller:
         Args:
             launch_spec: called at each start and each next membership, in the thread of ``run``.
             detection: when silence and standstill count as a loss; default: the defaults of its class.
-            record_decision: called before ranks are told how they continue without lost nodes, or that they do not.
+            record_decision: called before ranks are ordered how they continue without lost nodes, or that they do not.
             journal: what an earlier controller of this job took in; it is continued.
             epoch: this controller's, see ``lease``; every answer has it.
             port: to serve at; 0 takes a free one.
@@ -79,7 +79,7 @@ class Controller:
         """Numbered events of the launcher that were taken in."""
         self._past_deadline: float | None = None
         self._unix_seconds = 0.0
-        """When the event that is being taken in arrived."""
+        """Arrival time of the event that is being processed."""
         self._launch_spec = launch_spec
         self._record_decision = record_decision
         begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
@@ -87,7 +87,7 @@ class Controller:
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """For each node the start that made its present ranks; reports of those of an earlier one are ignored."""
+        """Start that made each node's present ranks; reports of those of an earlier one are ignored."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)

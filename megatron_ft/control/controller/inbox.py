@@ -13,7 +13,7 @@ from megatron_ft.framing import Message
 
 
 class Origin(NamedTuple):
-    """Which item of which node's process: later ones of a node are greater."""
+    """Position of an item among those of a node's process: later ones of a node are greater."""
 
     node: int
     session: int
@@ -30,7 +30,7 @@ class Item:
     report: Report | None = None
     """``content``, read; None of what is not a report."""
     arrived_seconds: float = 0.0
-    """When it came, on the controller's clock."""
+    """Arrival time, on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
     """Set when it has had its effect. Each item has its own, so that only the call that waits for it wakes."""
 
@@ -54,7 +54,7 @@ class Posted:
 
     event: MachineEvent
     arrived_seconds: float
-    """When it came, on the controller's clock. Of a ``Tick``: all that came before has been taken."""
+    """Arrival time, on the controller's clock. For a ``Tick``: everything that came before has been processed."""
     number: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""How a job ended, as it travels from the controller to the launcher."""
+"""Result of a job, as the controller sends it to the launcher."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ _OF_FIRST_ERROR = ("error", "traceback", "exit_code")
 
 @dataclass
 class JobResult:
-    """How the job, or a generation of it, ended, and what is known of every rank that failed."""
+    """End of the job, or of a generation of it, with all information on every rank that failed."""
 
     outcome: Outcome
     reason: str

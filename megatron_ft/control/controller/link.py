@@ -65,7 +65,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """For each node the session and number of the last one."""
+        """Session and number of each node's last message."""
         self._to_grant: bytes | None = None
         """Content that the file that grants access is to have and has not yet."""
         self._num_events = 0
@@ -220,7 +220,7 @@ class ControllerLink:
             process.wait()
 
     def _describe_end(self) -> str:
-        """How it ended, and what it wrote last where it ended by itself."""
+        """Describe its end, and its last output where it ended by itself."""
         if self._process is None:
             return "it was given up"
         try:

@@ -61,7 +61,7 @@ class ControllerSpec:
     launcher_descriptor: int
     """Descriptor of the connection to the launcher."""
     port: int = 0
-    """To serve at; 0 takes a free one. A controller that takes over serves where its predecessor did."""
+    """Address to serve at; port 0 takes a free one. A controller that takes over serves where its predecessor did."""
     runtime_dir: str | None = None
     """The folder of the job's sockets on this machine, which its last process removes."""
 

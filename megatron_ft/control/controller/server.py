@@ -61,7 +61,7 @@ class ControllerServer:
         self._encoded_orders: list[bytes] = []
         """The same as JSON: a large one is encoded once, not for every agent."""
         self._new_order = threading.Condition()
-        """For calls that wait for orders alone: an order is for all of them."""
+        """Condition for calls that wait for orders: an order is for all of them."""
         self._last_fetch = threading.Condition()
         self._has_ended = False
         calls = {"join": self._join, "deliver": self._deliver, **others}

@@ -1,1 +1,1 @@
-"""How the processes of a job are started."""
+"""Launchers start the processes of a job."""

@@ -84,7 +84,7 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
 
 
 def detect(variables: Mapping[str, str]) -> str:
-    """What started this process: ``torchrun``, ``srun`` or ``local``, from ``os.environ``.
+    """Detect the launcher of this process: ``torchrun``, ``srun`` or ``local``, from ``os.environ``.
 
     A torchrun started by srun counts as torchrun. An interactive shell inside a Slurm job step has
     ``SLURM_PROCID`` as well; choose ``launch=local`` there.

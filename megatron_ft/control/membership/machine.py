@@ -338,7 +338,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     _run,  # STARTING -> RUNNING: all ranks have connected
     _join_or_leave,  # nodes to start, to kill, to let in or to let leave while the members train
 )
-"""In order of priority: the first that applies decides."""
+"""Decide in order of priority: the first rule that applies decides."""
 
 
 def describe_returncode(returncode: int) -> str:

@@ -52,7 +52,7 @@ class NodeRecord:
     has_ranks: bool = False
     """Ranks of it were started; they may have ended since."""
     since_seconds: float = 0.0
-    """On the controller's clock: when its ranks were started (``STARTING``) or became ready (``READY``)."""
+    """Time on the controller's clock at which its ranks were started (``STARTING``) or became ready (``READY``)."""
     queue_number: int = 0
     """Order of the nodes that join: rises with each start, and with each that becomes ready."""
     is_announced: bool = False
@@ -81,7 +81,7 @@ class Nodes:
     """Nodes of this generation: rising, or by place in a job that keeps its layout. A lost one stays until the next
     membership; where it is ``STARTING`` or ``READY``, its ranks were started again to take its own place."""
     records: tuple[NodeRecord, ...] = ()
-    """By number; nodes beyond the last are ``ABSENT``."""
+    """Records by number; nodes beyond the last are ``ABSENT``."""
 
     @staticmethod
     def of(members: Iterable[int]) -> "Nodes":

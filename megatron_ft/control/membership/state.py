@@ -65,7 +65,7 @@ class Decision(Enum):
 
 
 class Outcome(Enum):
-    """How the job ended."""
+    """End of the job."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
@@ -162,7 +162,7 @@ class Failure:
     """One death: of a rank, or of a node (``rank`` is ``None``), or of neither (both ``None``: start timed out)."""
 
     at_seconds: float
-    """On the clock of the agent that saw it."""
+    """Time on the clock of the agent that observed it."""
     rank: int | None = None
     node: int | None = None
     number: int | None = None
@@ -197,11 +197,11 @@ class State:
     generation: int = 0
     nodes: Nodes = field(default_factory=Nodes)
     deadline_seconds: float | None = None
-    """When the phase has taken too long."""
+    """Time at which the phase has taken too long."""
     reform_by_seconds: float | None = None
-    """When ``REFORMING`` ends at the latest; ``deadline_seconds`` is the limit of those that do not report."""
+    """Latest end of ``REFORMING``; ``deadline_seconds`` is the limit of those that do not report."""
     wake_up_seconds: float | None = None
-    """When something is to be decided about nodes that join or leave."""
+    """Time of the next decision about nodes that join or leave."""
     failed_starts: tuple[FailedStart, ...] = ()
     """Failed starts of the last step alone."""
     broken: tuple[RankBroken, ...] = ()
@@ -233,7 +233,7 @@ class State:
 
     @property
     def wake_seconds(self) -> float | None:
-        """When there is something to decide even if nothing happens."""
+        """Time of the next decision even if nothing happens."""
         times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
         return min(times, default=None)
 
@@ -253,7 +253,7 @@ class State:
 
     @property
     def outcome(self) -> Outcome:
-        """How the job ended, or would if it ended now."""
+        """End of the job, or its end if it ended now."""
         if self.failures:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
@@ -284,9 +284,9 @@ class Reform:
     """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """For each new rank its number in the membership before; None for a joining node."""
+    """Previous number of each new rank; None for a joining node."""
     nodes: tuple[int, ...]
-    """For each new rank its node."""
+    """Node of each new rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +327,9 @@ class Moment(NamedTuple):
     """
 
     seconds: float
-    """When the event is taken in."""
+    """Time at which the event is processed."""
     arrived_seconds: float
-    """When it arrived. Of a ``Tick``: everything that arrived before has been taken in."""
+    """Arrival time. For a ``Tick``: everything that arrived before has been processed."""
 
 
 def is_late(state: State, now: Moment) -> bool:

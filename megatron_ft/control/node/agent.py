@@ -58,7 +58,7 @@ class AgentSpec:
     log_dir: str = ""
     """Folder of the sidecars' logs."""
     heartbeat_interval_seconds: float = 1.0
-    """Between two signs of life that the node gives, or asks its ranks for."""
+    """Interval between two signs of life that the node gives, or requests from its ranks."""
     heartbeat_timeout_seconds: float = 10.0
     """A rank that gives none for so long is killed."""
 

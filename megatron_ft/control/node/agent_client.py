@@ -22,7 +22,7 @@ class Identity:
     """Identity of a process when it starts."""
 
     number: int
-    """By which the control plane knows the process as long as it lives: ``node * ranks_per_node + local_rank``."""
+    """Number of the process in the control plane for its lifetime: ``node * ranks_per_node + local_rank``."""
     rank: int
     """Its number in the membership of ``generation``; without meaning on a joining node."""
     node: int

@@ -1,4 +1,4 @@
-"""How an agent calls the controller, whichever one is in charge."""
+"""Calls of an agent to the controller, whichever one is in charge."""
 
 import threading
 import time

@@ -38,7 +38,7 @@ class NodeSpec:
     """Specification that a node reads from standard input."""
 
     agent: agent.AgentSpec
-    """Without what only its machine knows."""
+    """Specification without the fields that only the node's machine knows."""
     preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None

@@ -1,6 +1,6 @@
 """The ranks of one node as its agent sees them: their sockets, their messages, their ends.
 
-On the control plane a rank goes by the number it was started with as long as it lives, whatever number later
+On the control plane a rank keeps the number it was started with as long as it lives, whatever number later
 memberships give it.
 """
 
@@ -35,11 +35,11 @@ class _Rank:
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
     step: int = 0
-    """How often it has spoken of the iteration in ``last``."""
+    """Number of its reports of the iteration in ``last``."""
     is_passed_on: bool = True
     """Whether ``last`` has been."""
     is_pinged: bool = False
-    """Whether it owes an answer."""
+    """Whether an answer is outstanding."""
     processor_seconds: float = 0.0
     """Processor time that it had used when it was pinged."""
     process_id: int | None = None
@@ -115,9 +115,9 @@ class Ranks:
         self._ranks[rank].process_id = process_id
 
     def check_life(self, now: float) -> list[int]:
-        """Ping ranks that owe no answer, pass on how far they are; those that have to be killed, for they are hung.
+        """Ping ranks without an outstanding answer, pass on their progress; returns hung ranks, to be killed.
 
-        To be called several times within the timeout. Ranks that are not read owe nothing. One that is silent but
+        To be called several times within the timeout. Ranks that are not read are excluded. One that is silent but
         uses a processor works on something that lets no other thread of it run.
 
         Args:

@@ -213,7 +213,8 @@ def _wait_or_kill(service: Sidecar, deadline: float) -> None:
 
 
 def by_name(of_nodes: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """For each service the address of every node that has it, from what each node has; nodes as JSON keys."""
+    """Collect for each service the address of every node that has it, from the services of each node; nodes as JSON
+    keys."""
     found: dict[str, dict[str, str]] = {}
     for node, addresses in sorted(of_nodes.items()):
         for name, address in addresses.items():

@@ -121,7 +121,7 @@ class RankContext:
     """Name of a service of the nodes to ``socket`` (path of its own node's), ``token``, and ``addresses`` (node number
     as text to ``host:port``)."""
     nodes: tuple[int, ...] = ()
-    """For each rank its node: fewer nodes than the configuration has where some were lost before this start. Empty
+    """Node of each rank: fewer nodes than the configuration has where some were lost before this start. Empty
     where it is unknown, as under torchrun."""
     is_joining: bool = False
     """This process was started into a job that runs: before it joins any group it calls

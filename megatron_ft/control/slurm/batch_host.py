@@ -11,14 +11,14 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""Between two questions: at first, and in the end. Each node waits up to half of it longer, for all of them ask."""
+"""Interval between two queries: at first, and in the end. Each node waits up to half of it longer, for all ask."""
 _GROWTH = 1.5
 
 
 def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None]) -> bool:
     """Ask Slurm until it takes the batch host from the job, then requeue the job.
 
-    Slurm's judgement is waited for (``SlurmdTimeout``): a node that is cut off cannot tell who has died, and gets
+    Slurm's judgement is waited for (``SlurmdTimeout``): a partitioned node cannot know which node has died, and gets
     no answer meanwhile.
 
     Args:

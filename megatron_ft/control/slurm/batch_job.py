@@ -69,14 +69,14 @@ class Site:
     final_exit_code: int | None
     """Exit code of a job that is over without having reached its end, where the site's tools need a certain one."""
     num_restarts: int
-    """How often it has been requeued."""
+    """Number of requeues."""
     drain_poll_seconds: float
     patience_seconds: float
     """Longest wait for a launcher that an earlier job has left behind."""
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> "Site":
-        """From environment variables.
+        """Read from environment variables.
 
         Raises:
             ConfigError: one is no number, or there is no allocation.
@@ -176,7 +176,7 @@ class BatchJob:
         ]
 
     def _await_folder(self) -> None:
-        """The launcher before may live on where Slurm does not reach it: one has the run's folder at a time."""
+        """The launcher before may still run where Slurm does not reach it: one has the run's folder at a time."""
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
             print(f"job {self._site.job_id}: waits: an earlier launcher has the run still", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ class JobView:
     hosts: tuple[str, ...]
     """Nodes it has."""
     num_restarts: int = 0
-    """How often it was requeued: counted at once, while its processes still end."""
+    """Number of requeues: counted at once, while its processes still end."""
     excluded: tuple[str, ...] = ()
     """Nodes that it does not get."""
 

@@ -1,7 +1,7 @@
 """Nodes of a Slurm allocation: the host of each, and the command that starts its process.
 
 Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so nothing
-here goes by exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL leaves it running.
+here uses exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL leaves it running.
 """
 
 import shutil

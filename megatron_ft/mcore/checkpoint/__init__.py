@@ -1,4 +1,4 @@
-"""Dense checkpoints through Megatron's ``dist_checkpointing``, committed by a manifest of ours."""
+"""Dense checkpoints through Megatron's ``dist_checkpointing``, committed by the project's own manifest."""
 
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager, LoadResult
 from megatron_ft.mcore.checkpoint.state import TrainingState

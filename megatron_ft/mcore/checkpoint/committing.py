@@ -41,13 +41,13 @@ def commit_files(
 
 
 def torch_bytes(content: dict[str, Any]) -> bytes:
-    """``content`` as ``torch.save`` writes it."""
+    """Serialize ``content`` with ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
 def software() -> dict[str, str]:
-    """Versions of what writes the checkpoint."""
+    """Versions of the software that writes the checkpoint."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
     return {"python": platform.python_version(), **packages}

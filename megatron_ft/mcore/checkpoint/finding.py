@@ -1,4 +1,5 @@
-"""Which checkpoint can be loaded: verified by all ranks together, compared with the job, damage named and set aside."""
+"""Chooses the checkpoint to load: verified by all ranks together and compared with the job; damaged ones are named and
+set aside."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verif
 
 
 class CheckpointFinder:
-    """Looks for checkpoints and verifies them, the reading shared by the ranks. All methods are collective."""
+    """Finds and verifies checkpoints; the ranks share the reading. All methods are collective."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class CheckpointFinder:
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints that ``newest`` has passed over for they are not this run's, each with the reason."""
+        """Checkpoints of other runs that ``newest`` has skipped, each with the reason."""
         self._reasons: dict[str, str] = {}
         """Checkpoints that this start has set aside, by their new names; on rank 0."""
 
@@ -54,7 +55,7 @@ class CheckpointFinder:
             except CheckpointError as error:
                 self._set_aside(path, str(error), "damaged")
                 continue
-            # Rank 0 compares for all: ranks that differ here would wait for each other for ever.
+            # Rank 0 compares for all: ranks that differ here would wait for each other forever.
             reason, error = self._collectives.from_first([self._not_own(path, manifest), self._other(path, manifest)])
             if reason is not None:
                 self.foreign[path] = reason
@@ -64,22 +65,23 @@ class CheckpointFinder:
             return path
 
     def set_foreign_aside(self) -> None:
-        """Rename what is in ``foreign``: saving and deleting go by the names of checkpoints, and it is none here."""
+        """Rename the checkpoints in ``foreign``: saving and deleting go by the names of checkpoints."""
         for path, reason in self.foreign.items():
             self._set_aside(path, reason, "foreign")
         self.foreign = {}
 
     def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
-        """In what a checkpoint, which may be of another run, differs from this job; empty for one of its own."""
+        """List the differences between a checkpoint, which may be of another run, and this job; empty for one of its
+        own."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
-            notes.append("format 1 says nothing of data, model, optimizer and schedule: they cannot be compared")
+            notes.append("format 1 does not record data, model, optimizer and schedule: they cannot be compared")
         else:
             notes += map(str, differences(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        """Why it is not the checkpoint of this run that its name says; None where it is."""
+        """Explain why it is not the checkpoint of this run that its name says; None where it is."""
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(
@@ -102,7 +104,7 @@ class CheckpointFinder:
         )
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
-        """Complete checkpoints of ``folder`` that were damaged and set aside, by this start or an earlier one."""
+        """List complete checkpoints of ``folder`` that were damaged and set aside, by this start or an earlier one."""
         reasons = []
         if self._collectives.rank == 0:
             for path in checkpoints.list_set_aside(folder):
@@ -142,7 +144,8 @@ class CheckpointFinder:
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """The manifest of ``directory``, whose files verify now or have just been verified; None if trusted without.
+        """Read the manifest of ``directory``, whose files verify now or have just been verified; None if trusted
+        without.
 
         Raises CheckpointError when it is damaged, or has no manifest and is not trusted.
         """
@@ -152,7 +155,7 @@ class CheckpointFinder:
             if trust:
                 return None
             raise CheckpointError(
-                f"{directory}: no {MANIFEST_NAME} of this project, so nothing vouches for its pickle files; "
+                f"{directory}: no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
                 "set checkpoint.trust=true only if you know who wrote it"
             )
         verified, self._verified = self._verified, None

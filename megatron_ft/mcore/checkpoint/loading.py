@@ -1,4 +1,4 @@
-"""Reading shards of a verified checkpoint with Megatron."""
+"""Reads shards of a verified checkpoint with Megatron."""
 
 import pickle
 from pathlib import Path
@@ -25,9 +25,10 @@ def load_shards(
     *,
     fully_parallel: bool,
 ) -> dict[str, Any]:
-    """Model shards of ``frame``, ``wanted``, the optimizer's under ``optimizer_shards``, the common state.
+    """Load the model shards of ``frame``, ``wanted``, the optimizer's under ``optimizer_shards``, and the common
+    state.
 
-    Raises CheckpointError when the checkpoint lacks a tensor or has one the model does not know.
+    Raises CheckpointError when the checkpoint lacks a tensor or has one the model does not have.
     """
     request = {key: value for key, value in frame.items() if key != "optimizer"}
     request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
@@ -35,7 +36,7 @@ def load_shards(
         strategy = get_default_load_sharded_strategy(str(directory))
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(strategy, dp_cp_group)
-        # Megatron calls stored tensors that nobody asked for "missing", asked-for ones not stored "unexpected".
+        # Megatron calls stored tensors without a request "missing", and requested tensors without storage "unexpected".
         loaded, unclaimed, absent = dist_checkpointing.load(
             request, str(directory), sharded_strategy=strategy, strict=StrictHandling.RETURN_ALL
         )
@@ -44,6 +45,6 @@ def load_shards(
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:
         raise CheckpointError(
-            f"{directory}: does not fit this model: it lacks {sorted(absent)[:3]} and has beyond it {unclaimed[:3]}"
+            f"{directory}: does not fit this model: it lacks {sorted(absent)[:3]} and has besides {unclaimed[:3]}"
         )
     return loaded

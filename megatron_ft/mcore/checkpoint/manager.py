@@ -1,4 +1,4 @@
-"""Saving and loading dense checkpoints of a job."""
+"""Saves and loads dense checkpoints of a job."""
 
 import time
 from collections.abc import Callable
@@ -41,16 +41,16 @@ class LoadResult:
     """Result of a load."""
 
     iteration: int
-    """Iterations done in the checkpoint."""
+    """Completed iterations in the checkpoint."""
     rng_restored: bool
-    """Whether every rank got its generators back; False on another layout, where they stay as seeded."""
+    """Whether every rank restored its generators; False on another layout, where they stay as seeded."""
     manifest: Manifest | None
     """None for a foreign checkpoint."""
 
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A save on its way."""
+    """A save in progress."""
 
     iteration: int
     consumed_samples: int
@@ -65,7 +65,7 @@ class CheckpointManager:
 
     All methods are collective over ``group`` (the whole job) and are called by every rank in the
     same order. A save that fails on any rank is reported as ``checkpoint_failed``, its directory is
-    removed, and training goes on: the checkpoints before it are untouched.
+    removed, and training continues: the checkpoints before it are untouched.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CheckpointManager:
     def save(self, state: TrainingState, iteration: int) -> None:
         """Start saving ``state`` as it is now; waits for it unless ``checkpoint.async_save``.
 
-        A save still on its way is finished first, and nothing is written any more for one that was given up.
+        A save in progress is finished first, and all writing for an abandoned save has ended before.
         """
         assert iteration == state.iteration, f"saving iteration {iteration} of a state at {state.iteration}"
         self.finish()
@@ -138,7 +138,7 @@ class CheckpointManager:
             self._complete(self._pending)
 
     def finish(self) -> None:
-        """Wait for the save on its way, if any, and complete it."""
+        """Wait for the save in progress, if any, and complete it."""
         if self._pending is not None:
             began = time.monotonic()
             self._pending.job.wait()
@@ -146,17 +146,17 @@ class CheckpointManager:
             self._complete(self._pending)
 
     def abandon(self) -> None:
-        """Give up the save on its way, if any, without a word to others and without waiting for storage.
+        """Abandon the save in progress, if any, without communication and without waiting for storage.
 
-        It gets no manifest. The next save of this process waits until nothing is written any more for this one, and
-        sweeps what is left.
+        It gets no manifest. The next save of this process waits until all writing for this one has ended, and removes
+        its files.
         """
         if self._pending is not None:
             self._pending.job.give_up()
             self._pending = None
 
     def _await_given_up(self) -> None:
-        """Until no rank writes for a save that was given up: it may be in the folder that is about to be made anew."""
+        """Wait until no rank writes for an abandoned save: it may use the folder that is about to be created again."""
         WriteJob.await_given_up()
         self._collectives.all(True)
 
@@ -223,7 +223,7 @@ class CheckpointManager:
             self._clean(pending)
 
     def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
-        """Rank 0 writes what is left, the manifest last; all ranks learn how it went."""
+        """Complete the save: rank 0 writes what is left, the manifest last; all ranks learn the outcome."""
         error, num_bytes = None, 0
         if self._collectives.rank == 0:
             try:
@@ -258,7 +258,7 @@ class CheckpointManager:
         self._say_failed(pending.iteration, pending.directory, error)
 
     def _clean(self, pending: _Pending) -> None:
-        """Apply the retention policy. Failing to delete harms nothing but space: it is reported."""
+        """Apply the retention policy. A failed deletion only costs space: it is reported."""
         try:
             checkpoints.sweep(self.folder, before_iteration=pending.iteration)
             stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
@@ -276,7 +276,8 @@ class CheckpointManager:
     # -- loading
 
     def newest(self, folder: Path | None = None) -> Path | None:
-        """The newest checkpoint in ``folder`` (this run's by default) whose every file verifies and that is this run's.
+        """Find the newest checkpoint in ``folder`` (this run's by default) whose every file verifies and that is this
+        run's.
 
         Damaged newer ones are reported and set aside; None when there is no valid one.
 
@@ -287,7 +288,7 @@ class CheckpointManager:
 
     @property
     def foreign(self) -> tuple[str, ...]:
-        """Why ``newest`` has passed over checkpoints that are not this run's, each by its path."""
+        """List reasons for skipped checkpoints of other runs, each by its path."""
         return tuple(self._finder.foreign.values())
 
     def set_foreign_aside(self) -> None:
@@ -295,13 +296,13 @@ class CheckpointManager:
         self._finder.set_foreign_aside()
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
-        """Checkpoints of ``folder`` that were complete and damaged, each with the reason; they were set aside."""
+        """List complete but damaged checkpoints of ``folder``, each with the reason; they were set aside."""
         return self._finder.unusable(folder)
 
     def load(self, state: TrainingState, directory: Path) -> LoadResult:
         """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
 
-        Raises CheckpointError when it is damaged, is not ours and ``checkpoint.trust`` is off, or does
+        Raises CheckpointError when it is damaged, is not this project's and ``checkpoint.trust`` is off, or does
         not hold exactly what this model and optimizer need.
         """
         began = time.monotonic()
@@ -329,7 +330,7 @@ class CheckpointManager:
         return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """What ``TrainingState.extra`` held when ``directory`` was saved, without building anything.
+        """Read ``TrainingState.extra`` as saved in ``directory``, without building anything.
 
         Raises CheckpointError as ``load`` does; a foreign checkpoint has nothing.
         """

@@ -1,8 +1,8 @@
-"""An optimizer's state as Megatron shards it, split into tensors to store and a frame to put them in.
+"""Splits an optimizer's state, as Megatron shards it, into tensors to store and a frame to put them in.
 
-The distributed optimizer is stored ``fully_reshardable``: its flat buffers are gathered over the
-data-parallel ranks and cut into tensors shaped like the model's, so another TP, PP, EP or DP size
-reads the same numbers. Masters and moments are FP32 copies: nothing is rounded.
+The distributed optimizer is stored ``fully_reshardable``: its flat buffers are gathered over the data-parallel ranks
+and cut into tensors shaped like the model's, so another TP, PP, EP or DP size reads the same numbers. Masters and
+moments are FP32 copies: nothing is rounded.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ SHARDING_METADATA = {
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers behind ``optimizer`` that own parameters, in order."""
+    """List the optimizers behind ``optimizer`` that own parameters, in order."""
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [member for member in chain if member.optimizer is not None]
 
@@ -38,7 +38,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
-    """Updates applied so far, the same for every parameter."""
+    """Return the number of applied updates, the same for every parameter."""
     steps = {int(step) for member in sub_optimizers(optimizer) for step in _steps(member)}
     assert len(steps) <= 1, f"parameters have seen different numbers of updates: {sorted(steps)}"
     return steps.pop() if steps else 0
@@ -54,18 +54,18 @@ def _steps(member: MegatronOptimizer) -> Iterator[Any]:
 def sharded_tree(
     optimizer: MegatronOptimizer, model_shards: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> Any:
-    """Megatron's nested description of the optimizer's state; leaves are shards, numbers or strings."""
+    """Build Megatron's nested description of the optimizer's state; leaves are shards, numbers or strings."""
     allocate_state(optimizer)
     return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
 
 
 def split_shards(tree: Any) -> dict[str, ShardedBase]:
-    """Shards of ``tree`` by their path."""
+    """Collect the shards of ``tree`` by their path."""
     return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}
 
 
 def fill_frame(tree: Any, loaded: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
-    """``tree`` with the shard at each path replaced by what was loaded for it."""
+    """Return ``tree`` with the shard at each path replaced by the value loaded for it."""
     if isinstance(tree, dict):
         return {key: fill_frame(value, loaded, (*path, str(key))) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -87,7 +87,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
-    """State of the dynamic loss scale, None without one."""
+    """Return the state of the dynamic loss scale, None without one."""
     for member in sub_optimizers(optimizer):
         scaler = getattr(member, "grad_scaler", None)
         if scaler:
@@ -100,8 +100,8 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
 def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
     """Give the optimizer the state in ``tree`` (from :func:`fill_frame`), its step count and loss scale.
 
-    Learning rate, weight decay and the like stay those of the living optimizer: they are the
-    configuration's and the scheduler's business.
+    Learning rate, weight decay and the like stay those of the live optimizer: the configuration and the scheduler set
+    them.
     """
     members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
@@ -124,7 +124,7 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
 
 @contextmanager
 def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
-    """Megatron copies every entry of the inner state from the stored tensors; step counts are not among them."""
+    """Remove step counts: Megatron copies every entry of the inner state from the stored tensors, which lack them."""
     states = list(member.optimizer.state.values())
     steps = [state.pop("step", None) for state in states]
     try:
@@ -145,8 +145,8 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
-    """One step tensor per parameter: Megatron's load gives all of them the same object, which every
-    parameter's update would then advance. The step it leaves in the groups would only grow stale."""
+    """Give each parameter its own step tensor: Megatron's load gives all of them the same object, which every
+    parameter's update would then advance. The step it leaves in the groups would only become stale."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
-    """Start torch's and Megatron's generators where a run does, by this rank's coordinates."""
+    """Seed torch's and Megatron's generators by this rank's coordinates, as at the start of a run."""
     pg = pg_collection
     torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
     model_parallel_cuda_manual_seed(
@@ -24,7 +24,7 @@ def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """State of Python's, numpy's, torch's (CPU, and CUDA where there is one) and Megatron's generators.
+    """Capture the state of Python's, numpy's, torch's (CPU, and CUDA where there is one) and Megatron's generators.
 
     Tensors are copies: later draws do not change them.
     """
@@ -48,7 +48,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture_rng` returned."""
+    """Restore the result of :func:`capture_rng`."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = state["numpy"]

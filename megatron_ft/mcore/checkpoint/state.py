@@ -1,4 +1,4 @@
-"""Everything a run needs to go on, and its form in a checkpoint."""
+"""Complete training state of a run, and its form in a checkpoint."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,17 +27,17 @@ class TrainingState:
     optimizer: MegatronOptimizer
     """Megatron's optimizer, distributed or not, chained or not."""
     scheduler: OptimizerParamScheduler
-    """Learning rate and weight decay by position."""
+    """Scheduler of learning rate and weight decay, by position."""
     iteration: int = 0
-    """Iterations done."""
+    """Completed iterations."""
     consumed_samples: int = 0
-    """Samples read."""
+    """Consumed samples."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other state that is the same on all ranks: numbers, strings, lists, dicts and CPU tensors."""
 
 
 def build_shards(state: TrainingState, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": tree}``: Megatron's sharded description of weights and optimizer.
+    """Build ``{"model": ..., "optimizer": tree}``: Megatron's sharded description of weights and optimizer.
 
     Collective over the data-parallel groups (the distributed optimizer is gathered) unless loading.
     """
@@ -71,7 +71,7 @@ def common_state(state: TrainingState) -> dict[str, Any]:
 
 
 def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Fill ``state`` from what was loaded; ``frame`` is :func:`build_shards` of the living objects."""
+    """Fill ``state`` from the loaded values; ``frame`` is :func:`build_shards` of the live objects."""
     ours = loaded.get(OURS_KEY)
     if ours is None:
         ours = _foreign(loaded)
@@ -90,7 +90,7 @@ def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any])
 
 
 def _foreign(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Position of a checkpoint that Megatron-LM wrote, from its own fields."""
+    """Read the position of a checkpoint that Megatron-LM wrote, from its own fields."""
     try:
         optimizer = loaded["optimizer"]
         first = optimizer.get(0, optimizer)

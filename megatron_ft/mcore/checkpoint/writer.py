@@ -1,9 +1,9 @@
 """One save on one rank: Megatron plans which bytes go where, a thread writes a snapshot of them.
 
-Megatron's own background writer forks processes, and needs a manager process for their results;
-a rank killed meanwhile leaves those behind, and a fork copies locks held by the threads of gloo and
-gRPC. Here the tensors are copied at the call and a thread of the rank writes them: training may
-change its state at once, and a failed write is an exception that nobody can miss.
+Megatron's own background writer forks processes, and needs a manager process for their results; a rank killed meanwhile
+leaves those behind, and a fork copies locks held by the threads of gloo and gRPC. Here the tensors are copied at the
+call and a thread of the rank writes them: training may change its state at once, and a failed write raises an
+exception.
 """
 
 import io
@@ -36,7 +36,7 @@ class PlannedWrite:
     """Bytes that this rank writes, from its own copy of every tensor."""
 
     files: list[tuple[str, list[tuple[Any, Any]]]]
-    """Per file its name and (write item, bytes or CPU tensor)."""
+    """Name of each file with its (write item, bytes or CPU tensor)."""
     writer: Any
     """Megatron's storage writer, for the metadata at the end."""
     metadata: Metadata | None
@@ -53,12 +53,12 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         buckets = _on_host(writer)
         files = [(name, [*bytes_items, *self._copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
-        writer.write_buckets = None  # or its copies would live as long as the save
+        writer.write_buckets = None  # the copies would otherwise live as long as the save
         self.planned = PlannedWrite(files=files, writer=writer, metadata=save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
 
     def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        """Megatron has copied views and what was on the device; only what still lies where it was given is copied."""
+        """Copy tensors that still lie where they were given: Megatron has copied views and tensors of the device."""
         return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
 
 
@@ -73,7 +73,7 @@ def _on_host(writer: Any) -> Any:
 
 
 class Planner:
-    """Megatron's planning, with its distribution over ``dp_cp_group`` kept between saves."""
+    """Megatron's planning, which keeps its distribution over ``dp_cp_group`` between saves."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
@@ -94,7 +94,7 @@ class Planner:
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    """Megatron's writer asks for a queue between processes while planning; a thread needs none."""
+    """Replace the queue between processes that Megatron's writer creates while planning; a thread needs none."""
     module: Any = filesystem_async
     before, module._results_queue = module._results_queue, object()
     try:
@@ -104,7 +104,7 @@ def _without_manager_process() -> Iterator[None]:
 
 
 class GivenUp(Exception):
-    """The save that is being written is not wanted any more."""
+    """The save in progress is not needed any more."""
 
 
 class WriteJob:
@@ -126,7 +126,7 @@ class WriteJob:
 
     @property
     def done(self) -> bool:
-        """Whether the thread has ended, well or not."""
+        """Whether the thread has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -134,13 +134,13 @@ class WriteJob:
         self._thread.join()
 
     def give_up(self) -> None:
-        """Have the thread end after the item it is writing, without waiting for that."""
+        """Abandon the save: the thread ends after the current item. Does not wait for it."""
         self._cancelled.set()
         self._given_up.append(self)
 
     @classmethod
     def await_given_up(cls) -> None:
-        """Return when no save of this process that was given up writes any more."""
+        """Return when no abandoned save of this process writes any more."""
         while cls._given_up:
             cls._given_up.pop().wait()
 
@@ -169,7 +169,7 @@ class WriteJob:
                     self._check_wanted()
                     self.results.append(_to_json(self._write_one(file, name, item, data)))
             except RuntimeError:
-                if file.failure is not None:  # torch's writer raises its own error over it
+                if file.failure is not None:  # torch's writer raises its own error and would hide it
                     raise file.failure from None
                 raise
             self.entries.append(file.commit())
@@ -180,7 +180,7 @@ class WriteJob:
 
 
 def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
-    """Content of ``.metadata``: the plan with the place of every item that some rank wrote."""
+    """Serialize ``.metadata``: the plan with the place of every item that some rank wrote."""
     capture = _Capture()
     writer = planned.writer
     writer.fs, writer.sync_files = capture, False

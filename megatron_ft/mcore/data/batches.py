@@ -56,7 +56,7 @@ class BatchReader:
     def of(
         cls, pg: ProcessGroupCollection, *, samples: Samples, plan: BatchPlan, seq_length: int, device: torch.device
     ) -> "BatchReader":
-        """That of this rank among ``pg``."""
+        """Create the reader of this rank among ``pg``."""
         return cls(
             samples=samples,
             plan=plan,
@@ -69,9 +69,9 @@ class BatchReader:
         )
 
     def microbatches(self, iteration: int) -> Iterator[Microbatch]:
-        """The rank's microbatches of ``iteration`` (counted from 1), in order.
+        """Read the rank's microbatches of ``iteration`` (counted from 1), in order.
 
-        On CUDA the next one is read and under way to the device while the present one is computed.
+        On CUDA the next one is read and copied to the device while the present one is computed.
         """
         samples = (
             self.plan.first_sample(iteration, self.data_parallel_rank, number)
@@ -93,7 +93,7 @@ class BatchReader:
             under_way = following
 
     def _packed(self, first_sample: int | None) -> torch.Tensor:
-        """Tokens, labels and positions in one tensor of the host: int64 [3, micro_batch_size, own seq_length]."""
+        """Pack tokens, labels and positions in one host tensor: int64 [3, micro_batch_size, own seq_length]."""
         size = self.plan.micro_batch_size
         if first_sample is None:
             rows = torch.zeros((size, self.seq_length + 1), dtype=torch.int64)
@@ -113,7 +113,7 @@ class BatchReader:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """A microbatch under way to the device, on a stream of its own."""
+    """A microbatch being copied to the device, on a stream of its own."""
 
     tensors: torch.Tensor
     is_padding: bool
@@ -121,28 +121,28 @@ class _Upload:
 
     @classmethod
     def begin(cls, packed: torch.Tensor, is_padding: bool, device: torch.device) -> "_Upload":
-        """Queue one copy, out of pinned memory: any other would hold up the host."""
+        """Queue one copy from pinned memory: any other copy would block the host."""
         stream = _upload_stream(device)
         with torch.cuda.stream(stream):
             tensors = packed.pin_memory().to(device, non_blocking=True)
             return cls(tensors, is_padding, stream.record_event())
 
     def take(self) -> Microbatch:
-        """Have the computation wait for it."""
+        """Make the computation wait for it."""
         computing = torch.cuda.current_stream(self.tensors.device)
         computing.wait_event(self.is_there)
-        self.tensors.record_stream(computing)  # it was allocated for the other stream
+        self.tensors.record_stream(computing)  # it was allocated on the other stream
         return Microbatch(*self.tensors, self.is_padding)
 
 
 @functools.cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for uploads: PyTorch hands out few, and a new one may be that of other copies."""
+    """Return the one stream for uploads: PyTorch has few, and a new one may be shared with other copies."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:
-    """How an iteration's samples are dealt to ``data_parallel_size`` ranks."""
+    """Plan how an iteration's samples are distributed over ``data_parallel_size`` ranks."""
     return BatchPlan(
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,

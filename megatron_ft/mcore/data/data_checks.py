@@ -68,9 +68,9 @@ def note_run_data(samples: Samples, run_dir: Path) -> None:
 
 
 def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
-    """Compare with what the run reads, before a newcomer joins it: nobody has to do without it half way.
+    """Compare a joining rank's samples with the run's before it joins, so that no membership loses it on the way.
 
-    Where the run folder says nothing, ``check_newcomers_data`` finds out as ranks join each other.
+    Without an entry in the run folder, ``check_newcomers_data`` compares as ranks join each other.
 
     Raises:
         DataError: this rank reads other samples, or what was put down is damaged.
@@ -91,7 +91,7 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
 def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
     """Leave ranks out that read other samples than rank ``first``, which has state; before anything moves.
 
-    Where the others can survive, the process of such a newcomer ends here like one that dies: an error that is raised
+    Where the others can survive, the process of such a rank ends here like one that dies: an error that is raised
     ends the job. They then form the next membership without it.
 
     Args:
@@ -135,5 +135,5 @@ def check_known_data(config: JobConfig, samples: Samples, known: str | None, dir
     if known != samples.fingerprint():
         raise DataError(
             f"data.train={config.data.train}: must be what {directory.name} was trained on (sources, weights, "
-            "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true goes on"
+            "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true continues"
         )

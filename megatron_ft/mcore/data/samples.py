@@ -14,9 +14,9 @@ from megatron_ft.errors import DataError
 
 
 class Samples:
-    """All samples of a split, endlessly: any index from 0 has one, epoch after epoch.
+    """Endless samples of a split: any index from 0 has one, epoch after epoch.
 
-    A pure function of ``data.seed``, the sources and the index; the layout and the run's length play no part.
+    A pure function of ``data.seed``, the sources and the index, independent of the layout and the run's length.
     """
 
     def __init__(self, plan: SplitPlan, vocab_size: int, *, mmap: bool = True) -> None:
@@ -47,19 +47,19 @@ class Samples:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all sources together, each counted once."""
+        """Number of samples of all sources together, each counted once."""
         return sum(span.num_samples for span in self.plan.spans)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sources together that belong to this split."""
+        """Number of tokens of all sources together that belong to this split."""
         return sum(span.num_tokens for span in self.plan.spans)
 
     def fingerprint(self) -> str:
         """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
 
-        Ranks compare it at the start, and a resumed run with its checkpoint. Other tokens in the middle of a
-        source of the same size go unseen.
+        Ranks compare it at the start, and a resumed run compares it with its checkpoint. It does not see other tokens
+        in the middle of a source of the same size.
         """
         digest = hashlib.blake2b(repr((self.plan.seq_length, self.plan.order)).encode(), digest_size=8)
         for source, span in enumerate(self.plan.spans):
@@ -70,7 +70,8 @@ class Samples:
         return digest.hexdigest()
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:
-        """``count`` tokens from ``start`` on; documents lie back to back in the file, so they may be crossed."""
+        """Read ``count`` tokens from ``start`` on; documents lie back to back in the file, so a sample may
+        cross them."""
         dataset = self._datasets[source]
         dtype = dataset.index.dtype
         tokens: np.ndarray = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)

@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16.1 needs on every device before it can train."""
+"""Requirements of Megatron-Core 0.16.1 on every device before it can train."""
 
 import contextlib
 import importlib
@@ -25,13 +25,13 @@ def install() -> None:
 
 
 def num_visible_gpus() -> int:
-    """GPUs that PyTorch would find here, by the driver's files: CUDA's runtime is not asked."""
+    """Count the GPUs that PyTorch would find here, by the driver's files, without CUDA's runtime."""
     return usable_gpus(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 @contextlib.contextmanager
 def answering_for_devices(*, has_gpu: bool) -> Iterator[None]:
-    """Let imports find that there is a GPU, or none, without asking for it.
+    """Answer imports that ask whether there is a GPU, without asking CUDA's runtime.
 
     Modules of Megatron and of PyTorch ask when they are imported. The answer would come from CUDA's runtime, which a
     forked process cannot use once its parent has, and which may start threads, which a fork loses.

@@ -51,7 +51,7 @@ _MODULES_WITH_CUDA_LITERALS = (
 
 
 class _Stream:
-    """A stream on a device where everything is in order already."""
+    """A stream of a device that runs everything in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -70,7 +70,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has happened by the time anybody asks."""
+    """An event that has always happened already."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -144,7 +144,7 @@ def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CpuView(types.ModuleType):
-    """``torch`` as the modules with ``device="cuda"`` literals see it."""
+    """View of ``torch`` for the modules with ``device="cuda"`` literals."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -157,7 +157,7 @@ class _CpuView(types.ModuleType):
 
 
 def _import_megatron_eagerly() -> None:
-    """Import Megatron with its ``torch.compile`` fusions left out: compiling costs minutes on a CPU."""
+    """Import Megatron without its ``torch.compile`` fusions: compiling takes minutes on a CPU."""
     compiler = torch.compile
     torch.compile = lambda function=None, **kwargs: function  # type: ignore[assignment]
     try:
@@ -174,7 +174,7 @@ def _patch_megatron() -> None:
         importlib.import_module(name).torch = view  # type: ignore[attr-defined]
 
     mapping: Any = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-    # The factory is a default argument, bound before the view of torch was put in.
+    # The factory is a default argument, bound before the view of torch was installed.
     mapping.ShardedTensor.init_data.__defaults__ = (view.empty,)
 
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")

@@ -1,4 +1,4 @@
-"""The one call that readies a process for Megatron-Core, whatever its device."""
+"""Prepares a process for Megatron-Core, whatever its device, in one call."""
 
 import logging
 import warnings
@@ -13,10 +13,10 @@ from megatron_ft.planning.devices import device_index, node_on_host
 
 
 def resolve_device(requested: str) -> str:
-    """``cpu`` or ``cuda``.
+    """Resolve the device: ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: CUDA was asked for and PyTorch sees no GPU.
+        ConfigError: CUDA was requested and PyTorch sees no GPU.
     """
     if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +26,7 @@ def resolve_device(requested: str) -> str:
 
 
 def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.device:
-    """The device of a rank, which is made this process's own. It comes before anything else that may touch CUDA.
+    """Make the rank's device this process's own, and return it. Call it before anything else that may use CUDA.
 
     Args:
         node: the rank's node.
@@ -49,7 +49,7 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # Said of every MoE layer that is a subclass of Megatron's; ours gets its groups through the layer spec.
+    # Logged for every MoE layer that is a subclass of Megatron's; the project's gets its groups by the layer spec.
     return not record.getMessage().startswith("Unknown MLP type")
 
 
@@ -64,7 +64,7 @@ def install(config: JobConfig) -> tuple[str, str]:
     transformer_impl = choose_transformer_impl(config.training.transformer_impl, device, software)
     check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():
-        # Megatron warns at import about every optional package; ours are checked above.
+        # Megatron warns at import about every optional package; this module checks them above.
         warnings.simplefilter("ignore")
         if device == "cpu":
             cpu.install()

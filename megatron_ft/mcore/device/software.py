@@ -1,8 +1,8 @@
-"""What is installed beside Megatron-Core, found out before Megatron is imported.
+"""Optional software beside Megatron-Core, inspected before Megatron is imported.
 
-Megatron guards its optional imports with ``except ImportError`` only: a half-installed Transformer
-Engine raises other errors and kills ``import megatron.core``; any package called ``apex`` makes it
-choose kernels that are not there. Both are told here in one sentence instead.
+Megatron guards its optional imports with ``except ImportError`` only: a half-installed Transformer Engine raises other
+errors and breaks ``import megatron.core``; any package called ``apex`` makes it choose kernels that are not there. Both
+are reported here in one sentence instead.
 """
 
 import importlib
@@ -68,10 +68,10 @@ def _apex() -> bool:
 
 
 def choose_transformer_impl(requested: str, device: str, software: Software) -> str:
-    """``local`` or ``transformer_engine``, as asked for; ``auto`` decides by what is complete.
+    """Choose ``local`` or ``transformer_engine`` as requested; ``auto`` chooses by what is complete.
 
     Raises:
-        ConfigError: Transformer Engine was asked for and is not usable here.
+        ConfigError: Transformer Engine was requested and is not usable here.
     """
     if requested == "auto":
         return "transformer_engine" if device == "cuda" and software.transformer_engine else "local"
@@ -86,9 +86,9 @@ def choose_transformer_impl(requested: str, device: str, software: Software) -> 
 
 
 def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
-    """Refuse what only Transformer Engine can do when it does not run the layers.
+    """Refuse features of Transformer Engine where it does not run the layers.
 
-    Megatron itself would accept ``fp8`` and train unquantised, without a word.
+    Megatron itself would accept ``fp8`` and train unquantised, without a warning.
     """
     if transformer_impl == "transformer_engine":
         return

@@ -1,1 +1,1 @@
-"""Builds the Megatron model a configuration describes, with weights that depend on their names only."""
+"""Builds the Megatron model of a configuration, with weights that depend on their names only."""

@@ -26,9 +26,9 @@ def build_model(
     replicas: Replicas | None = None,
     router: RouterBuilder = PaddingAwareRouter,
 ) -> list[torch.nn.Module]:
-    """The DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
+    """Build the DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
 
-    ``vocab_size`` is the padded one; ``replicas`` says which experts each rank of the stage holds, None for
+    ``vocab_size`` is the padded one; ``replicas`` gives the experts that each rank of the stage holds, None for
     Megatron's own layout; ``router`` makes the routers of mixture layers.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
@@ -96,10 +96,10 @@ def _build_chunk(
 
 
 def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: ProcessGroupCollection) -> None:
-    """Have expert gradients summed over every rank that holds a copy.
+    """Sum expert gradients over every rank that holds a copy.
 
-    Megatron reduces experts over their own group only when experts are split (EP > 1). With EP=1 and
-    TP > 1 every tensor-parallel rank holds all experts and sees other tokens, and the copies would drift.
+    Megatron reduces experts over their own group only when experts are split (EP > 1). With EP=1 and TP > 1 every
+    tensor-parallel rank holds all experts and sees other tokens, and the copies would differ.
     """
     if pg_collection.ep.size() == 1 and pg_collection.tp.size() != pg_collection.expt_tp.size():
         for name, parameter in chunk.named_parameters():

@@ -1,4 +1,4 @@
-"""The layer specs of the model: Megatron's, with our norm and router put in."""
+"""Layer specs of the model: Megatron's, with the project's norm and router."""
 
 import copy
 from typing import Any
@@ -65,7 +65,7 @@ def _use_own_norms(submodules: Any) -> None:
 def _use_own_mixture(
     mlp: Any, layer_number: int, pg_collection: ProcessGroupCollection, replicas: Replicas | None
 ) -> None:
-    # Megatron hands its groups to its own MoELayer only, and would leave a subclass to look for globals.
+    # Megatron passes its groups to its own MoELayer only; a subclass would have to read globals.
     mlp.params = {"pg_collection": pg_collection}
     if replicas is None:
         mlp.module = MixtureLayer

@@ -1,7 +1,7 @@
-"""Global parameter names: the one identity of a tensor, whatever rank holds it.
+"""Global parameter names: the identity of a tensor, whatever rank holds it.
 
-A parameter is called by its name in the model on one rank: layers and experts are counted over the
-whole model (from 0, as in Megatron's own state dicts).
+A parameter is called by its name in the model on one rank: layers and experts are counted over the whole model (from 0,
+as in Megatron's own state dicts).
 """
 
 import re
@@ -16,17 +16,17 @@ _GROUPED_EXPERT = re.compile(r"\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The GPT model inside DDP and precision wrappers."""
+    """Return the GPT model inside DDP and precision wrappers."""
     while hasattr(model, "module"):
         model = model.module  # type: ignore[assignment]
     return model
 
 
 def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
-    """The global form of a parameter's name on one rank.
+    """Convert a parameter's name on one rank to its global name.
 
-    ``layer_offset`` layers lie before this chunk; ``expert_ids`` gives, by the layer's local number, the
-    experts the rank holds there, in the order of its modules.
+    ``layer_offset`` layers lie before this chunk; ``expert_ids`` gives, by the layer's local number, the experts the
+    rank holds there, in the order of its modules.
     """
     layer = _LAYER.search(local_name)
     if layer is None:
@@ -41,13 +41,13 @@ def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, 
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(global name, parameter) of one model chunk, in the chunk's own order."""
+    """Iterate over (global name, parameter) of one model chunk, in the chunk's own order."""
     chunk = unwrap(model)
     layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
     layer_offset = layers[0].layer_number - 1 if len(layers) else 0
     expert_ids = {number: getattr(layer.mlp, "local_expert_indices", ()) for number, layer in enumerate(layers)}
     for name, parameter in chunk.named_parameters():
         if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-            # The last stage's copy of the embedding is the embedding.
+            # The last stage's copy of the embedding has the name of the embedding.
             name = "embedding.word_embeddings.weight"
         yield global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter

@@ -5,16 +5,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SequenceParallelNorm:
-    """Makes a torch LayerNorm or RMSNorm, as the configuration says; a layer spec wants a class.
+    """Makes a torch LayerNorm or RMSNorm, as the configuration says; a layer spec needs a class.
 
-    Its parameters are marked ``sequence_parallel`` where sequences are split over tensor-parallel ranks:
-    Megatron then sums their gradients over those ranks.
+    Its parameters are marked ``sequence_parallel`` where sequences are split over tensor-parallel ranks: Megatron then
+    sums their gradients over those ranks.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        """A norm over the last ``hidden_size`` channels."""
+        """Create a norm over the last ``hidden_size`` channels."""
         kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():

@@ -1,4 +1,4 @@
-"""Lets a model go: what Megatron builds would otherwise outlive the engine that built it, groups included."""
+"""Frees a model: Megatron's objects would otherwise outlive the engine that built them, groups included."""
 
 import weakref
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 
 class ReleasableDataParallel(DistributedDataParallel):
-    """Megatron's data parallelism, freed once nobody refers to it.
+    """Megatron's data parallelism, freed once nothing refers to it.
 
-    Autograd keeps gradient hooks where Python's collector does not look. Megatron's refer to the whole
-    chunk: it, its buffers and its groups would stay for good. These refer to it weakly.
+    Autograd keeps gradient hooks where Python's collector does not look. Megatron's refer to the whole chunk: it, its
+    buffers and its groups would stay forever. These refer to it weakly.
     """
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:

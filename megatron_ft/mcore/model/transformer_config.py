@@ -1,4 +1,4 @@
-"""``JobConfig`` -> Megatron's ``TransformerConfig``."""
+"""Converts ``JobConfig`` to Megatron's ``TransformerConfig``."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": functional.silu,
 
 
 def build_transformer_config(config: JobConfig, transformer_impl: str) -> TransformerConfig:
-    """The Megatron configuration of a job on ``transformer_impl`` (``local`` or ``transformer_engine``)."""
+    """Build the Megatron configuration of a job on ``transformer_impl`` (``local`` or ``transformer_engine``)."""
     parallel, dtype = config.parallel, DTYPES[config.precision.params_dtype]
     arguments = {
         **_architecture(config.model),
@@ -29,13 +29,13 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         # Interleaved stages of a pipeline of two exchange several tensors with one peer at once: only the
-        # unbatched, ordered calls keep them apart.
+        # unbatched, ordered calls distinguish them.
         "overlap_p2p_comm": parallel.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
         # Megatron waits for the whole device after each exchange of stages, for the sake of PyTorch before 2.0.
         "batch_p2p_sync": False,
-        # An output that has been sent is needed for its graph only: its memory is given back. Interleaved stages give
-        # it back while it is still being sent, which changes what arrives: there it is kept.
+        # An output that has been sent is needed for its graph only: its memory is freed. Interleaved stages would free
+        # it while it is still being sent, which changes what arrives: there it is kept.
         "deallocate_pipeline_outputs": parallel.virtual_pipeline_model_parallel_size is None,
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "params_dtype": dtype,
@@ -132,7 +132,7 @@ def _mixture(model: ModelConfig, *, grouped: bool) -> dict[str, Any]:
 
 
 def moe_layer_pattern(model: ModelConfig) -> list[int]:
-    """One entry per layer, bottom first: 1 for a mixture of experts, 0 for a dense MLP."""
+    """Build the pattern of layers, bottom first: 1 for a mixture of experts, 0 for a dense MLP."""
     return [
         int(layer > model.moe_first_dense_layers and layer % model.moe_layer_freq == 0)
         for layer in range(1, model.num_layers + 1)

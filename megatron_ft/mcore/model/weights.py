@@ -1,4 +1,4 @@
-"""Weights at start: a pure function of (seed, global parameter name), never of the layout."""
+"""Initial weights: a pure function of (seed, global parameter name), independent of the layout."""
 
 import hashlib
 
@@ -57,7 +57,7 @@ def own_part(
     config: ModelConfig,
     pg_collection: ProcessGroupCollection,
 ) -> torch.Tensor:
-    """The part of the whole tensor ``full`` that this rank's ``parameter`` (global ``name``) holds."""
+    """Return the part of the whole tensor ``full`` that this rank's ``parameter`` (global ``name``) holds."""
     group = _tensor_group(name, pg_collection)
     tp_rank, tp_size = group.rank(), group.size()
     if not _is_sharded(parameter, tp_size):
@@ -69,11 +69,12 @@ def own_part(
 
 
 def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: ProcessGroupCollection) -> int:
-    """Which tensor-parallel part of global parameter ``name`` this rank's ``parameter`` is; 0 where it is not split."""
+    """Return the tensor-parallel part of global parameter ``name`` that this rank's ``parameter`` is; 0 where it is
+    not split."""
     group = _tensor_group(name, pg_collection)
     return group.rank() if _is_sharded(parameter, group.size()) else 0
 
 
 def _tensor_group(name: str, pg_collection: ProcessGroupCollection) -> dist.ProcessGroup:
-    """Ranks a parameter's matrices are split over: experts have their own tensor parallelism."""
+    """Return the ranks over which a parameter's matrices are split: experts have their own tensor parallelism."""
     return pg_collection.expt_tp if ".experts." in name else pg_collection.tp

@@ -1,4 +1,4 @@
-"""Megatron's MoE layer with the project's named points in it."""
+"""Megatron's MoE layer with named failpoints."""
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -7,12 +7,12 @@ from megatron_ft import failpoints
 
 
 class MixtureLayer(MoELayer):
-    """Megatron's MoE layer, told of iterations by the engine."""
+    """Megatron's MoE layer, notified of iterations by the engine."""
 
     iteration: int = 0
 
     def start_iteration(self, iteration: int) -> None:
-        """``iteration`` comes next (0 is an evaluation): for failpoints in the dispatch and for forced routing."""
+        """Set the coming iteration (0 is an evaluation), for failpoints in the dispatch and for forced routing."""
         self.iteration = iteration
         self.router.start_iteration(iteration)
 

@@ -1,4 +1,4 @@
-"""Reads what the mixture layers of a rank counted: auxiliary losses and tokens per expert."""
+"""Reads the counters of a rank's mixture layers: auxiliary losses and tokens per expert."""
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
@@ -10,12 +10,13 @@ _Z_LOSS = "z_loss"
 
 
 def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
-    """The routers of a rank, bottom layer first within each chunk."""
+    """List the routers of a rank, bottom layer first within each chunk."""
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
 
 
 def take_auxiliary_losses() -> tuple[float, float]:
-    """(sum of balancing losses, sum of z-losses) since the last call, unweighted, over layers and microbatches."""
+    """Return (sum of balancing losses, sum of z-losses) since the last call, unweighted, over layers and
+    microbatches."""
     balancing = z = 0.0
     for name, entry in get_moe_layer_wise_logging_tracker().items():
         total = float(entry["values"].sum())
@@ -28,7 +29,7 @@ def take_auxiliary_losses() -> tuple[float, float]:
 
 
 def forget_auxiliary_losses() -> None:
-    """Empty Megatron's tracker: it is global, keeps the number of layers and holds on to process groups.
+    """Empty Megatron's tracker: it is global, keeps the number of layers and references process groups.
 
     The scale of auxiliary losses is global too: the next engine's schedule sets its own.
     """
@@ -37,7 +38,7 @@ def forget_auxiliary_losses() -> None:
 
 
 def expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Tokens this rank gave to each expert in this iteration: int64 [num_layers, num_experts], on the CPU."""
+    """Count the tokens this rank gave to each expert in this iteration: int64 [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()

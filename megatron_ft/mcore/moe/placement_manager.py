@@ -83,7 +83,7 @@ class PlacementManager:
 
     Args:
         stage: pipeline stage of this rank.
-        before: that of the membership before, whose loads go on; None makes plans like a new run.
+        before: that of the membership before, whose loads are continued; None makes plans like a new run.
     """
 
     def __init__(self, config: JobConfig, *, world_size: int, stage: int, before: PlacementState | None = None) -> None:
@@ -133,7 +133,7 @@ class PlacementManager:
         return keeper, found
 
     def evacuation(self, config: JobConfig, staying: Sequence[int]) -> MigrationPlan | None:
-        """What moves before all ranks but ``staying`` leave; None where these hold everything. Of one pipeline stage.
+        """Plan the moves before all ranks but ``staying`` leave; None where these hold everything. For one stage.
 
         Args:
             config: of those that stay.
@@ -152,8 +152,8 @@ class PlacementManager:
 
     @property
     def single_loss_survival(self) -> float | None:
-        """Probability that the job goes on by its replicas when one failure domain is lost; None where a lost node ends
-        the job, and where there is one domain."""
+        """Probability that the job continues by its replicas when one failure domain is lost; None where a lost node
+        ends the job, and where there is one domain."""
         launch = self._config.launch
         if launch.min_nodes is None or launch.keep_layout:
             return None

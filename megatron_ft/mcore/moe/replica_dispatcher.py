@@ -60,7 +60,7 @@ class ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Group rows [R, H] by local expert; the counts say how many each has."""
+        """Group rows [R, H] by local expert; the counts give the number of each."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:

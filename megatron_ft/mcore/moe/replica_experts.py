@@ -1,4 +1,4 @@
-"""The experts a rank holds when experts have replicas: any subset of them, each once."""
+"""Experts of a rank when experts have replicas: any subset of them, each once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +52,7 @@ class ReplicaExperts(SequentialMLP):
         return torch.cat(outputs), None
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` with zeros after them, up to a number that 8-bit and 4-bit types can multiply."""
+        """Append zeros to ``rows`` up to a count that 8-bit and 4-bit types can multiply."""
         if not (self.config.fp8 or self.config.fp4):
             return rows
         padded, _ = self._pad_tensor_for_quantization(rows, rows.new_zeros(len(rows)))
@@ -61,7 +61,7 @@ class ReplicaExperts(SequentialMLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Megatron's form, keyed by expert; the copies of an expert are replicas of one tensor."""
+        """Return Megatron's form, keyed by expert; the copies of an expert are replicas of one tensor."""
         assert metadata is not None and metadata.get("singleton_local_shards"), (
             "experts with replicas are saved one tensor each: metadata must have singleton_local_shards"
         )

@@ -1,7 +1,7 @@
 """Sums the gradients of an expert's copies, in rank order, so that every holder gets the same bits.
 
-Each expert's gradient is cut into as many pieces as it has holders. Two exchanges over the stage: every holder
-sends each piece to the holder that sums it, and gets the sums of the others back.
+Each expert's gradient is cut into as many pieces as it has holders. Two exchanges over the stage: every holder sends
+each piece to the holder that sums it, and gets the sums of the others back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from megatron_ft.mcore.moe.replicas import Replicas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedExpert:
-    """An expert of this rank that other ranks hold too."""
+    """An expert that this rank shares with other ranks."""
 
     parameters: tuple[torch.nn.Parameter, ...]
     holders: tuple[int, ...]
@@ -46,7 +46,7 @@ class ReplicaGradients:
         self._group = group
         self._rank = group.rank()
         self._experts = list(_shared_experts(model_chunks, replicas))
-        # A rank whose experts have no copies takes part with nothing, of the type and on the device of the others.
+        # A rank whose experts have no copies takes part with empty tensors, of the others' type and device.
         self._nothing = next(p.main_grad for chunk in model_chunks for p in chunk.parameters()).new_empty(0)
 
     def sum(self) -> None:
@@ -67,7 +67,7 @@ class ReplicaGradients:
     def _add_up(
         self, number: int, own: Sequence[torch.Tensor], contributions: dict[int, dict[int, torch.Tensor]]
     ) -> torch.Tensor:
-        """The piece of expert ``number`` that this rank sums, over its holders in rank order."""
+        """Sum the piece of expert ``number`` that this rank owns, over its holders in rank order."""
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
@@ -79,7 +79,7 @@ class ReplicaGradients:
     def _exchange(
         self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
     ) -> dict[int, dict[int, torch.Tensor]]:
-        """One uneven all-to-all; what came from each rank, by number of expert.
+        """Exchange pieces by one uneven all-to-all; returns the pieces of each rank, by number of expert.
 
         To owners, piece k goes to holder k; back, this rank's one piece goes to every other holder.
         """

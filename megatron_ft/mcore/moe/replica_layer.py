@@ -1,4 +1,4 @@
-"""A mixture layer whose ranks hold slots: any number of ranks, any number of copies of each expert."""
+"""Mixture layer over replica slots: any number of ranks, any number of copies of each expert."""
 
 from collections.abc import Sequence
 
@@ -20,12 +20,12 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend
 class ReplicaMixtureLayer(MixtureLayer):
     """Megatron's MoE layer over a placement.
 
-    Megatron's constructor wants the same number of contiguous experts on every rank; this one takes what the
-    placement says and leaves everything after construction to Megatron.
+    Megatron's constructor needs the same number of contiguous experts on every rank; this one takes the placement and
+    leaves everything after construction to Megatron.
 
     Args:
-        slots: for each rank of ``pg_collection.ep``, the expert of each of its slots. Several copies of an
-            expert on one rank are one set of weights with a larger share of the tokens.
+        slots: for each rank of ``pg_collection.ep``, the expert of each of its slots. Several copies of an expert on
+        one rank are one set of weights with a larger share of the tokens.
         backend: computes schedule and permutation.
     """
 
@@ -81,7 +81,7 @@ class ReplicaMixtureLayer(MixtureLayer):
 
 
 def replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
-    """Copies of each expert on each rank: int64 [num_experts, ranks]."""
+    """Count the copies of each expert on each rank: int64 [num_experts, ranks]."""
     matrix = torch.zeros((num_experts, len(slots)), dtype=torch.int64)
     for rank, experts in enumerate(slots):
         for expert in experts:
@@ -90,5 +90,5 @@ def replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Te
 
 
 def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
-    """Ranks that hold ``expert``, ascending."""
+    """List the ranks that hold ``expert``, ascending."""
     return [rank for rank, experts in enumerate(slots) if expert in experts]

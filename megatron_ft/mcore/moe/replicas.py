@@ -1,4 +1,4 @@
-"""The placement in force on this rank's pipeline stage, as the model needs it."""
+"""Placement in force on this rank's pipeline stage, as the model needs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,5 +15,5 @@ class Replicas:
     backend: DispatchBackend
 
     def slots_of(self, layer_number: int) -> Sequence[Sequence[int]]:
-        """Expert of each slot of each rank, for a layer by Megatron's number (from 1)."""
+        """List the expert of each slot of each rank, for a layer by Megatron's number (from 1)."""
         return self.plan.slots[self.plan.layer_numbers.index(layer_number)]

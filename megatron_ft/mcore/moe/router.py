@@ -1,4 +1,4 @@
-"""A router for which padding microbatches do not exist, and which counts what it routes.
+"""Router that ignores padding microbatches, and counts the routed tokens.
 
 Notation: T tokens of a microbatch on this rank, E experts.
 """
@@ -14,9 +14,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 class PaddingAwareRouter(TopKRouter):
     """Megatron's top-k router, except that a microbatch given with a ``padding_mask`` is padding.
 
-    Such a microbatch is routed and dispatched like any other (the all-to-all is collective) but adds
-    nothing to auxiliary losses, z-loss, router bias or load counts. Megatron attaches auxiliary losses
-    through an autograd function whatever the loss value is, so masking the loss alone is not enough.
+    Such a microbatch is routed and dispatched like any other (the all-to-all is collective) but adds nothing to
+    auxiliary losses, z-loss, router bias or load counts. Megatron attaches auxiliary losses through an autograd
+    function whatever the loss value is, so masking the loss alone is not enough.
 
     ``load`` [E] int64 holds the tokens given to each expert since the iteration began.
     """
@@ -27,7 +27,7 @@ class PaddingAwareRouter(TopKRouter):
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
 
     def start_iteration(self, iteration: int) -> None:
-        """Told before the microbatches of an iteration, for which counting starts anew; 0 is an evaluation."""
+        """Restart counting before the microbatches of an iteration; 0 is an evaluation."""
         if iteration:
             self.load.zero_()
 
@@ -63,10 +63,10 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a balancing loss to ``activation`` [T, E], except for padding.
 
-        Each rank of ``reduce_group`` gives its share of ``aux_loss``. With per-token losses Megatron weighs it
-        by ``valid_token_count``. That is too little where ranks hold a part of a microbatch's tokens, where
-        ranks of all data-parallel groups share one loss, and by the microbatch's size for the sequence-level
-        loss. Here it has the same weight however a batch is cut.
+        Each rank of ``reduce_group`` gives its share of ``aux_loss``. With per-token losses Megatron weighs it by
+        ``valid_token_count``. That is too little where ranks hold a part of a microbatch's tokens, where ranks of all
+        data-parallel groups share one loss, and by the microbatch's size for the sequence-level loss. Here its weight
+        does not depend on how a batch is split.
         """
         if self.is_padding:
             return activation
@@ -83,7 +83,7 @@ class PaddingAwareRouter(TopKRouter):
         )
 
     def _num_shares(self) -> int:
-        """Ranks that each route a part of the same microbatch's tokens."""
+        """Count the ranks that each route a part of the same microbatch's tokens."""
         return self.tp_cp_group.size()
 
     def _apply_global_aux_loss(

@@ -41,7 +41,7 @@ class TraceRouter(PaddingAwareRouter):
         self.start_iteration(0)
 
     def start_iteration(self, iteration: int) -> None:
-        """Microbatches are those of ``iteration`` from here on, counted anew."""
+        """Start counting the microbatches of ``iteration``."""
         super().start_iteration(iteration)
         self._iteration = iteration
         self._num_routed = {False: 0, True: 0}
@@ -55,7 +55,7 @@ class TraceRouter(PaddingAwareRouter):
         return super().routing(logits, padding_mask)
 
     def _next_microbatch(self) -> int:
-        """Place in the global batch of the microbatch that comes now.
+        """Return the place in the global batch of the next microbatch.
 
         Full recomputation routes each microbatch once without gradients and once with, both times in order.
         """
@@ -65,7 +65,8 @@ class TraceRouter(PaddingAwareRouter):
         return microbatch_position(self._dp_group.size(), self._dp_group.rank(), number)
 
     def _forced(self, num_tokens: int, microbatch: int) -> torch.Tensor:
-        """Experts of this rank's tokens: int64 [T, K]. Sequence parallelism cuts a microbatch into equal stretches."""
+        """Choose the experts of this rank's tokens: int64 [T, K]. Sequence parallelism cuts a microbatch into equal
+        parts."""
         part, num_parts = self.tp_cp_group.rank(), self.tp_cp_group.size()
         loads = self.trace.loads(self._iteration, self.layer_number)
         counts = expert_token_counts(loads, num_tokens * num_parts, self.topk)
@@ -75,7 +76,7 @@ class TraceRouter(PaddingAwareRouter):
 
 
 class _ForcedChoice:
-    """Stands where Megatron replays recorded choices: scores are taken at given experts instead of the best."""
+    """Replaces Megatron's recorded choices: scores are taken at given experts instead of the best."""
 
     experts: torch.Tensor
     """int64 [T, K]."""
@@ -88,12 +89,12 @@ class _ForcedChoice:
         group_topk: int | None,
         choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [T, K] at the forced experts, and those."""
+        """Return scores [T, K] at the forced experts, and the experts."""
         return scores.gather(1, self.experts), self.experts
 
 
 def router_builder(config: JobConfig) -> RouterBuilder:
-    """What makes the routers of a job's mixture layers.
+    """Build the function that makes the routers of a job's mixture layers.
 
     Raises:
         ConfigError, DataError: a trace that cannot be read or does not fit the model.

@@ -1,1 +1,1 @@
-"""Megatron's optimizer, taken apart at the commit point."""
+"""Megatron's optimizer, divided into steps around the commit point."""

@@ -1,7 +1,7 @@
-"""Megatron's ``optimizer.step()`` in the pieces the commit protocol needs.
+"""Megatron's ``optimizer.step()`` in the parts that the commit protocol needs.
 
-prepare (copy, unscale, norm) changes nothing that cannot be undone; clip and update change master weights
-and moments on this rank; gather brings every rank's parameters up to date.
+prepare (copy, unscale, norm) changes nothing that cannot be undone; clip and update change master weights and moments
+on this rank; gather updates every rank's parameters.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ from megatron_ft.mcore.state.digest import masters_of
 
 
 def parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """The optimizers of the dense and of the expert parameters, those without parameters left out."""
+    """List the optimizers of the dense and of the expert parameters, without empty ones."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return (part for part in chained if not getattr(part, "is_stub_optimizer", False))
 
@@ -31,7 +31,7 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
     scalers = grad_scalers(optimizer)
     before = [scaler.state_dict() for scaler in scalers]
     found_inf = bool(optimizer.prepare_grads())
-    # Each part judges its own gradients. There is one loss scale, so every part answers an overflow in any.
+    # Each part checks its own gradients. There is one loss scale, so every part answers an overflow in any.
     for scaler, state in zip(scalers, before, strict=True):
         scaler.load_state_dict(state)
         scaler.update(found_inf)
@@ -42,7 +42,7 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """What ``prepare`` does where its results are known already: no rank asks another.
+    """Do the work of ``prepare`` where its results are known already: without communication.
 
     Parameters ``without`` are left without master gradients, so that no update touches their state.
     """
@@ -66,7 +66,7 @@ def _unscale(part: Any, scaler: Any) -> None:
 
 
 def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
-    """The loss scalers of the parts; none unless the run is in FP16."""
+    """List the loss scalers of the parts; none unless the run is in FP16."""
     scalers = (getattr(part, "grad_scaler", None) for part in parts(optimizer))
     return [scaler for scaler in scalers if scaler is not None]
 

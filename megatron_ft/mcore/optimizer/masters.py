@@ -1,4 +1,4 @@
-"""The tensors an optimizer updates on this rank, by global name, with what its update depends on."""
+"""Tensors that an optimizer updates on this rank, by global name, with the inputs of their updates."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Master:
 
 
 def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Master]:
-    """All of this rank, in the optimizer's order; moments are allocated."""
+    """List all masters of this rank, in the optimizer's order; moments are allocated."""
     allocate_state(optimizer)
     names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
     for member in sub_optimizers(optimizer):

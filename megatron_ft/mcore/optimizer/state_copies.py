@@ -28,7 +28,7 @@ from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 @dataclass(kw_only=True)
 class Kept:
-    """State that this rank keeps for ``owner``: masters as parameters of an optimizer of their own."""
+    """State that this rank copies for ``owner``: masters as parameters of an optimizer of their own."""
 
     owner: int
     names: list[str]
@@ -36,7 +36,7 @@ class Kept:
     optimizer: torch.optim.AdamW
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Master weights and moments by name: ``<name>/master``, ``<name>/exp_avg``..."""
+        """Return master weights and moments by name: ``<name>/master``, ``<name>/exp_avg``..."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             found[f"{name}/master"] = parameter.detach()
@@ -46,14 +46,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """What this rank hands to one keeper, in order."""
+    """Gradients that this rank sends to one holder of its copy, in order."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
 
 
 class StateCopies:
-    """This rank's part in keeping ``plan``: what it lends to keepers, and what it keeps for owners.
+    """This rank's part in ``plan``: the state it sends to holders of copies, and the copies it holds for owners.
 
     Building it moves the state once; ``follow`` comes after every update. Both are collective over ``group``.
 
@@ -79,7 +79,7 @@ class StateCopies:
         self.kept = self._receive(config)
 
     def follow(self, learning_rate: float) -> int:
-        """Repeat the update that owners have just made; the bytes this rank sent.
+        """Repeat the update that owners have just made; returns the bytes this rank sent.
 
         Gradients of the masters must still be those of the update: clipped and not yet zeroed.
         """
@@ -98,7 +98,7 @@ class StateCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes this rank keeps for others."""
+        """Size of the copies that this rank holds for others."""
         tensors = (tensor for kept in self.kept for tensor in kept.tensors().values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -113,7 +113,7 @@ class StateCopies:
         return [lent[keeper] for keeper in sorted(lent)]
 
     def _receive(self, config: OptimizerConfig) -> list[Kept]:
-        """Learn what owners lend, make room, and take their state over."""
+        """Receive the owners' state into new memory."""
         mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
         offers = Collectives(self._group).gather(mine)
         kept = []
@@ -133,7 +133,8 @@ class StateCopies:
 
 
 def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int | tuple[int, int], tuple[int, ...]]:
-    """Ranks that keep what ``me`` owns: its non-expert shard, and experts whose first holder it is."""
+    """List the ranks that hold copies of what ``me`` owns: its non-expert shard, and experts whose first
+    holder it is."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}
     position = plan.ranks.index(me)
     for operator in plan.operators:

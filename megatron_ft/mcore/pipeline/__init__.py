@@ -1,1 +1,1 @@
-"""What travels between pipeline stages: logged while training, served in a replay."""
+"""Messages between pipeline stages: logged while training, served in a replay."""

@@ -1,4 +1,4 @@
-"""What crosses the pipeline boundaries of one rank; the log of it outlives the groups it was sent through."""
+"""Pipeline boundaries of one rank; the log of their messages outlives the groups they were sent through."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class Boundaries:
 
     @property
     def log(self) -> UpstreamLog | None:
-        """Where what is sent is kept; None keeps nothing."""
+        """Log of sent messages; None keeps nothing."""
         return self._log
 
     @log.setter
@@ -30,17 +30,17 @@ class Boundaries:
             self._communicator.log = log
 
     def connect(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> LoggingCommunicator:
-        """The communicator for Megatron's schedules."""
+        """Create the communicator for Megatron's schedules."""
         self._communicator = LoggingCommunicator(pp_group, config, self._log)
         return self._communicator
 
     def release(self) -> None:
-        """Let go of the group."""
+        """Release the group."""
         self._communicator = None
 
     @contextmanager
     def logging(self, iteration: int, generation: int) -> Iterator[None]:
-        """What is sent meanwhile is what ``iteration`` sends."""
+        """Log messages sent in this context as messages of ``iteration``."""
         log = self._log
         if log is None:
             yield
@@ -53,6 +53,5 @@ class Boundaries:
             log.abandon()
 
     def commit(self, vote: Vote) -> None:
-        """The iteration of ``vote`` is committed."""
         if self._log is not None:
             self._log.commit(vote)

@@ -1,7 +1,7 @@
-"""``P2PCommunicator`` that logs what it sends, and one that replays from what others have logged.
+"""``P2PCommunicator`` that logs what it sends, and one that replays the logs of others.
 
-Both override the one method that all of Megatron's send and receive methods come down to, so they hold for 1F1B and
-for interleaved schedules.
+Both override the one method that all of Megatron's send and receive methods call, so they support 1F1B and interleaved
+schedules.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
-"""Of messages that carry logged tensors; Megatron's own have none."""
+"""Tags of messages with logged tensors; Megatron's own have none."""
 
 
 def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
-    """Group and tag of logged tensors that travel in ``direction``.
+    """Choose group and tag of logged tensors that travel in ``direction``.
 
     NCCL has no tags: it delivers what two ranks of a group send each other in the order in which both ask for it. Where
     a pipeline has two stages and several chunks, both directions come from the same rank: each has a group of its own.
@@ -31,7 +31,7 @@ def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessG
 
 
 def world_group() -> dist.ProcessGroup:
-    """The group of all ranks of the job."""
+    """Return the group of all ranks of the job."""
     world = dist.group.WORLD
     assert world is not None, "groups are formed"
     return world
@@ -49,7 +49,7 @@ class LoggingCommunicator(StagedCommunicator):
         self.log = log
 
     def keep(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:
-        """Log what is sent now."""
+        """Log a message that is being sent."""
         if self.log is not None and to_next is not None:
             self.log.append("forward", to_next)
         if self.log is not None and to_previous is not None:
@@ -67,20 +67,20 @@ class LoggingCommunicator(StagedCommunicator):
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Stands for a message that needs no waiting."""
+    """A message that needs no waiting."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 class ReplayCommunicator(LoggingCommunicator):
-    """Of a rank whose stage replays: neighbours outside of the replay are not there, but what they sent is.
+    """Communicator of a rank whose stage replays: neighbours outside of the replay are replaced by their logs.
 
-    To and from neighbours that replay, too, everything travels as ever. What would go to the others is logged again and
-    dropped; what they sent comes from their logs, in the order in which they sent it.
+    Messages to and from neighbours that also replay travel as usual. Messages to the others are logged again and
+    dropped; messages from them come from their logs, in the order in which they were sent.
 
     Args:
-        replays_previous: whether the previous stage replays, too.
+        replays_previous: whether the previous stage replays too.
         replays_next: whether the next one does.
     """
 
@@ -96,7 +96,7 @@ class ReplayCommunicator(LoggingCommunicator):
         super().__init__(pp_group, config, log)
         self._replays_previous, self._replays_next = replays_previous, replays_next
         self.num_bytes = 0
-        """That came from logs."""
+        """Bytes received from logs."""
 
     def _communicate(
         self,
@@ -147,12 +147,13 @@ class ReplayCommunicator(LoggingCommunicator):
 def serve(
     log: UpstreamLog, group: dist.ProcessGroup, direction: Direction, rank: int, iterations: range
 ) -> tuple[list[Any], int]:
-    """Begin to send what ``iterations`` have sent in ``direction`` to ``rank``, its neighbour, in the same order.
+    """Begin to send the logged messages of ``iterations`` in ``direction`` to ``rank``, its neighbour, in the same
+    order.
 
     The log lies in host memory. NCCL sends from the device: there it has a copy until it is sent.
 
     Returns:
-        What to wait for, and the bytes.
+        Requests to wait for, and the bytes.
 
     Raises:
         RecoveryError: an iteration is not logged.

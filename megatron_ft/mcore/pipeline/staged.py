@@ -1,6 +1,6 @@
-"""``P2PCommunicator`` for gloo on CUDA: what is sent and received goes through host memory.
+"""``P2PCommunicator`` for gloo on CUDA: messages go through host memory.
 
-gloo's collectives take tensors of a GPU, its sends and receives do not: they give the address to a socket.
+gloo's collectives take tensors of a GPU, its sends and receives do not: they pass the address to a socket.
 """
 
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
-"""From the previous rank, from the next one, and what to wait for."""
+"""(received from the previous rank, received from the next one, requests to wait for)."""
 
 
 def current_device() -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     device: Any = torch.cuda.current_device()
     return device if isinstance(device, torch.device) else torch.device("cuda", device)
 
 
 def sends_host_memory_only(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` cannot send tensors of this process's device."""
+    """Return whether ``group`` cannot send tensors of this process's device."""
     return str(dist.get_backend(group)) == "gloo" and current_device().type == "cuda"
 
 
 @dataclass
 class _Transfer:
-    """One message: its request, its copy in host memory and, where it is received, the tensor that it is for."""
+    """One message: its request, its copy in host memory and, where it is received, its target tensor."""
 
     request: Any
     host: torch.Tensor
@@ -38,7 +38,7 @@ class _Transfer:
     _is_done: bool = field(default=False, init=False)
 
     def wait(self) -> None:
-        """Until the message is sent, or is in the target."""
+        """Wait until the message is sent, or is in the target."""
         if self._is_done:
             return
         self.request.wait()
@@ -48,7 +48,7 @@ class _Transfer:
 
 
 class StagedCommunicator(P2PCommunicator):
-    """Megatron's own wherever the group can send from the device."""
+    """Megatron's own communicator wherever the group can send from the device."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
         super().__init__(pp_group, config)
@@ -64,7 +64,7 @@ class StagedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Received:
-        """As ``P2PCommunicator._communicate``; ``tensor_shape`` is that of all tensors received."""
+        """Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is that of all tensors received."""
         if not self.is_staged:
             received: Received = super()._communicate(
                 tensor_send_next=tensor_send_next,
@@ -81,12 +81,12 @@ class StagedCommunicator(P2PCommunicator):
         targets: dict[str, torch.Tensor] = {}
         for name, sent in (("send_prev", tensor_send_prev), ("send_next", tensor_send_next)):
             if sent is not None:
-                hosts[name] = sent.detach().cpu()  # returns when what has been queued for it is computed
+                hosts[name] = sent.detach().cpu()  # returns when the computation of the message is done
         for name, is_wanted in (("recv_prev", recv_prev), ("recv_next", recv_next)):
             if is_wanted:
                 hosts[name] = torch.empty(tensor_shape, dtype=dtype)
                 targets[name] = torch.empty(tensor_shape, dtype=dtype, device=device, requires_grad=True)
-        # One by one whatever config.batch_p2p_comm says: gloo makes nothing of a batch.
+        # One by one whatever config.batch_p2p_comm says: gloo does not support batches.
         requests: Mapping[str, Any] = p2p_communication._p2p_ops(
             tensor_send_prev=hosts.get("send_prev"),
             tensor_recv_prev=hosts.get("recv_prev"),

@@ -16,10 +16,10 @@ from megatron_ft.runtime.transport import waits
 
 
 def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
-    """Train to the end of the run, or until this rank leaves for good; then let go of everything.
+    """Train to the end of the run, or until this rank leaves permanently; then release everything.
 
     Args:
-        trainer: built, or that of a newcomer, which waits for its first membership.
+        trainer: built, or that of a joining rank, which waits for its first membership.
 
     Raises:
         MegatronFtError: what ``Trainer.run`` raises; RecoveryError where the survivors of a loss lack state;
@@ -124,13 +124,13 @@ def _planned(trainer: Trainer) -> NextMembership | None:
 
 
 def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> bool:
-    """Go on in ``following``, or in the first after it that forms: ranks may be lost while they join each other.
+    """Continue in ``following``, or in the first after it that forms: ranks may be lost while they join each other.
 
     Returns:
         Whether a save has been given up.
 
     Raises:
-        RankLost: this process lacks memory, or something that it imports; the others can go on without it.
+        RankLost: this process lacks memory, or something that it imports; the others can continue without it.
     """
     while True:
         try:

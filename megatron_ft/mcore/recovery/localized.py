@@ -45,7 +45,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
             the one after it.
 
     Raises:
-        RecoveryError: this rung cannot serve, or a replay came to something else.
+        RecoveryError: this strategy cannot recover, or a replay came to something else.
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
@@ -78,7 +78,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
 
 
 def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
-    """The plan, and what each rank has said."""
+    """Return the plan and the report of each rank."""
     log, pp = trainer.engine.boundaries.log, groups.pg_collection.pp
     mine = Standing(
         stage=pp.rank(),
@@ -91,7 +91,7 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
     is_ring = trainer.config.parallel.virtual_pipeline_model_parallel_size is not None
     plan = plan_localized(standings, num_stages=pp.size(), is_ring=is_ring)
     if isinstance(plan, Declined):
-        raise RecoveryError(f"generation {trainer.context.generation} cannot go on in place: {plan.summary()}")
+        raise RecoveryError(f"generation {trainer.context.generation} cannot continue in place: {plan.summary()}")
     return plan, standings
 
 

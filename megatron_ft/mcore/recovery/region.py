@@ -106,7 +106,7 @@ class Region:
         self._collectives = Collectives(circle.everybody)
 
     def replay(self, votes: Mapping[int, Vote], plan: WindowPlan | None) -> Replayed:
-        """From the committed window to the target.
+        """Replay from the committed window to the target.
 
         Args:
             votes: of iterations behind the window.
@@ -131,7 +131,7 @@ class Region:
         restorer = open_restorer(trainer, self._client, region=self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:
-            reasons = "; ".join(restorer.chosen.declined) or "nobody holds it"
+            reasons = "; ".join(restorer.chosen.declined) or "no rank holds it"
             raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
         return window
 

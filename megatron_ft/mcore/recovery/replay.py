@@ -106,7 +106,7 @@ class Replayer:
     ``collectives``, all of the job or all of a few pipeline stages.
 
     Copies of optimizer state on other ranks (``TrainingEngine.keep_copies``) do not follow a replay: the caller
-    makes them anew when the state is dense.
+    makes them again when the state is dense.
 
     Args:
         view: of the engine's present model and optimizer.

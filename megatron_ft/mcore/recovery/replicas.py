@@ -1,8 +1,8 @@
-"""From one membership to the next in the same processes: state is carried out, groups are formed anew, state put back.
+"""Moves to the next membership in the same processes: extracts state, forms groups again, restores state.
 
 The experts that the lost ranks held come from copies among those that stay; all other state is whole on each of these.
-What is not state of the job stays each rank's own: random numbers go on where they were. Newcomers, which have no
-state, join the same groups and are given all of it.
+Everything else stays each rank's own: random numbers continue where they were. Joining ranks, which have no state,
+join the same groups and are given all of it.
 """
 
 import time
@@ -40,9 +40,9 @@ from megatron_ft.snapshot.storage.checkpoints import directory_name
 
 
 def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
-    """Make ``trainer`` go on as a rank of ``following``, from the state after its target; collective over its ranks.
+    """Continue ``trainer`` as a rank of ``following``, from the state after its target; collective over its ranks.
 
-    The groups there are may be broken: nothing is sent through them. A newcomer's trainer has none.
+    The groups there are may be broken: nothing is sent through them. A joining rank's trainer has none.
 
     Args:
         store: that of ``following``, where it is open here already.
@@ -51,7 +51,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
         Whether a checkpoint that was on its way has been given up.
 
     Raises:
-        RecoveryError: no rank holds some state any more; it names what is missing. Or ranks would go on from different
+        RecoveryError: no rank holds some state any more; it names what is missing. Or ranks would use different
             placements.
         DataError: a rank reads other data, and the others cannot survive without it.
         RuntimeError: the membership has not formed, for ranks were lost, or read other data. What was carried is kept.
@@ -78,7 +78,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
         recover_localized(trainer, carried, groups, following.target.iteration)
     else:
         if previous[trainer.context.rank] is None:
-            carried = None  # what this rank has is of another membership than what the others go on from
+            carried = None  # what this rank has is of another membership than what the others continue from
         _go_on(trainer, carried, key, previous, groups)
     iteration = trainer.engine.iteration
     trainer.report(
@@ -163,7 +163,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
 
     Args:
         carried: None on a rank that has no part in the holding.
-        key: of the holding that all go on from.
+        key: of the holding that all continue from.
     """
     host, held, shapes = _in_common(carried, key, previous, groups)
     keeper, migration = _placement(trainer, held, previous)
@@ -188,14 +188,14 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     _note_formed(trainer, held, previous, is_stopped=host.stopped is not None)
     trainer.keep_copies()
     restart_snapshots(trainer)
-    # What is said of this membership from here on holds on every rank: all have formed it.
+    # Reports about this membership from here on hold on every rank: all have formed it.
     trainer.collectives.any(False)
     if carried is None and host.stopped is not None:
         trainer.stop(engine.iteration + 1, host.stopped)
 
 
 def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
-    """From here on this rank can go on by the placement of this membership, if it breaks."""
+    """Note that from here on this rank can continue by the placement of this membership, if it breaks."""
     beginning, nodes = trainer.membership_start, tuple(trainer.nodes)
     assert beginning is not None, "the membership is forming"
     change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
@@ -230,7 +230,7 @@ def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[Pla
     found = PlacementManager.following(held.placement, trainer.config, previous)
     if isinstance(found, Declined):
         generation = trainer.context.generation
-        raise RecoveryError(f"generation {generation} cannot go on from living ranks: {found.summary()}")
+        raise RecoveryError(f"generation {generation} cannot continue from living ranks: {found.summary()}")
     return found
 
 
@@ -241,7 +241,7 @@ def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
         trainer.account(finished, seconds, carried.batch)
     if carried.unsaved is not None:
         path = str(trainer.context.run_dir / "checkpoints" / directory_name(carried.unsaved))
-        error = "ranks were lost while it was written; the state they go on with is saved instead"
+        error = "ranks were lost while it was written; the state they continue with is saved instead"
         trainer.report(CheckpointFailed(iteration=carried.unsaved, error=error, path=path))
     return carried.unsaved is not None
 
@@ -265,7 +265,7 @@ def _context(context: RankContext, following: NextMembership, config: JobConfig)
 def drain_experts(trainer: Trainer, leaving: Sequence[int]) -> None:
     """Move experts so that ranks on other nodes than ``leaving`` hold every one of them; collective."""
     placement, engine = trainer.placement, trainer.engine
-    assert placement is not None, "without replicas nobody can leave"
+    assert placement is not None, "without replicas no node can leave"
     staying = [rank for rank, node in enumerate(trainer.nodes) if node not in leaving]
     config = config_of(trainer.job, [trainer.nodes[rank] for rank in staying])
     moves = placement.evacuation(config, staying)

@@ -36,7 +36,7 @@ class ScriptedHistory:
         self._context = context
         self._newest: NextMembership | None = None
         self.store: dist.Store | None = dist.PrefixStore("history", store) if ahead and store is not None else None
-        """Where all memberships meet; None where nothing is scripted."""
+        """Store where all memberships meet; None without a script."""
 
     @property
     def next(self) -> NextMembership | None:
@@ -55,7 +55,7 @@ class ScriptedHistory:
             self._say(_FORMED, self._newest)
 
     def end(self) -> None:
-        """The run ends in the membership there is: whoever waits for a later one waits in vain."""
+        """End the run in the present membership: a rank that waits for a later one will not get it."""
         for following in self._ahead:
             self._say(_BEGINS, following, _NEVER)
         self._ahead.clear()

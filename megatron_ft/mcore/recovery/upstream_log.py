@@ -43,7 +43,7 @@ def keep_log(trainer: "Trainer") -> None:
 
 
 def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalWindow) -> None:
-    """At a start: replay ``window``, and log what is sent, as the iterations did that it runs again.
+    """Replay ``window`` at a start, and log what is sent, as the replayed iterations did.
 
     Raises:
         RecoveryError: see ``SnapshotRestorer.replay``.

@@ -1,4 +1,4 @@
-"""Connects a trainer to its node's snapshot server: what it restores at its start, what it captures while it trains."""
+"""Connects a trainer to its node's snapshot server, for the restore at its start and captures while it trains."""
 
 import json
 from dataclasses import replace
@@ -26,9 +26,9 @@ _FOLDER = "windows"
 
 
 def peer_assignment(config: JobConfig) -> PeerAssignment:
-    """Which nodes hold copies for which, over the job's failure domains; present nodes count from 0.
+    """Choose the nodes that hold copies of each node, over the job's failure domains; present nodes count from 0.
 
-    Ranks capture disjoint parts: state that several ranks hold is cut over them. So no domain has a copy already.
+    Ranks capture disjoint parts: state that several ranks hold is divided over them. So no domain has a copy already.
     """
     return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
 
@@ -64,7 +64,7 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
 def share_addresses(context: RankContext, collectives: Collectives) -> RankContext:
     """Add the addresses of the snapshot servers of all present nodes to ``context``; collective.
 
-    Nodes that join later know those of the nodes that were there before, which do not know theirs.
+    A node that joins later knows the nodes that were there before; they do not know its address.
     """
     service = context.sidecars[SERVICE]
     gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
@@ -73,7 +73,7 @@ def share_addresses(context: RankContext, collectives: Collectives) -> RankConte
 
 
 def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Path or URL for this run's persisted windows."""
+    """Return the path or URL for this run's persisted windows."""
     url = config.snapshot.persist_url
     return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
@@ -81,7 +81,7 @@ def persist_url(config: JobConfig, run_dir: Path) -> str:
 def open_restorer(
     trainer: "Trainer", client: KeeperClient | None, *, region: Collectives | None = None
 ) -> SnapshotRestorer:
-    """The object that finds the newest window.
+    """Create the object that finds the newest window.
 
     Args:
         region: ranks of a few pipeline stages that restore from memory while the others wait; None for the whole job.
@@ -111,7 +111,7 @@ def _report_problem(trainer: "Trainer", record: Record) -> None:
 def take_snapshots(
     trainer: "Trainer", client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None
 ) -> Snapshotter:
-    """Capture from now on.
+    """Capture windows from now on.
 
     Args:
         resumed: the window that the job has continued from or could go back to, and the plan in force.

@@ -1,4 +1,4 @@
-"""``LocalWindow``: one rank's part of a window that its state is to come from, and how it becomes that state."""
+"""``LocalWindow``: one rank's part of a window to restore, and its replay into a dense state."""
 
 import json
 from collections.abc import Mapping
@@ -28,42 +28,44 @@ _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWindow:
-    """This rank's part of the window the job continues from: every byte verified."""
+    """One rank's part of the window the job continues from; every byte is verified."""
 
     window: Window
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Its origin. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory; otherwise ``buffer`` is the
-    one of that memory that must not be overwritten yet, its newest committed window's."""
+    """Origin of the bytes. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory; otherwise
+    ``buffer`` is the
+    one of that memory that must not be overwritten yet, its newest committed window's.
+    """
 
     @property
     def plan(self) -> WindowPlan:
-        """The plan it was captured by."""
+        """Plan it was captured by."""
         return WindowPlan.from_json(self.window.plan)
 
     @property
     def plan_in_force(self) -> WindowPlan:
-        """The plan of the windows after it: its own, unless it was captured whole after a recovery."""
+        """Plan of the windows after it: its own, unless it was captured whole after a recovery."""
         content = self.header(0, PLAN)
         return self.plan if content is None else WindowPlan.from_json(content)
 
     @property
     def digest(self) -> str:
-        """Checksum of what this rank's part contains."""
+        """Checksum of this rank's part."""
         return window_digest([self.window.to_bytes().decode()])
 
     def header(self, index: int, name: str) -> Any:
-        """The value under ``name`` in the header of slice ``index``; None without one."""
+        """Read the value under ``name`` in the header of slice ``index``; None without one."""
         text = self.window.slices[index].header.get(name)
         return None if text is None else json.loads(text)
 
     def replay_plan(self, *, until: int | None = None, votes: Mapping[int, Vote] | None = None) -> ReplayPlan:
-        """How it becomes a dense state.
+        """Plan its replay into a dense state.
 
         Args:
             until: last iteration to run again; None for the window's last.
-            votes: of iterations behind the window.
+            votes: of iterations after the window.
 
         Raises:
             RecoveryError: plan, votes or extras are missing or cannot be read.
@@ -83,7 +85,7 @@ class LocalWindow:
         return replay
 
     def problem_in(self, view: OperatorView) -> str | None:
-        """Why the window cannot be loaded into the model and optimizer of ``view``; None if it can."""
+        """Explain why the window cannot be loaded into the model and optimizer of ``view``; None if it can."""
         for index, part in enumerate(self.window.slices):
             if part.pieces != view.pieces(self.plan, index):
                 start = self.window.start_iteration
@@ -92,7 +94,7 @@ class LocalWindow:
 
 
 def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
-    """The keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint.
+    """Collect the keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint.
 
     A window is replayed with the values that it was trained with.
 

@@ -1,4 +1,4 @@
-"""``SnapshotRestorer``: finds with all other ranks what the job continues from, verifies it, replays it."""
+"""``SnapshotRestorer``: finds with all other ranks the state the job continues from, verifies it, replays it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -72,13 +72,14 @@ class SnapshotRestorer:
         self._rejected: list[str] = []
         self._chosen_digest = ""
         self.chosen = RecoverySource(kind="nothing", iteration=0)
-        """What ``find`` has found, with the reasons for everything that it has not used."""
+        """Result of ``find``, with the reasons for everything that it has not used."""
         self.unusable: tuple[str, ...] = ()
         """Reasons for windows with committed iterations that ``find`` could not use; the same on every rank, and empty
-        where ``find`` has found something."""
+        where ``find`` has found something.
+        """
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """Find the newest window that every rank can have, verified; None where the checkpoint is as new.
+        """Find the newest window that every rank can load, verified; None where the checkpoint is at least as new.
 
         Damaged windows, and those that were rejected before, are reported and left out.
 
@@ -123,7 +124,7 @@ class SnapshotRestorer:
             if any(errors):
                 continue
             assert window is not None, "without an error it was opened"
-            # By content: a window that was captured again under the same name deserves a try.
+            # By content: a window that was captured again under the same name may be sound.
             self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
             if rejection is None:
@@ -141,7 +142,8 @@ class SnapshotRestorer:
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report what ranks continue from, the chosen window or ``checkpoint``; nothing is reported of a new run."""
+        """Report the state that ranks continue from, the chosen window or ``checkpoint``; nothing is reported of a new
+        run."""
         chosen, strategy, iteration = self.chosen, "nothing", 0
         if chosen.places:
             strategy, iteration = "window", chosen.iteration
@@ -195,7 +197,7 @@ class SnapshotRestorer:
         self._on_first(lambda: None if folder is None else rename(folder))
 
     def _on_first(self, work: Callable[[], _Result]) -> _Result | None:
-        """Do ``work`` on rank 0, for its result there; every rank raises its CheckpointError."""
+        """Do ``work`` on rank 0 and return its result there; every rank raises its CheckpointError."""
         result = error = None
         if self._collectives.rank == 0:
             try:
@@ -253,7 +255,7 @@ class SnapshotRestorer:
         return [*found, *self._persisted_windows()]
 
     def _is_in_arena(self, window: StoredWindow) -> bool:
-        """Whether this rank's memory holds the window, not memory on a node that this one replaces."""
+        """Return whether this rank's memory holds the window, not memory on a node that this one replaces."""
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
@@ -285,7 +287,7 @@ class SnapshotRestorer:
         return found
 
     def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
-        """This rank's part, verified; or the problem with it."""
+        """Open this rank's part, verified; or return the problem with it."""
         place = source.places[self._collectives.rank]
         try:
             window = self._read(place) if place.where == "persisted" else self._fetch(place)

@@ -1,4 +1,4 @@
-"""Captures windows of state on one rank, in step with all others, while training goes on.
+"""Captures windows of state on one rank, synchronously with all others, while training continues.
 
 The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Everything that ranks must
 agree on comes from the commit vote or from the same inputs on every rank.
@@ -41,7 +41,7 @@ Rows = tuple[tuple[int, ...], ...]
 """Tokens [layer][expert]."""
 
 Header = Callable[[int], dict[str, str]]
-"""Header of slice ``index`` besides the vote: names to JSON text."""
+"""Builds the header of slice ``index`` besides the vote: names to JSON text."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -49,7 +49,7 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """Everything that is valid while tensors stay where they are and the plan is in force."""
+    """State that is valid while tensors stay where they are and the plan is in force."""
 
     view: OperatorView
     capture: WindowCapture
@@ -130,7 +130,7 @@ class Snapshotter:
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
         if is_here:
-            # Confirmed in this generation, or the server may give its buffer to the next window.
+            # Confirmed in this generation: otherwise the server may give its buffer to the next window.
             self._client.committed(start, captured_in=window.generation)
             self._lengths[start] = window.num_slices
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
@@ -350,7 +350,7 @@ class Snapshotter:
         )
 
     def _plan_again(self, iteration: int, opened: _Opened) -> _Opened:
-        # Where it is due: with what was measured since, and if the order of operators does not fit any more.
+        # Where it is due, with the measurements since, and only if the order of operators does not fit any more.
         interval = self._config.snapshot.replan_interval_windows
         if interval == 0 or self._num_windows == 0 or self._num_windows % interval:
             return opened

@@ -1,4 +1,4 @@
-"""``SnapshotStats``: what each committed window has cost one rank."""
+"""``SnapshotStats``: cost of each committed window on one rank."""
 
 from megatron_ft.events import WindowCommitted
 from megatron_ft.snapshot.capture.capture import CaptureFigures
@@ -8,7 +8,7 @@ _NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_by
 
 
 class SnapshotStats:
-    """Splits sums that only rise into the cost of each window, also where a sum starts again at 0."""
+    """Splits monotonic sums into the cost of each window, also where a sum restarts at 0."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = dict.fromkeys(_NAMES, 0)

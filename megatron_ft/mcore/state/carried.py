@@ -31,7 +31,7 @@ Shape = tuple[str, str, str, list[int]]
 """Name, dtype, kind of device and shape of a tensor."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Between the seeds of newcomers of one iteration and the next: more than ranks and pipeline stages add."""
+"""Distance of the seeds of joining ranks of one iteration and the next: more than ranks and pipeline stages add."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class Carried:
     batch: BatchPlan
     """Batch plan of the finished iteration."""
     unsaved: int | None
-    """Iteration of a save that was given up, until that is told."""
+    """Iteration of an abandoned save, until it is reported."""
     kept: WindowKey | None = None
     """The newest committed window that this rank knows of; None before the first."""
     plan: WindowPlan | None = None
@@ -97,7 +97,7 @@ class MembershipStart:
 
     iteration: int
     carried: Carried | None
-    """None on a newcomer."""
+    """None on a joining rank."""
     changes: tuple[str, ...] = ()
     """Changes as in ``Holding``, with the one to this membership."""
     is_formed: bool = False
@@ -183,7 +183,7 @@ def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int
     """Send all state but experts to joining ranks, shared out over the ranks that have it; collective.
 
     Args:
-        state: this rank's; a newcomer's is filled.
+        state: this rank's; a joining rank's is filled.
         shapes: name, dtype, kind of device and shape of the tensors of one rank that has state.
         previous: None for each rank that has none.
 

@@ -75,7 +75,7 @@ def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """Digest of every tensor of :func:`named_state` by name, to say where two states differ.
+    """Digest of every tensor of :func:`named_state` by name, to locate differences of two states.
 
     Moments that no update has created yet are created: they count as the zeros they will start from.
     """

@@ -1,6 +1,6 @@
-"""Operators of one rank as element ranges of live tensors: what is captured, and what bytes are put back into.
+"""Operators of one rank as element ranges of live tensors: the sources of captures, and the targets of restores.
 
-Weights, masters and moments are seen through Megatron's own pairing of parameters with the tensors its optimizers
+Weights, masters and moments are found through Megatron's own pairing of parameters with the tensors its optimizers
 update, so the view holds for every precision and for sharded and whole optimizer state alike.
 """
 
@@ -75,11 +75,12 @@ class OperatorView:
         return slice_pieces(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:
-        """The live elements of ``piece``: 1-D, no copy; one element where the component has one value for them all."""
+        """Return the live elements of ``piece``: 1-D, no copy; one element where the component has one value for them
+        all."""
         return self.live((piece.parameter, piece.tensor_part), piece.component, piece.start, piece.stop)
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a component of ``part`` on this rank: 1-D, no copy."""
+        """Return elements [start, stop) of a component of ``part`` on this rank: 1-D, no copy."""
         held = self._held[part]
         if component == WEIGHT:
             return held.weight[start:stop]
@@ -90,9 +91,9 @@ class OperatorView:
         raise KeyError(f"{part}/{component}: elements {start} to {stop} are not on rank {self.rank}")
 
     def restore(self, plan: WindowPlan, index: int, payload: Payload) -> int:
-        """Put slice ``index`` back on every rank that holds any of it; collective over the whole job.
+        """Restore slice ``index`` on every rank that holds any of it; collective over the whole job.
 
-        ``payload`` is what this rank captured, laid out as ``pieces`` says. Weights of units captured in full are
+        ``payload`` is what this rank captured, in the layout of ``pieces``. Weights of units captured in full are
         rounded from their masters, as the optimizer does.
 
         Returns:
@@ -117,7 +118,7 @@ def _held(
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
             known = member.optimizer.state[master]
-            # In this order whatever the optimizer's is: a window outlives the process that captured it.
+            # Always this order, whatever the optimizer's is: a window outlives the process that captured it.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
             bounds = range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}

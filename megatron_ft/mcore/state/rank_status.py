@@ -1,4 +1,4 @@
-"""Which state each rank holds, by which placement, and which holding all ranks continue from. Pure."""
+"""State and placement of each rank, and the choice of the holding that all ranks continue from. Pure."""
 
 import hashlib
 import json
@@ -61,7 +61,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of a membership its number in the holding that all go on from; None where it has no part of that."""
+"""Number of each rank of a membership in the holding that all continue from; None where it has no part of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +103,20 @@ def choose_holding(
     *,
     is_whole: Callable[[Key, Previous], bool],
 ) -> tuple[Key, Previous]:
-    """The holding that a membership goes on from; the same answer on every rank.
+    """Choose the holding that a membership continues from; the same answer on every rank.
 
     The newest that every rank with state has: then all of them had formed that membership. Where no holding is common
     to all, some had formed the newest membership and others had not: all go back to the oldest, what they carried into
     it. In either case a holding by which experts are missing is passed over for the next one by which none is.
 
     Args:
-        present: what each rank of membership ``generation`` has said; None of newcomers.
+        present: report of each rank of membership ``generation``; None of joining ranks.
         nodes: of each rank. A node of which a rank lacks a holding has no part in it.
         is_whole: whether the ranks that have a holding hold every expert; asked of every rank alike, and only where
             there is a choice.
 
     Raises:
-        RecoveryError: nobody has state, or ranks have different placements of one holding.
+        RecoveryError: no rank has state, or ranks have different placements of one holding.
     """
     known = [presence for presence in present if presence is not None]
     if not known:
@@ -151,4 +151,4 @@ def _check_alike(present: Sequence[RankStatus | None], key: Key, generation: int
     }
     if len(set(chosen.values())) > 1:
         digests = ", ".join(f"rank {rank} from {digest[:12]}" for rank, digest in chosen.items())
-        raise RecoveryError(f"generation {generation}: all ranks must go on from the same placement: {digests}")
+        raise RecoveryError(f"generation {generation}: all ranks must continue from the same placement: {digests}")

@@ -9,7 +9,7 @@ from megatron_ft.planning.recovery.target import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """How far ``engine``, that of rank ``rank`` of its membership, is; wherever an iteration broke.
+    """Resolve the progress of ``engine``, that of rank ``rank`` of its membership, wherever an iteration broke.
 
     Raises:
         RecoveryError: in the middle of the update: the state is that of no iteration.
@@ -45,7 +45,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         return None
     vote = target.vote or in_progress.vote
     assert vote is not None and in_progress.contributed, f"no gradients or no vote of iteration {target.iteration}"
-    result = replace(engine.decide(vote), pass_seconds=())  # ranks have other numbers when it is told
+    result = replace(engine.decide(vote), pass_seconds=())  # ranks have other numbers when it is reported
     if in_progress.update == "none":
         engine.apply(result)
     if result.decision.action != "stop":

@@ -1,4 +1,4 @@
-"""Puts captured bytes back: each rank sends what it captured to all ranks that hold the same elements."""
+"""Restores captured bytes: each rank sends what it captured to all ranks that hold the same elements."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 Payload = bytes | bytearray | memoryview
-"""Bytes that are only read."""
+"""Read-only bytes."""
 
 WEIGHT, MASTER = "weight", "master"
 
@@ -30,7 +30,7 @@ class Holder(Protocol):
     holdings_by_rank: tuple[tuple[Holding, ...], ...]
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
-        """Elements of a component on this rank."""
+        """Return elements of a component on this rank."""
         ...
 
 
@@ -55,7 +55,7 @@ def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) 
 def _incoming(
     view: Holder, plan: WindowPlan, index: int, holders: dict[Part, dict[int, Holding]]
 ) -> list[Sequence[torch.Tensor]]:
-    """Live tensors that each rank's pieces fill here, in the order that rank sends them."""
+    """List the live tensors that each rank's pieces fill here, in the order that rank sends them."""
     incoming: list[Sequence[torch.Tensor]] = []
     for shards in view.shards_by_rank:
         shared = [s for s in shards if view.rank in holders[s.parameter, s.tensor_part]]
@@ -79,7 +79,7 @@ def _holders(holdings_by_rank: Sequence[Sequence[Holding]]) -> dict[Part, dict[i
 
 
 def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(component, ranks that get it). A master also gives the weight, on every rank that computes with it."""
+    """List (component, ranks that get it). A master also gives the weight, on every rank that computes with it."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
@@ -89,7 +89,7 @@ def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str
 
 
 def _rounded(captured: torch.Tensor, dtype: str, holding: Holding) -> torch.Tensor:
-    """The compute weight that the optimizer makes of a captured master."""
+    """Round a captured master to the optimizer's compute weight."""
     master = captured.clone().view(getattr(torch, dtype))
     return master.to(getattr(torch, holding.frozen[0].dtype))
 
@@ -101,5 +101,5 @@ def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # read-only memory: it is only read
+        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and only read
         return torch.frombuffer(payload, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ft.operator_state import Component, StateShard, operator_of
 
 Part = tuple[str, int]
-"""A parameter's global name, and which tensor-parallel part of it."""
+"""A parameter's global name, and its tensor-parallel part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,13 @@ class Holding:
 
 
 def to_record(holdings: Iterable[Holding]) -> dict[str, Any]:
-    """A JSON object that ``from_record`` reads back; components, which few parameters differ in, once."""
+    """Make a JSON object that ``from_record`` reads back; components, in which few parameters differ, appear once."""
     kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
     rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
     return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}
 
 
 def from_record(record: Mapping[str, Any]) -> tuple[Holding, ...]:
-    """The inverse of ``to_record``."""
     kinds = [[tuple(Component(**values) for values in group) for group in kind] for kind in record["kinds"]]
     return tuple(
         Holding(
@@ -50,7 +49,7 @@ def from_record(record: Mapping[str, Any]) -> tuple[Holding, ...]:
 
 
 def cut_shards(holdings_by_rank: Sequence[Sequence[Holding]], num_layers: int) -> tuple[tuple[StateShard, ...], ...]:
-    """The shards each rank captures; element ranges that several ranks hold are cut evenly over them."""
+    """Compute the shards each rank captures; element ranges that several ranks hold are divided evenly."""
     held: dict[Part, dict[int, Holding]] = {}
     for rank, holdings in enumerate(holdings_by_rank):
         for holding in holdings:
@@ -63,7 +62,7 @@ def cut_shards(holdings_by_rank: Sequence[Sequence[Holding]], num_layers: int) -
 
 
 def sizes(holdings_by_rank: Iterable[Iterable[Holding]]) -> dict[Part, int]:
-    """Elements of each part of each parameter."""
+    """Count the elements of each part of each parameter."""
     return {holding.part: holding.num_elements for holdings in holdings_by_rank for holding in holdings}
 
 

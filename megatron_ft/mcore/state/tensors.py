@@ -1,4 +1,4 @@
-"""A rank's state by global name, taken out and put back: what survives when model and optimizer are built anew."""
+"""A rank's state by global name, extracted and restored around a rebuild of model and optimizer."""
 
 from collections.abc import Iterator, Mapping
 
@@ -33,7 +33,7 @@ def put_state(
 def _distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All named state, once: FP32 weights are their own masters."""
+    """Return all named state, once: FP32 weights are their own masters."""
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
@@ -44,7 +44,7 @@ def _distinct_state(
 
 
 def expert_of(name: str) -> tuple[int, int] | None:
-    """(layer number from 1, expert) that a global name belongs to; None for anything but a routed expert."""
+    """Return (layer number from 1, expert) of a global name; None for anything but a routed expert."""
     head, found, rest = name.partition(".mlp.experts.local_experts.")
     if not found:
         return None

@@ -24,7 +24,7 @@ class TrainState:
     """A rank's state after an iteration, besides parameters and their optimizer state.
 
     Tensors are copies on the device of the originals: a capture does not wait for a GPU. The first six fields are
-    captured from the model, the optimizer and the process; the others are set by whoever knows them.
+    captured from the model, the optimizer and the process; the others are set by their owners.
     """
 
     iteration: int

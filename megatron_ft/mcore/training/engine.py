@@ -79,7 +79,7 @@ class TrainingEngine:
         self.iteration = 0
         self.history = History()
         self.newest_vote: Vote | None = None
-        """Of the newest iteration; None before the first that this process has run."""
+        """Report of the newest iteration; None before the first that this process has run."""
         self.in_progress: IterationState | None = None
         """The iteration that has begun and is not carried out; or the one that stopped the run."""
         self.wants_load: Callable[[int], bool] = lambda _: False
@@ -87,7 +87,7 @@ class TrainingEngine:
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
-        """How this rank's windows stand, for the vote."""
+        """Returns the state of this rank's windows, for the vote."""
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # of a microbatch through a chunk
         self._router = router_builder(config)
@@ -197,7 +197,7 @@ class TrainingEngine:
         return result
 
     def decide(self, vote: Vote) -> IterationResult:
-        """What is to become of the iteration under way."""
+        """Decide the fate of the iteration under way."""
         return IterationResult(
             vote=vote,
             decision=self.policy.decide(vote, self.history),
@@ -255,7 +255,7 @@ class TrainingEngine:
             return self._run_microbatches("train", iteration, forward_only=False)
 
     def ballot(self, reports: list[torch.Tensor], *, loss_scale: float, found_inf: bool, grad_norm: float) -> Ballot:
-        """What this rank says of the iteration it has accumulated; empties the auxiliary losses."""
+        """Make this rank's ballot for the accumulated iteration; empties the auxiliary losses."""
         loss_sum, num_tokens = self._own_share(reports)
         aux_loss_sum, z_loss_sum = take_auxiliary_losses()
         return Ballot(
@@ -287,7 +287,7 @@ class TrainingEngine:
         return in_progress.vote
 
     def tally(self, ballots: Sequence[Ballot]) -> Vote:
-        """What the ballots of all ranks, in rank order, amount to."""
+        """Combine the ballots of all ranks, in rank order."""
         num_moe_losses = self.batch.num_real_microbatches * sum(moe_layer_pattern(self.config.model))
         return tally(
             ballots,

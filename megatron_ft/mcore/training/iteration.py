@@ -70,7 +70,7 @@ def _expert_counts(model_chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def _routers(model_chunks: list[torch.nn.Module]) -> list[Any]:
-    """Those that sum tokens over an iteration for a global auxiliary loss."""
+    """Routers that sum tokens over an iteration for a global auxiliary loss."""
     modules = [module for chunk in model_chunks for module in unwrap(chunk).modules()]
     return [module for module in modules if getattr(module, "global_tokens_per_expert", None) is not None]
 
@@ -102,9 +102,9 @@ class IterationResult:
     median_loss: float = math.nan
     """Median of the committed losses before it; NaN where there are none."""
     expert_load: torch.Tensor | None = None
-    """Tokens per expert over the job: int64 [num_layers, num_moe_experts], CPU; None where nobody wants them."""
+    """Tokens per expert over the job: int64 [num_layers, num_moe_experts], CPU; None where they are not needed."""
     pass_seconds: tuple[float, ...] = ()
-    """By rank, as its ballot says it."""
+    """Figures by rank, from its ballot."""
 
 
 @dataclass(kw_only=True)
@@ -114,19 +114,19 @@ class IterationState:
     iteration: int
     undo: RollbackRecord
     expert_load: torch.Tensor | None = None
-    """Tokens per expert over the job, int64 [num_layers, num_moe_experts]; None where nobody wants them."""
+    """Tokens per expert over the job, int64 [num_layers, num_moe_experts]; None where they are not needed."""
     contributed: bool = False
     """Whether this rank has given its ballot: from then on others may have settled the vote."""
     vote: Vote | None = None
     """Once it is settled here."""
     pass_seconds: tuple[float, ...] = ()
-    """By rank, as the ballots of that vote say it."""
+    """Figures by rank, from the ballots of that vote."""
     update: Literal["none", "begun", "done"] = "none"
-    """Of master weights, moments and compute weights."""
+    """Copies of master weights, moments and compute weights."""
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Where this is left by an exception, the state is that of no iteration."""
+        """Update in a block; an exception inside leaves the state of no iteration."""
         self.update = "begun"
         yield
         self.update = "done"

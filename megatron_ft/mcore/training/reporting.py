@@ -141,7 +141,7 @@ MIN_ITERATIONS = 8
 
 
 class Clock(Protocol):
-    """Takes marks in time, and tells the time between two of them."""
+    """Takes marks in time, and measures the time between two of them."""
 
     def mark(self) -> Any:
         """Now."""
@@ -178,7 +178,7 @@ class StreamClock:
 
 
 # Timed is the attention of a rank's first layer, between its projections. Its shapes do not depend on where tokens go,
-# and where the context is not parallel there is no communication in it. The time of a whole iteration cannot tell a
+# and where the context is not parallel there is no communication in it. The time of a whole iteration cannot show a
 # slow rank: it is the slowest rank's on all of them.
 class StragglerTimer:
     """Times forward passes of a rank's training, iteration by iteration, whatever model it has.
@@ -199,7 +199,7 @@ class StragglerTimer:
         return cls(StreamClock() if device.type == "cuda" else WallClock())
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """From now on the rank's model is this one, bottom first: what earlier ones took still counts.
+        """Time this model of the rank from now on, bottom first: what earlier ones took still counts.
 
         Nothing is timed where attention waits for other ranks.
         """

@@ -151,7 +151,7 @@ class Trainer:
         self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
-        """Agree, save and tell as a rank of ``groups``."""
+        """Agree, save and report as a rank of ``groups``."""
         self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
         self.collectives = Collectives(groups.vote)
         self.checkpoints = open_checkpoints(self, groups)
@@ -277,7 +277,7 @@ class Trainer:
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Tell those who plan by loads what the iteration has told."""
+        """Report the iteration's loads to planners that need them."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)

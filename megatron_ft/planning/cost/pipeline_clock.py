@@ -42,7 +42,7 @@ class IterationSeconds:
     """Times of an iteration of some stages."""
 
     makespan_seconds: float
-    """From the start of the iteration until the last stage has updated its weights."""
+    """Time from the start of the iteration until the last stage has updated its weights."""
     busy_seconds: float
     """Compute time, summed over the stages."""
     num_executions: int

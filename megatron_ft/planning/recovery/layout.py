@@ -15,7 +15,7 @@ from megatron_ft.planning.state.parallel_layout import Group, ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimits:
-    """How many lanes a job may have."""
+    """Numbers of lanes that a job may have."""
 
     most: int
     """Lanes that it was configured for."""
@@ -68,7 +68,7 @@ class _Group:
 def choose_layout(
     former: ParallelLayout, living: Collection[int], node_of: Mapping[int, int], limits: LaneLimits
 ) -> ParallelLayout | Declined:
-    """The layout with which ``living`` go on.
+    """Choose the layout with which ``living`` continue.
 
     Where enough processes stand by, they take the lost places and the layout stays. Otherwise there are as many lanes
     as whole groups allow: groups whose members all live, and groups made of other living processes of one node. Groups
@@ -77,7 +77,7 @@ def choose_layout(
 
     Args:
         former: the layout that committed the newest iteration.
-        living: processes that go on: members of ``former``, its spares, and new ones. Leaving ones are not among them.
+        living: processes that continue: members of ``former``, its spares, and new ones, without leaving ones.
         node_of: node of every process, lost ones included.
     """
     alive = set(living)
@@ -113,7 +113,7 @@ def _too_few(former: ParallelLayout, num_groups: int, num_alive: int, limits: La
 def _substitutes(
     former: ParallelLayout, alive: Collection[int], free: Sequence[int], node_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Who takes the place of each lost rank: a process of the same node, else spare nodes, one for one lost node.
+    """Choose the substitute of each lost rank: a process of the same node, else spare nodes, one for one lost node.
 
     Without enough of them only processes of the same node complete their groups.
     """
@@ -172,7 +172,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
 def _arranged(
     former: ParallelLayout, groups: Sequence[_Group], num_lanes: int, limits: LaneLimits, alive: Collection[int]
 ) -> ParallelLayout:
-    """Groups at (stage, lane): where they were as far as lanes go, then where somebody is missing."""
+    """Groups at (stage, lane): where they were as far as lanes go, then where a group is missing."""
     stages: list[list[Group | None]] = []
     pool = [group for group in groups if group.stage is None]
     surplus: list[_Group] = []
@@ -246,7 +246,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """What a group of a former lane keeps of its optimizer shards at a new lane."""
+    """List the parts that a group of a former lane keeps of its optimizer shards at a new lane."""
 
     num_before: int
     num_lanes: int

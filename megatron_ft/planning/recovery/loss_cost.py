@@ -37,7 +37,7 @@ class LossCost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that go back while the others keep their state; empty if all or none do."""
     restarted_by: str = "hand"
-    """How a job that has ended is started again: by ``hand``, or by ``Slurm``."""
+    """Restart of a job that has ended: by ``hand``, or by ``Slurm``."""
     max_windows: int = 2
     """Upper bound of windows of iterations that run again, where ``max_iterations`` is not known."""
 

@@ -92,7 +92,7 @@ def _expert_groups(
 
 
 def _in_one_buffer(config: JobConfig, topology: Topology) -> bool:
-    """Without expert parallelism Megatron keeps experts in the buffer of the dense parameters."""
+    """True where Megatron, without expert parallelism, keeps experts in the buffer of the dense parameters."""
     same_cut = topology.expert_tensor_parallel_size == topology.tensor_model_parallel_size
     return config.placement.algorithm is None and topology.expert_model_parallel_size == 1 and same_cut
 

@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     parameter: str
     """Global name."""
     tensor_part: int
-    """Which tensor-parallel part of the parameter."""
+    """Tensor-parallel part of the parameter."""
     component: str
     """``weight``, ``master``, ``exp_avg``..."""
     dtype: str

@@ -1,4 +1,4 @@
-"""How much each of several ranks sends of what all of them hold: the busiest sender has as little as possible.
+"""Divides bytes that several ranks hold among them as senders: the busiest sender has as little as possible.
 
 The bound. Let ``t`` be ``Shares.slack``. No rank sends bytes of a set while another rank of that set sends
 more than ``t`` bytes less altogether. From that follows: the busiest of ``m`` senders sends at most ``(m - 1) * t``
@@ -22,7 +22,7 @@ class Shares:
     """Bytes that each rank sends of each set's demand."""
 
     senders: tuple[Column, ...]
-    """Of each set, ranks that send, ascending."""
+    """Sending ranks of each set, ascending."""
     amounts: tuple[Column, ...]
     """Their bytes, all above 0, which add up to the demand."""
     slack: int

@@ -10,7 +10,7 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingState:
-    """Elements [start, stop) of a tensor that somebody needs and nobody has."""
+    """Elements [start, stop) of a tensor that a rank needs and none has."""
 
     tensor: StateTensor
     start: int
@@ -18,7 +18,7 @@ class MissingState:
     iteration: int
     """Iteration that is needed."""
     held_iterations: tuple[int, ...]
-    """Other iterations of which somebody has any of the tensor's elements."""
+    """Other iterations of which a rank has any of the tensor's elements."""
 
     def __str__(self) -> str:
         held = f" (held: {', '.join(map(str, self.held_iterations))})" if self.held_iterations else ""
@@ -27,7 +27,7 @@ class MissingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """What was asked for cannot be done."""
+    """Explanation why the request cannot be met."""
 
     reason: str
     """A clause."""

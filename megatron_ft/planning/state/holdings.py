@@ -19,7 +19,7 @@ STORAGE = -1
 
 
 class Medium(IntEnum):
-    """Where held elements lie, fastest first."""
+    """Places of held elements, fastest first."""
 
     LIVE = 0
     """Tensors that a rank trains with: its own part, a data-parallel peer's, an expert replica's."""
@@ -75,14 +75,14 @@ class Needs:
 
     @classmethod
     def of(cls, index: TensorIndex, rows: Iterable[Need]) -> "Needs":
-        """From single rows."""
+        """Build from single rows."""
         numbers = index.number_of
         table = [(row.rank, numbers[row.tensor.key], row.start, row.stop, row.iteration) for row in rows]
         return cls(index=index, **_columns(("rank", "tensor", "start", "stop", "iteration"), table))
 
     @classmethod
     def concatenate(cls, index: TensorIndex, parts: Sequence[Mapping[str, Column]]) -> "Needs":
-        """From columns by name, part after part."""
+        """Build from columns by name, part after part."""
         names = ("rank", "tensor", "start", "stop", "iteration")
         if not parts:
             return cls.of(index, ())
@@ -128,7 +128,7 @@ class Holdings:
 
     @classmethod
     def of(cls, index: TensorIndex, rows: Iterable[Holding]) -> "Holdings":
-        """From single rows."""
+        """Build from single rows."""
         numbers, domains, table = index.number_of, {}, []
         for row in rows:
             domains[row.rank] = row.domain
@@ -139,7 +139,7 @@ class Holdings:
 
     @classmethod
     def of_needs(cls, needs: Needs, domain_of: Mapping[int, str], medium: Medium = Medium.LIVE) -> "Holdings":
-        """What ranks have once ``needs`` are met."""
+        """Holdings of ranks once ``needs`` are met."""
         return cls(
             index=needs.index,
             rank=needs.rank,
@@ -175,7 +175,7 @@ class Holdings:
         return Holdings(index=self.index, domain_of={**self.domain_of, **other.domain_of}, **columns)
 
     def without(self, *, ranks: Collection[int] = (), domains: Collection[str] = ()) -> "Holdings":
-        """What is left after ``ranks`` and every rank of ``domains`` are lost; storage stays."""
+        """Holdings after ``ranks`` and every rank of ``domains`` are lost; storage stays."""
         lost = {rank for rank, domain in self.domain_of.items() if domain in domains} | set(ranks)
         lost.discard(STORAGE)
         return self.take(~np.isin(self.rank, sorted(lost)))

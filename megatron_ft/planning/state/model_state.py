@@ -22,9 +22,9 @@ from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 WEIGHT = "weight"
 """Kind of the compute weights."""
 ADAM_KINDS = (("adam", 12),)
-"""What a mixed-precision AdamW updates, with its bytes per element: ``master``, ``exp_avg`` and ``exp_avg_sq``. The
-three lie side by side on every rank, so they are planned as one kind and moved as three tensors. Step counts are the
-same for all elements: host state."""
+"""State that a mixed-precision AdamW updates, with its bytes per element: ``master``, ``exp_avg`` and ``exp_avg_sq``.
+The three lie side by side on every rank, so they are planned as one kind and moved as three tensors. Step counts are
+the same for all elements: host state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class Parameter:
     """Global name."""
     operator: OperatorId
     num_elements: int
-    """Of one tensor-parallel part."""
+    """Elements of one tensor-parallel part."""
     is_split: bool
     """Whether tensor parallelism (that of experts, for experts) splits it; otherwise every part is the whole."""
     dtype: str = "bfloat16"
-    """Of the compute weight: each type has buffers of its own."""
+    """Type of the compute weight: each type has buffers of its own."""
     weight_bytes: int = 2
     is_shared_embedding: bool = False
     """Whether two stages hold it: it has a bucket of its own."""
@@ -83,7 +83,7 @@ BufferKey = tuple[int, int, bool, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How state is divided over the ranks of a stage."""
+    """Division of state over the ranks of a stage."""
 
     is_distributed: bool = True
     """Whether the distributed optimizer cuts optimizer state over data-parallel ranks; else every rank has it whole."""
@@ -96,7 +96,7 @@ class Sharding:
     expert_parallel_size: int = 1
     """Megatron's EP, where there are no ``placements``."""
     placements: tuple[PlacementPlan, ...] | None = None
-    """Of each stage, over its ranks: experts in slots, with replicas."""
+    """Placement of each stage over its ranks: experts in slots, with replicas."""
     num_state_copies: int = 1
     """Owners of every optimizer shard, on distinct failure domains."""
     cuts_replicas: bool = True
@@ -113,7 +113,7 @@ def state_needs(
     domain_of: Mapping[int, str],
     has_copies: bool = True,
 ) -> Needs:
-    """What every rank of ``layout`` must have to train after ``iteration``.
+    """List the needs of every rank of ``layout`` to train after ``iteration``.
 
     Args:
         has_copies: also the copies that ranks keep for others. Training need not wait for those.
@@ -129,7 +129,8 @@ def state_needs(
 def state_holdings(
     model: ModelState, layout: ParallelLayout, sharding: Sharding, *, iteration: int, domain_of: Mapping[int, str]
 ) -> Holdings:
-    """What every rank of ``layout`` has after it has committed ``iteration``; lost ranks are still to be left out."""
+    """List the holdings of every rank of ``layout`` after it has committed ``iteration``; lost ranks are still to be
+    left out."""
     rows = _Rows(model, iteration)
     rows.add_layout(layout, sharding, domain_of)
     live = Holdings.of_needs(Needs.concatenate(model.index, rows.live), domain_of)

@@ -1,4 +1,4 @@
-"""Which elements the distributed optimizer updates on which data-parallel rank: Megatron-Core's buffers, in numbers.
+"""Elements that the distributed optimizer updates on each data-parallel rank: Megatron-Core's buffers, in numbers.
 
 Parameters lie in a buffer last one first. A buffer is a row of buckets, and every bucket is cut into one equal part for
 each data-parallel rank (``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range``, 0.16.1).
@@ -35,15 +35,15 @@ class ShardRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """Where one buffer's parameters and buckets begin and end, in elements.
+    """Ranges of one buffer's parameters and buckets, in elements.
 
     A living rank reads it from its buffer: ``param_index_map`` in the order of ``params``, and ``bucket_indices``.
     """
 
     ranges: tuple[tuple[int, int], ...]
-    """Of each parameter, in the order of the module."""
+    """Range of each parameter, in the order of the module."""
     buckets: tuple[tuple[int, int], ...]
-    """Of each bucket with its padding, end to end."""
+    """Range of each bucket with its padding, end to end."""
 
     @classmethod
     def of(

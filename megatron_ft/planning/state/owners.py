@@ -1,4 +1,4 @@
-"""Which ranks own each optimizer shard, so that losses of failure domains leave every shard an owner."""
+"""Chooses the ranks that own each optimizer shard, so that losses of failure domains leave every shard an owner."""
 
 import heapq
 from collections import Counter

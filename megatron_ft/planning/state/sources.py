@@ -1,4 +1,4 @@
-"""Which ranks could send each missing element: needs matched with holdings, element range by element range.
+"""Finds the ranks that could send each missing element: needs matched with holdings, element range by element range.
 
 Cost: with ``n`` rows and ``d`` as the most different ranges of one tensor that overlap at one element (a whole tensor,
 an old and a new cut, state copies: a handful), the steps are O(n d log n). Ranks that hold the same range are one set,
@@ -29,9 +29,9 @@ class Pieces:
     stop: Column
     iteration: Column
     medium: Column
-    """Where the elements lie; -1 where nobody has them."""
+    """Place of the elements; -1 where no rank has them."""
     senders: Column
-    """Number in ``Matched.sets``; -1 where the rank has the elements itself, or nobody does."""
+    """Number in ``Matched.sets``; -1 where the rank has the elements itself, or no rank does."""
 
     @classmethod
     def of(cls, rank: Column, start: Column, stop: Column, iteration: int, medium: int, senders: Column) -> "Pieces":
@@ -155,7 +155,7 @@ def _match_others(
     last = np.searchsorted(edges, wanted.stop, side="left")
     rows, places = expand(last - first)
     segments = first[rows] + places
-    # Edge -1 stands for all that lies before the first, the last edge for all behind it: nobody holds those.
+    # Edge -1 stands for all that lies before the first, the last edge for all behind it: no rank holds those.
     bounds = np.concatenate([edges, np.array([index.num_positions, 0])])
     starts = np.maximum(wanted.start[rows], bounds[segments])
     stops = np.minimum(wanted.stop[rows], bounds[:-1][segments + 1])

@@ -24,7 +24,7 @@ class StateTensor:
     parameter: str
     """Global name."""
     tensor_part: int
-    """Which tensor-parallel part; 0 where the parameter is not split."""
+    """Tensor-parallel part; 0 where the parameter is not split."""
     kind: str
     """``weight``, ``master``, ``exp_avg``... Kinds that always lie side by side may be one kind of more bytes."""
     num_elements: int
@@ -32,7 +32,7 @@ class StateTensor:
 
     @property
     def key(self) -> TensorKey:
-        """What tells this tensor from all others."""
+        """Identity of this tensor among all others."""
         return self.parameter, self.tensor_part, self.kind
 
     def __str__(self) -> str:

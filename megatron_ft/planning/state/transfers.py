@@ -38,7 +38,7 @@ class Transfer:
     stop: int
     iteration: int
     medium: Medium
-    """Where the source has them."""
+    """Place of the elements on the source."""
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +75,7 @@ class TransferPlan:
     iteration: Column
     medium: Column
     kept: Pieces
-    """What ranks keep; ``start`` and ``stop`` are positions of the index."""
+    """Ranges that ranks keep; ``start`` and ``stop`` are positions of the index."""
     limit_bytes: int
     """Most that a rank sends and receives in one round."""
     slack_bytes: int
@@ -141,7 +141,7 @@ class TransferPlan:
             )
 
     def kept_by(self, rank: int) -> Iterator[Kept]:
-        """What a rank has itself, in order of tensor and element."""
+        """List the ranges that a rank has itself, in order of tensor and element."""
         rows = np.flatnonzero(self.kept.rank == rank)
         rows = rows[np.argsort(self.kept.start[rows], kind="stable")]
         tensors = self.index.tensor_at(self.kept.start[rows])
@@ -159,7 +159,7 @@ class TransferPlan:
         return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds rise: the last one stays
 
     def validate(self) -> None:
-        """Assert that rounds keep the limit, rise, and that nobody sends to itself."""
+        """Assert that rounds keep the limit, rise, and that no rank sends to itself."""
         assert bool((np.diff(self.round) >= 0).all()), "rounds rise"
         assert not bool((self.source == self.target).any()), "a rank sends to itself"
         for turn in range(self.num_rounds):
@@ -197,7 +197,7 @@ def plan_transfers(
     limit_bytes: int = STAGING_BYTES,
     min_piece_bytes: int = MIN_PIECE_BYTES,
 ) -> TransferPlan | Declined:
-    """Plan how every need is met from sound holdings, or say what nobody holds.
+    """Plan how every need is met from sound holdings, or list what no rank holds.
 
     A rank keeps what it has. Any other element comes from the fastest medium that has it, and among its holders there
     from those that send least. The steps grow with rows and transfers, never with pairs of ranks.
@@ -279,7 +279,7 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
 
 
 def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
-    """What nobody has, tensor by tensor, once however many ranks need it."""
+    """List missing elements, tensor by tensor, once however many ranks need it."""
     index = holdings.index
     found = []
     for iteration in distinct(missing.iteration).tolist():

@@ -1,4 +1,4 @@
-"""What every dispatch backend offers, and the choice among them.
+"""Interface of dispatch backends, and the choice among them.
 
 Notation of this folder and of ``csrc/dispatch/``:
 
@@ -36,7 +36,7 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend knows."""
+    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend supports."""
 
     shares: str
     """``placement.shares``."""
@@ -55,7 +55,7 @@ class DispatchBackend(Protocol):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [2, E, N] of this very routing and ``rank``.
+        """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [2, E, N] of this routing and ``rank``.
 
         The tokens of an expert, in token order, fill its copies in the order: this rank, then the others
         ascending. ``local_experts``: the L distinct experts this rank holds, ascending.

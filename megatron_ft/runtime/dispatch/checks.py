@@ -101,7 +101,7 @@ def _check_sums(
         if have != planned:
             raise ValueError(
                 f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, which routes {have}: "
-                "the schedule must come from the counts of this very routing map"
+                "the schedule must come from the counts of this routing map"
             )
     for expert, num_tokens in enumerate(arriving):
         if num_tokens and expert not in local_experts:

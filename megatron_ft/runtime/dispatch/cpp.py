@@ -1,4 +1,4 @@
-"""The dispatch in C++, for tokens in host memory. Bit for bit the reference."""
+"""Dispatch in C++ for tokens in host memory, bit for bit equal to the reference."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The dispatch in CUDA kernels. Bit for bit the reference; one copy to the host per plan, for the splits."""
+"""Dispatch in CUDA kernels, bit for bit equal to the reference; one copy to the host per plan, for the splits."""
 
 import ctypes
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Where each block begins when blocks of ``sizes`` lie one after the other, line by line; of the same shape."""
+    """Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 

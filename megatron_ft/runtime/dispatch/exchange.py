@@ -51,19 +51,22 @@ class AllToAll(torch.autograd.Function):
 def send_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """``rows`` [S, H] or [S] in sending order -> [R, H] or [R] in order of arrival. Every rank of ``group`` calls."""
+    """Send ``rows`` [S, H] or [S] in sending order -> [R, H] or [R] in order of arrival. Every rank of ``group``
+    calls."""
     return AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
 
 
 def return_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """``rows`` [R, H] or [R] in order of arrival -> [S, H] or [S] in sending order: the way back of ``send_rows``."""
+    """Return ``rows`` [R, H] or [R] in order of arrival -> [S, H] or [S] in sending order: the inverse of
+    ``send_rows``."""
     return AllToAll.apply(rows, handle.recv_splits, handle.send_splits, group, counter)
 
 
 def gather_counts(routing_map: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``routing_map`` [T, E] of each rank -> int64 [E, N]: how many tokens each rank routes to each expert."""
+    """Gather from ``routing_map`` [T, E] of each rank -> int64 [E, N]: how many tokens each rank routes to each
+    expert."""
     mine = routing_map.sum(0)
     rows = torch.empty((group.size(), len(mine)), dtype=torch.int64, device=mine.device)
     dist.all_gather_into_tensor(rows.view(-1), mine, group=group)

@@ -1,9 +1,9 @@
-"""Builds the kernels of ``csrc/`` at their first use and loads them: the one place that compiles anything.
+"""Builds the kernels of ``csrc/`` at their first use and loads them: the only place that compiles anything.
 
-The library has a plain C interface and is loaded with ctypes, so that building needs a compiler and torch's headers
-for 16-bit numbers, no Python headers, no build tool and no download. What is built lies in ``.cache/extensions/``
-under a digest of sources, command, torch and Python; ranks that come at the same time wait for the first one's
-build. The lock is the operating system's, so a rank that dies while it builds leaves none behind.
+The library has a plain C interface and is loaded with ctypes, so building needs a compiler and torch's headers for
+16-bit numbers, but no Python headers, build tool or download. The result lies in ``.cache/extensions/`` under a digest
+of sources, command, torch and Python; concurrent ranks wait for the first one's build. The lock is the operating
+system's, so a rank that dies while it builds leaves none behind.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
 
 @cache
 def load(kind: str) -> ctypes.CDLL:
-    """The kernels ``cpp`` or ``cuda``, built if they are not in the cache.
+    """Load the kernels ``cpp`` or ``cuda``, built if they are not in the cache.
 
     Raises ``SoftwareError`` when sources or compiler are missing or the build fails.
     """
@@ -46,7 +46,7 @@ def load(kind: str) -> ctypes.CDLL:
 
 
 def source_files(kind: str) -> list[Path]:
-    """What is compiled into one library. Raises ``SoftwareError`` outside a clone of the project."""
+    """List the sources of one library. Raises ``SoftwareError`` outside a clone of the project."""
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
@@ -58,14 +58,14 @@ def source_files(kind: str) -> list[Path]:
 
 
 def include_flags() -> list[str]:
-    """Where headers are: ours, and torch's for 16-bit numbers."""
+    """Return flags for the project's headers, and torch's for 16-bit numbers."""
     from torch.utils.cpp_extension import include_paths
 
     return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
 
 
 def find_compiler(kind: str) -> str:
-    """``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises ``SoftwareError``."""
+    """Find ``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises ``SoftwareError``."""
     if kind == "cpp":
         wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
     else:
@@ -83,7 +83,7 @@ def find_compiler(kind: str) -> str:
 
 
 def device_architecture() -> str:
-    """The current CUDA device's, as nvcc writes it: ``sm_90``."""
+    """Name the current CUDA device's architecture as nvcc writes it: ``sm_90``."""
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
 
@@ -91,7 +91,7 @@ def device_architecture() -> str:
 def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
     """Compile ``sources`` with ``command`` unless the cache has them. Returns the library.
 
-    It is put in place by a rename, so whoever finds it finds all of it. Raises ``SoftwareError``.
+    A rename puts it in place, so a reader always finds a complete file. Raises ``SoftwareError``.
     """
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
@@ -110,7 +110,7 @@ def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fold
 
 
 def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Of all a library depends on: sources, headers beside them, command, torch, Python, machine."""
+    """Digest everything a library depends on: sources, headers beside them, command, torch, Python, machine."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
     headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}

@@ -1,4 +1,4 @@
-"""What one dispatch decided, kept until the rows are back; notation in ``backend.py``."""
+"""Decisions of one dispatch, kept until the rows are back; notation in ``backend.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NO_ROW = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DispatchHandle:
-    """Where every row of one dispatch goes and comes from. Index tensors are int64 on the tokens' device.
+    """Source and destination of every row of one dispatch. Index tensors are int64 on the tokens' device.
 
     ``send_splits`` N ints: rows this rank sends to each rank; they sum to S.
     ``recv_splits`` N ints: rows it gets from each rank; they sum to R.
@@ -49,8 +49,10 @@ class DispatchHandle:
         sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         received: tuple[torch.Tensor, torch.Tensor],
     ) -> "DispatchHandle":
-        """From the splits and the orders: ``sent`` is (``permutation``, ``expert_of_row``, ``rows_of_token``),
-        ``received`` (``receive_order``, ``receive_place``)."""
+        """Build a handle from the splits and the orders: ``sent`` is (``permutation``, ``expert_of_row``,
+        ``rows_of_token``),
+        ``received`` (``receive_order``, ``receive_place``).
+        """
         permutation, expert_of_row, rows_of_token = sent
         receive_order, receive_place = received
         return cls(

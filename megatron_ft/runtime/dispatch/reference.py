@@ -1,4 +1,4 @@
-"""The dispatch in torch operators: what the other backends must equal, on any device."""
+"""Dispatch in torch operators, on any device: the other backends must equal it."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""Carries recovery plans out, through the protocol of ``runtime.engine``."""
+"""Executes recovery plans through the protocol of ``runtime.engine``."""

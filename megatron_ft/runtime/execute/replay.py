@@ -1,4 +1,4 @@
-"""Carries out a ``ReplayPlan``: load a slice, run an iteration again, until the state is dense."""
+"""Executes a ``ReplayPlan``: load a slice, run an iteration again, until the state is dense."""
 
 import time
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from megatron_ft.runtime.engine import ReplayEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """What a replay took on this rank."""
+    """Cost and result of a replay on this rank."""
 
     final_iteration: int
-    """The state is dense, and is that after this iteration."""
+    """Iteration of the dense state that the replay reached."""
     num_iterations: int
     load_seconds: float
     replay_seconds: float

@@ -46,7 +46,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's backend wants tensors: a rank without any of its own has to take part too."""
+    """Choose the device that the group's backend needs: a rank without tensors takes part too."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,7 +1,7 @@
 """Breaks the connections between ranks at once: every collective of this process fails, and those of its peers.
 
-Gloo notices a peer that is gone by its closed connection; a rank that waits for a healthy peer waits for its timeout.
-Closing down the connections of a rank that knows of the failure wakes it and its neighbours within milliseconds. An
+Gloo detects a dead peer by its closed connection, but a rank that waits for a healthy peer waits until its timeout.
+Shutting down the connections of a rank that knows of the failure wakes it and its neighbours within milliseconds. An
 operation that gloo does not wake is abandoned shortly after: both classes end their ``WaitLimit`` as well.
 """
 
@@ -13,10 +13,10 @@ from contextlib import closing, suppress
 
 from megatron_ft.runtime.transport.waits import WaitLimit
 
-_LOOK_SECONDS = 0.02
-"""How often one looks for connections that have been made since."""
+_POLL_SECONDS = 0.02
+"""Interval between polls for new connections."""
 _SYN_SENT = 2
-"""State of a connection that has been asked for, in ``tcp_info``. Source: ``netinet/tcp.h``."""
+"""State of a connection attempt in ``tcp_info``. Source: ``netinet/tcp.h``."""
 
 SocketId = tuple[int, int]
 """Descriptor and inode: a descriptor is used again once its socket is closed, its inode is not."""
@@ -34,25 +34,25 @@ def open_sockets() -> frozenset[SocketId]:
 
 
 class Transports:
-    """Connected TCP sockets of this process, to be shut down from whatever thread learns of a failure."""
+    """Connected TCP sockets of this process, to be shut down from any thread that learns of a failure."""
 
     def __init__(self, sockets: Iterable[SocketId]) -> None:
         self._sockets = sorted(sockets)
         self._lock = threading.Lock()
         self._is_down = False
         self.limit = WaitLimit()
-        """Of waits for the operations that use these sockets."""
+        """Limit of the waits for operations that use these sockets."""
 
     @classmethod
     def among(cls, sockets: Iterable[SocketId], *, store_port: int | None) -> "Transports":
-        """Those of ``sockets`` that are connected by TCP, but not to the store, whose port is ``store_port``."""
+        """Keep those of ``sockets`` that are connected by TCP, except to the store, whose port is ``store_port``."""
         return cls(found for found in sockets if _connects_ranks(found, store_port))
 
     def __len__(self) -> int:
         return len(self._sockets)
 
     def include(self, sockets: Iterable[SocketId]) -> None:
-        """Those of ``sockets`` that are connected by TCP, made since; shut down at once where the others are."""
+        """Add those of ``sockets`` that have been connected by TCP since; shut them down if the others are."""
         connected = [found for found in sockets if _connects_ranks(found, None)]
         with self._lock:
             self._sockets += connected
@@ -71,8 +71,8 @@ class Transports:
 
 
 class Opening:
-    """Connections that are being made: from whatever thread learns of a failure they can be broken, and their maker be
-    told, until ``close``."""
+    """Connections being made: any thread that learns of a failure can break them, and their maker is notified, until
+    ``close``."""
 
     def __init__(self) -> None:
         self._before = open_sockets()
@@ -81,24 +81,24 @@ class Opening:
         self._breaker: threading.Thread | None = None
         self._lock = threading.Lock()
         self.limit = WaitLimit()
-        """Of waits for these connections."""
+        """Limit of the waits for these connections."""
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all TCP connections that have been made since, and those that are still made, also while nobody
-        answers: a machine that has died does not refuse them. And end the ``limit``."""
+        """Shut down all TCP connections made since, and pending ones, also while the peer does not answer: a dead
+        machine does not refuse them. End the ``limit``."""
         self.limit.end(reason)
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
                 self._broken.set()
-                self._breaker = threading.Thread(target=self._break, name="break what opens", daemon=True)
+                self._breaker = threading.Thread(target=self._break, name="break new connections", daemon=True)
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait before another try; at once whether they have been broken."""
+        """Wait before another attempt; return at once if the connections have been broken."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:
-        """Break nothing from now on."""
+        """Stop breaking connections."""
         with self._lock:
             self._closed.set()
         if self._breaker is not None:
@@ -112,7 +112,7 @@ class Opening:
                 if _connects_ranks(found, None):
                     _shut_down(found)
                     down.add(found)
-            is_over = self._closed.wait(_LOOK_SECONDS)
+            is_over = self._closed.wait(_POLL_SECONDS)
 
 
 def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
@@ -124,7 +124,7 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
             return False
         try:
             ports = {opened.getsockname()[1], opened.getpeername()[1]}
-        except OSError:  # it listens, or nobody has answered it
+        except OSError:  # it listens, or the peer has not answered yet
             return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
         return store_port not in ports
 
@@ -132,7 +132,7 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
 def _shut_down(found: SocketId) -> None:
     opened = _duplicate(found)
     if opened is not None:
-        with closing(opened), suppress(OSError):  # the peer has hung up
+        with closing(opened), suppress(OSError):  # the peer has closed it
             opened.shutdown(socket.SHUT_RDWR)
 
 

@@ -5,8 +5,8 @@ The destructor of a gloo group joins the group's threads. A thread that is block
 blocked for as long. So each group is destroyed in a thread of its own. Until that thread has ended, it holds the group,
 the group holds its operations, and these hold their tensors. A process that exits does not wait for such threads.
 
-Whoever drops the last reference to a group destroys it. A group that something else refers to is therefore held as
-well, until a later call of ``release`` finds that nothing does.
+Dropping the last reference to a group destroys it. A group that something else refers to is therefore held as well,
+until a later call of ``release`` finds no other reference.
 """
 
 import sys
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-_PATIENCE_SECONDS = 0.25
-"""That a rank waits for groups without blocked operations, whose threads end at once."""
+_WAIT_SECONDS = 0.25
+"""Time that a rank waits for groups without blocked operations, whose threads end at once."""
 
 _holders: list[list[dist.ProcessGroup]] = []
 """Groups that something else refers to, each in a list of its own."""
@@ -34,17 +34,17 @@ def num_held() -> int:
 def drop_broken_graph() -> None:
     """Free the graph of a backward pass that has raised in this thread.
 
-    The engine of ``torch.autograd`` keeps the nodes that it had queued until its next backward pass in the same thread,
-    and these keep the graph: activations, and the groups of its collectives. Without this call the next iteration would
-    destroy the groups, and wait for their blocked operations.
+    The engine of ``torch.autograd`` keeps its queued nodes until its next backward pass in the same thread, and these
+    keep the graph: activations, and the groups of its collectives. Without this call the next iteration would destroy
+    the groups, and wait for their blocked operations.
     """
     torch.zeros(1, requires_grad=True).sum().backward()
 
 
 def release(groups: list[dist.ProcessGroup]) -> int:
-    """Destroy ``groups`` and those that were held and that nothing refers to any more; empty the list.
+    """Destroy ``groups``, and held groups without other references; empty the list.
 
-    It returns after a short time also where operations are blocked in them.
+    Returns after a short time also where operations are blocked in them.
 
     Returns:
         Groups of this process that are held, these and earlier ones.
@@ -68,10 +68,10 @@ def release(groups: list[dist.ProcessGroup]) -> int:
 
 
 def _is_last_reference(holder: list[dist.ProcessGroup]) -> bool:
-    return sys.getrefcount(holder[0]) == 2  # the list's and that of the argument
+    return sys.getrefcount(holder[0]) == 2  # references of the list and of the argument
 
 
 def _await(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _WAIT_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,19 +1,18 @@
 """Lets a rank leave a wait for gloo after its connections have been shut down.
 
-Gloo reports a closed connection to the operations that it has queued on it. It leaves out two: a receive whose header
-has arrived while its payload is cut off, and a send that is written in part (``Pair::signalException`` in
+Gloo reports a closed connection to the operations that it has queued on it, with two exceptions: a receive whose header
+has arrived while its payload is cut off, and a partly written send (``Pair::signalException`` in
 ``gloo/transport/tcp/pair.cc`` walks the queues, and such an operation is in none). A thread that waits for one of these
 stays blocked until the timeout of its group, minutes later, although no byte can arrive any more.
 
-``install`` replaces the two calls in which a rank can be blocked like that: ``Work.wait``, which every collective and
-every send and receive of ``torch.distributed`` ends in, and the constructor of ``ProcessGroupGloo``, which connects to
-all other ranks of a group. Both return as before, or raise as before. In addition they raise ``WaitAbandoned`` once the
-``WaitLimit`` in use has ended. What they waited for is left as it is and may stay blocked in a thread: see
-``held_groups`` for what becomes of its group.
+``install`` replaces the two calls that can block a rank like that: ``Work.wait``, which every collective, send and
+receive of ``torch.distributed`` ends in, and the constructor of ``ProcessGroupGloo``, which connects to all other ranks
+of a group. Both return or raise as before. In addition they raise ``WaitAbandoned`` once the ``WaitLimit`` in use has
+ended. The operation itself is left and may stay blocked in a thread: ``held_groups`` describes the fate of its group.
 
-Memory: an abandoned operation keeps its tensors alive, for gloo's thread holds them through the operation, so that no
-later allocation shares their memory. What it may still write there arrived before the connections were shut down and is
-read within milliseconds. Such tensors hold nothing that is used again, as in any iteration that breaks.
+Memory: an abandoned operation keeps its tensors alive, for gloo's thread holds them through the operation, so no later
+allocation shares their memory. Bytes that it may still write there arrived before the connections were shut down and
+are read within milliseconds. Such tensors hold nothing that is used again, as in any failed iteration.
 """
 
 import threading
@@ -27,9 +26,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 GRACE_SECONDS = 0.5
-"""From the shut-down of connections until waits are abandoned: in nearly all cases gloo fails them within 0.1 s."""
+"""Time between the shut-down of connections and the abandonment of waits: gloo nearly always fails
+them within 0.1 s."""
 _SLICE = timedelta(seconds=0.1)
-"""Of a wait, after which the limit is checked. The expiry of a slice costs about 0.5 ms of CPU time."""
+"""Part of a wait after which the limit is checked. The expiry of a slice costs about 0.5 ms of CPU time."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class WaitAbandoned(RuntimeError):
 
 
 class WaitLimit:
-    """Until when the waits of one membership may last: without limit until ``end`` is called, from any thread."""
+    """Limit of the waits of one membership: none until ``end`` is called, from any thread."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
@@ -53,16 +53,12 @@ class WaitLimit:
         return self._end is not None
 
     def end(self, reason: str) -> None:
-        """Abandon what is still waited for after the time of grace. Only the first call counts."""
+        """Abandon remaining waits after the grace period. Only the first call counts."""
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 
     def check(self) -> None:
-        """Return while waiting may go on.
-
-        Raises:
-            WaitAbandoned: the time of grace is over.
-        """
+        """Raise ``WaitAbandoned`` once the grace period has passed."""
         end = self._end
         if end is not None and time.monotonic() >= end[0]:
             self.num_abandoned += 1
@@ -73,7 +69,7 @@ class WaitLimit:
 
 
 class _Call(Generic[T]):
-    """One call that a helper thread makes for another thread."""
+    """One call that a worker thread makes for another thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -101,7 +97,7 @@ class _Call(Generic[T]):
 
 
 class _Helper:
-    """A thread that makes one call after another. It is left behind with an abandoned call and ends after that."""
+    """A thread that makes one call after another. With an abandoned call it is left behind and ends after that."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
@@ -127,23 +123,23 @@ _idle_helpers: list[_Helper] = []
 
 
 def use(limit: WaitLimit) -> None:
-    """Have all waits that begin from now on in this process end with ``limit``."""
+    """Apply ``limit`` to all waits of this process that begin from now on."""
     global _in_use
     _in_use = limit
 
 
 def in_use() -> WaitLimit:
-    """The limit that waits end with."""
+    """Return the limit that applies to waits."""
     return _in_use
 
 
 def call(function: Callable[[], T]) -> T:
-    """Return what ``function`` returns, or raise what it raises; it runs in a helper thread.
+    """Return what ``function`` returns, or raise what it raises; it runs in a worker thread.
 
-    For calls that block without a timeout which could be used: their thread cannot be woken, but left behind.
+    Meant for calls that block without a usable timeout: their thread cannot be woken, but it can be left behind.
 
     Raises:
-        WaitAbandoned: the limit in use has ended. ``function`` goes on in its thread.
+        WaitAbandoned: the limit in use has ended. ``function`` continues in its thread.
     """
     try:
         helper = _idle_helpers.pop()
@@ -164,7 +160,7 @@ def call(function: Callable[[], T]) -> T:
 def install() -> None:
     """Replace ``Work.wait`` and the constructor of ``ProcessGroupGloo`` in this process, as the module describes.
 
-    For processes whose groups are all gloo's. A second call does nothing.
+    Only for processes whose groups all use gloo. A second call does nothing.
     """
     global _is_installed
     if _is_installed:

@@ -1,1 +1,1 @@
-"""Boundary tensors that a rank has sent, kept for a neighbouring stage that has to go back."""
+"""Sent boundary tensors, kept for a neighbouring stage that has to replay."""

@@ -1,8 +1,8 @@
-"""``UpstreamLog``: what this rank sent over its pipeline boundaries in the newest iterations, and what the job knew of
-each of them (MoEvement, section 3.4).
+"""``UpstreamLog``: tensors that this rank sent over its pipeline boundaries in the newest iterations, and the votes of
+these iterations (MoEvement, section 3.4).
 
-Memory is taken once: a slot holds all that one iteration sends. It lives in the rank's process, for only ranks that
-live serve a replay: a stage that has lost a rank replays, and logs what it sends again.
+Memory is allocated once: a slot holds everything that one iteration sends. The log lives in the rank's process, for
+only live ranks serve a replay: a stage that has lost a rank replays, and logs what it sends again.
 """
 
 import time
@@ -31,25 +31,25 @@ class _Logged:
 
 @dataclass(kw_only=True)
 class LogFigures:
-    """What logging has cost this rank."""
+    """Cost of logging on this rank."""
 
     num_tensors: int = 0
     num_bytes: int = 0
     blocked_seconds: float = 0.0
-    """Training waited for so long."""
+    """Seconds that training was blocked."""
     cpu_seconds: float = 0.0
     num_unlogged: int = 0
-    """Iterations for which there was no slot."""
+    """Iterations without a free slot."""
 
 
 class UpstreamLog:
-    """The log of one rank. For one thread.
+    """Log of one rank, used by one thread.
 
     Args:
         num_iterations: slots.
-        sends: of each direction (microbatch, chunk) of what an iteration sends, in order.
-        shape: of every tensor.
-        device: where they are sent from; copies lie in the host's memory, beside CUDA in pinned memory.
+        sends: per direction, the (microbatch, chunk) of each message of an iteration, in order.
+        shape: shape of every tensor.
+        device: source device; copies lie in host memory, pinned for CUDA.
     """
 
     def __init__(
@@ -78,26 +78,26 @@ class UpstreamLog:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is taken."""
+        """Allocated memory."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
 
     @property
     def iterations(self) -> tuple[int, ...]:
-        """Those that are logged and committed, rising."""
+        """Logged and committed iterations, ascending."""
         return tuple(sorted(number for number, logged in self._logged.items() if logged.is_committed))
 
     @property
     def votes(self) -> dict[int, Vote]:
-        """What the job knew of each committed iteration, logged or not, that a replay may run again."""
+        """Votes of the committed iterations that a replay may run again, logged or not."""
         return dict(self._votes)
 
     # -- while training ----------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, generation: int) -> None:
-        """What is appended until ``end`` is of ``iteration``; it takes the place of an earlier try of it.
+        """Start logging ``iteration``, in place of an earlier attempt at it.
 
-        One that is committed and run again, in a replay, stays committed: what it sends is the same to the bit.
-        Without a free slot the iteration is not logged, and is counted.
+        A committed iteration that a replay runs again stays committed: it sends the same bits. Without a free slot the
+        iteration is not logged, and is counted.
         """
         earlier = self._logged.pop(iteration, None)
         if earlier is None and len(self._logged) >= self.num_iterations:
@@ -108,12 +108,13 @@ class UpstreamLog:
         self._open = self._logged[iteration] = _Logged(slot=slot, generation=generation, is_committed=committed)
 
     def take_gap(self) -> int | None:
-        """The first iteration that found no slot since there was one, to tell of it: once, None at any other time."""
+        """Return the first iteration without a slot since the last free one, to report it once; None at any other
+        time."""
         gap, self._gap = self._gap, None
         return gap
 
     def append(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Keep what is being sent; nothing where no iteration is open (an evaluation, or no slot)."""
+        """Keep a message that is being sent; does nothing outside of an iteration (an evaluation, or no slot)."""
         logged = self._open
         if logged is None:
             return
@@ -130,7 +131,7 @@ class UpstreamLog:
         figures.cpu_seconds += time.thread_time() - cpu_began
 
     def end(self) -> None:
-        """The iteration has sent all that it sends."""
+        """Finish the iteration, which has sent everything."""
         logged, self._open = self._open, None
         if logged is None:
             return
@@ -140,24 +141,24 @@ class UpstreamLog:
         assert logged.num_sent == expected, f"an iteration has sent {logged.num_sent}, not {expected}"
 
     def abandon(self) -> None:
-        """The iteration that is open has broken: what is sent until the next one begins is none of its."""
+        """Discard the open iteration, which failed; later messages do not belong to it."""
         self._open = None
 
     def commit(self, vote: Vote) -> None:
-        """The iteration of ``vote`` is committed: what it has sent may serve a replay."""
+        """Commit the iteration of ``vote``: a replay may use its messages."""
         self._votes[vote.iteration] = vote
         if vote.iteration in self._logged:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Forget what no replay of a window that starts after ``start_iteration`` or later runs again."""
+        """Discard iterations that no replay of a window starting after ``start_iteration`` or later runs again."""
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}
 
     # -- for a replay ------------------------------------------------------------------------------------------
 
     def entries(self, iteration: int, direction: Direction) -> Iterator[tuple[LogKey, torch.Tensor]]:
-        """What a committed iteration has sent, in order: views of the log.
+        """Return the messages of a committed iteration in order, as views of the log.
 
         Raises:
             RecoveryError: it is not logged.
@@ -176,7 +177,7 @@ class UpstreamLog:
             yield key, self._memory[direction][logged.slot, position]
 
     def grown(self, other: "UpstreamLog") -> None:
-        """Take over what ``other``, of fewer slots, holds."""
+        """Take over the contents of ``other``, which has fewer slots."""
         for iteration, logged in other._logged.items():
             self.begin(iteration, logged.generation)
             taken = self._logged[iteration]
@@ -201,7 +202,7 @@ class UpstreamLog:
         return next(slot for slot in range(self.num_iterations) if slot not in taken)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Beside the computation on CUDA; its memory is not reused before that."""
+        """Copy beside the computation on CUDA; the source memory is not reused before the copy ends."""
         if self._stream is None:
             target.copy_(source)
             return

@@ -1,1 +1,1 @@
-"""Copies live state out while training goes on."""
+"""Copies live state out while training continues."""

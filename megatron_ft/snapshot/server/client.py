@@ -20,9 +20,9 @@ CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
 """A snapshot server that takes longer to answer, or to take a request, is unresponsive."""
 FLUSH_SECONDS = 600.0
-"""How long ``flush`` may wait for storage."""
+"""Longest wait of ``flush`` for storage."""
 PATIENT_SECONDS = FLUSH_SECONDS + 300.0
-"""The limit where the server allocates memory, asks other nodes or waits for storage before it answers."""
+"""Limit where the server allocates memory, asks other nodes or waits for storage before it answers."""
 MAX_UNREAD = 32
 """Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
 (

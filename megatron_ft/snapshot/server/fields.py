@@ -1,4 +1,4 @@
-"""Reads fields of messages, within bounds: before any of them is used."""
+"""Reads fields of messages and checks their bounds before they are used."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -103,7 +103,7 @@ class PeerSession(threading.Thread):
             self._wire.close()
 
     def _answer(self, serve: Callable[[], None]) -> bool:
-        # Whether the connection can go on: after a refusal the two ends may disagree on what follows.
+        # Whether the connection can continue: after a refusal the two ends may disagree on what follows.
         try:
             serve()
         except (ControlError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""Serves one process of this node that speaks for a rank: one request, one answer, in a thread of its own."""
+"""Serves one process of this node on behalf of a rank: one request, one answer, in a thread of its own."""
 
 import os
 import socket
@@ -95,7 +95,7 @@ class RankSession(threading.Thread):
             self._store.check_generation(self._settings.origin.generation)
             # Another process has greeted for this rank since: requests that were on their way must not count.
             if self._own.settings is not self._settings:
-                raise Refused("another process speaks for this rank now", "stale")
+                raise Refused("another process acts for this rank now", "stale")
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
             "begin": self._begin,

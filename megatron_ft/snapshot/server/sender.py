@@ -54,9 +54,9 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """For each rank, what the peer will hold once it has answered."""
+        """Expected content of the peer by rank, once it has answered."""
         self._accepted_bytes: dict[int, int] = {}
-        """For each rank, the bytes of a window for which the peer has memory."""
+        """Bytes of a window that the peer has memory for, by rank."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
@@ -79,7 +79,7 @@ class Sender(threading.Thread):
         self._disconnect()
 
     def _work_once(self) -> bool:
-        # Whether to go on. A function of its own: no local variable may keep memory alive while the thread waits.
+        # Returns whether to continue. A separate function, so that no local variable keeps memory while it waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._stopped or self._unanswered or self._next() is not None)
             work = self._next()
@@ -112,7 +112,7 @@ class Sender(threading.Thread):
         return min(found, key=lambda work: work.iteration, default=None)
 
     def _connect(self, generation: int) -> None:
-        # What the peer says that it holds replaces what it acknowledged before: it may have been restarted.
+        # The peer's own list replaces what it acknowledged before: it may have been restarted.
         self._disconnect()
         about = {"token": self._store.token, "node": self._store.node, "run_id": self._store.run_id}
         greeting = {**about, "generation": generation, "replicates": True}

@@ -37,7 +37,7 @@ class Settings:
     peer_nodes: tuple[int, ...]
     """Nodes that hold copies of this rank's windows."""
     persist_every: int
-    """Every how many commits a window is written to storage; 0: on request only."""
+    """Number of commits per window written to storage; 0: on request only."""
     persist_url: str | None
     num_persisted: int
 
@@ -50,7 +50,7 @@ class OwnRank:
     windows: OwnWindows | None = None
     segment: Segment | None = None
     abort: Callable[[], None] | None = None
-    """Ends the connection of the process that speaks for the rank."""
+    """Ends the connection of the process that acts for the rank."""
     problems: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_PROBLEMS))
     num_problems: int = 0
     replicated_bytes: int = 0
@@ -161,7 +161,7 @@ class Store:
             raise Refused(f"generation={generation}: is stale, {self.generation} is the newest", "stale")
 
     def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
-        """Let a new connection speak for a rank of this node; ``abort`` ends it, an earlier one ends now.
+        """Let a new connection act for a rank of this node; ``abort`` ends it, an earlier one ends now.
 
         The lock must be held. Raises Refused as ``enter``.
         """

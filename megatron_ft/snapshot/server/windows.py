@@ -1,4 +1,5 @@
-"""Which buffer holds which window, what may go, and what to send next. Pure: no sockets, threads or memory.
+"""Decides which buffer holds which window, which may be dropped, and what to send next. Pure: no sockets, threads or
+memory.
 
 A rank of this node has three buffers: for its newest committed window, the one that is being replicated, and the one
 that is being filled. A rank of another node has two for copies: the sender decides which of them a window goes to, the
@@ -24,7 +25,7 @@ class HeldWindow(Window):
 
     buffer: int
     acknowledged: dict[int, int] = field(default_factory=dict)
-    """For each peer node, how many slices it holds and has verified."""
+    """Number of slices that each peer node holds and has verified."""
     given_up: bool = False
     """Whether there is a peer that will never hold it."""
     committed: bool = False
@@ -62,7 +63,7 @@ class OwnWindows:
         self.confirmed: HeldWindow | None = None
         """The newest window that was committed, or confirmed to be, in this generation."""
         self._order: list[HeldWindow] = []
-        """In the order in which they were begun, at most one for each buffer."""
+        """Windows in the order in which they were begun, at most one for each buffer."""
         self._num_commits = 0
         self._is_new_commit = False
 

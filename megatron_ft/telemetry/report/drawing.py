@@ -96,7 +96,7 @@ def table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """From figures to pixels."""
+    """Linear map of figures to pixels."""
 
     low: float
     high: float

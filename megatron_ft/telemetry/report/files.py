@@ -18,7 +18,7 @@ MAX_PLAN_BYTES = 64 * 2**20
 """Limit of a placement's file; a run writes smaller ones."""
 MAX_EXPERTS = 2**16
 POLL_SECONDS = 0.5
-"""Between two checks of the files while a page follows its run."""
+"""Interval between checks of the files while a page follows its run."""
 MAX_SHARE = 0.1
 """Limit of the share of time that writing pages takes."""
 _LARGEST = 2**63 - 1
@@ -44,9 +44,9 @@ class Decision:
     declined: str | None = None
     """Reason why the ranks could not continue in their processes; None where they could."""
     previous_ranks: tuple[int | None, ...] = ()
-    """For each rank of the next membership its rank before; None for a new process. Empty where declined."""
+    """Previous rank of each rank of the next membership; None for a new process. Empty where declined."""
     nodes: tuple[int, ...] = ()
-    """For each rank of the next membership its node. Empty where declined."""
+    """Node of each rank of the next membership. Empty where declined."""
 
     @classmethod
     def of(cls, line: Mapping[str, JsonValue]) -> "Decision":
@@ -105,7 +105,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def _bounded(parse: Callable[[dict[str, JsonValue]], _Parsed]) -> Callable[[dict[str, JsonValue]], _Parsed]:
-    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take for ever.
+    # No count of a run needs more than 64 bits, and arithmetic on larger ones could take unbounded time.
     def checked(values: dict[str, JsonValue]) -> _Parsed:
         for name, value in values.items():
             if type(value) is int and abs(value) > _LARGEST:

@@ -21,7 +21,7 @@ from megatron_ft.telemetry.report.recoveries import ranges
 WIDTH, HEIGHT = 1000, 330
 LEFT, RIGHT, TOP, BOTTOM = 64, 984, 54, 280
 MAX_POINTS = 900
-"""Above this many iterations the lowest and the highest of neighbours are drawn."""
+"""Limit of drawn iterations; above it the lowest and the highest of neighbours are drawn."""
 
 
 def loss_plot(report: RunReport) -> Element:

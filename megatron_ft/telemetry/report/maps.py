@@ -117,7 +117,7 @@ class LayerLoads:
     number: int
     """Megatron's, from 1."""
     columns: tuple[tuple[float, ...], ...]
-    """For each stretch of iterations and each row, tokens over the even share: 1 is even."""
+    """Tokens over the even share of each stretch of iterations and each row: 1 is even."""
     busiest: int
     """The expert with the most tokens over the newest stretch."""
     max_over_even: float

@@ -20,7 +20,7 @@ _HIGHEST = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a run, as far as its records say so."""
+    """The end of a run according to its records."""
 
     level: str
     """``good``, ``bad`` or ``open``."""
@@ -66,7 +66,7 @@ class RunReport:
     placements: tuple[events.PlacementInForce, ...]
     """Each placement of expert replicas that came into force."""
     plans: tuple[PlacementPlan, ...]
-    """The newest placement of each pipeline stage; empty where the folder does not hold it."""
+    """Newest placement of each pipeline stage; empty where the folder does not hold it."""
     num_jobs: int
     """Number of starts of the command."""
     num_events: int

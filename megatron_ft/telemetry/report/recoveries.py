@@ -42,14 +42,14 @@ class Course:
 
     @property
     def pause_seconds(self) -> float | None:
-        """From the beginning until the first iteration after it was reported."""
+        """Seconds from the beginning until the first iteration after it was reported."""
         first = self.after[0].time_unix_seconds if self.after else None
         return None if first is None else max(0.0, first - self.begin)
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One recovery, or one requested change of membership: its records and what they say."""
+    """One recovery, or one requested change of membership: its records and their contents."""
 
     job: int
     """Number of the job in this run, from 0: each start of the command is one."""
@@ -141,7 +141,7 @@ class Recovery:
 
     @property
     def seconds(self) -> float | None:
-        """From the decision until all ranks were ready."""
+        """Seconds from the decision until all ranks were ready."""
         changed = self.newest(events.MembershipChanged)
         if changed is not None and not self.every(events.StageRecovery):
             return duration(changed.seconds)
@@ -152,7 +152,7 @@ class Recovery:
 
     @property
     def pause_seconds(self) -> float | None:
-        """From the first failure until the first iteration after it was reported."""
+        """Seconds from the first failure until the first iteration after it was reported."""
         return None if self.course is None or self.is_new_job else self.course.pause_seconds
 
     @property

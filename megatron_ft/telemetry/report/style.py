@@ -82,7 +82,7 @@ th { color: var(--soft); font-weight: 600; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 th.number { white-space: normal; }
 details { margin: .6rem 0; }
-details.story { padding: .75rem 1rem; border: 1px solid var(--line); border-radius: .6rem; }
+details.recovery-details { padding: .75rem 1rem; border: 1px solid var(--line); border-radius: .6rem; }
 summary { cursor: pointer; }
 summary:focus-visible, a:focus-visible { outline: 2px solid var(--loss); outline-offset: 2px; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; font-size: .87rem; }

@@ -116,7 +116,7 @@ class Timeline:
     begin: float
     end: float
     lanes: tuple[Lane, ...]
-    """By stage, then by rank; processes that are gone come last."""
+    """Lanes by stage, then by rank; processes that are gone come last."""
     instants: tuple[Instant, ...]
     """The one from which time counts comes first."""
 
@@ -272,7 +272,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
 
 
 def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
-    """From the decision until the rank trains; spans that are drawn behind others come first."""
+    """List spans from the decision until the rank trains; spans drawn behind others come first."""
 
     def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
         until, length = instant(end), duration(length)
@@ -323,7 +323,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
             "details",
             element("summary", element("h3", title)),
             *_part(recovery),
-            class_="story",
+            class_="recovery-details",
             id=f"recovery-{recovery.number}",
             open="open" if is_open else None,
         )
@@ -332,7 +332,7 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 def _part(recovery: Recovery) -> Iterator[Element]:
     timeline = timeline_of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records do not say when its ranks did what.", class_="soft")
+        yield element("p", "No timeline: the records lack the times of its ranks' work.", class_="soft")
     else:
         yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]

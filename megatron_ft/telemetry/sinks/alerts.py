@@ -18,7 +18,7 @@ NUM_WINDOWS = 5
 NUM_ITERATIONS = 20
 """Iterations whose median time it is compared with."""
 DISK_SECONDS = 30.0
-"""Between two checks of the disk."""
+"""Interval between checks of the disk."""
 
 
 def free_share(folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""The base of all sinks, and what a sink is opened with."""
+"""Base of all sinks, and the context that a sink is opened with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Outcome:
     reason: str
     """One sentence."""
     time_unix_seconds: float
-    """When, by the wall clock."""
+    """Wall-clock time of the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

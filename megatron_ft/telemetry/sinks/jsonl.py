@@ -16,11 +16,11 @@ _CHUNK_BYTES = 1 << 16
 
 
 class JsonlSink(Sink):
-    """One line per record, in the operating system's hands when ``write`` returns.
+    """One line per record, passed to the operating system when ``write`` returns.
 
-    Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When
-    the disk refuses, lines wait in memory and every later ``write`` tries again; a line is never half
-    written. Appends to a file of an older attempt; a half line that a crash left at its end is cut off.
+    Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When the disk
+    refuses, lines wait in memory and every later ``write`` tries again; a line is never half written. Appends to a file
+    of an older attempt; a half line that a crash left at its end is cut off.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:

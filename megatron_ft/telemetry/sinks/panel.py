@@ -18,7 +18,7 @@ from megatron_ft.telemetry.expert_load import bin_loads, relative_load
 from megatron_ft.telemetry.state import RunState
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
-"""From the palette of Okabe and Ito, which people with any colour vision tell apart; never the only sign."""
+"""Colours of Okabe and Ito's palette, distinguishable with any colour vision; never the only sign."""
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
 
@@ -43,9 +43,9 @@ class Symbols:
     left: str
     """The part that is left."""
     separator: str
-    """Between two facts of a line."""
+    """Separator of two facts of a line."""
     arrow: str
-    """From one figure to another."""
+    """Arrow from one figure to another."""
 
     def bar(self, value: float, top: float) -> str:
         """One character for ``value``, full at ``top`` and above; a blank for what is no number."""
@@ -75,7 +75,7 @@ class Symbols:
 
 BLOCKS = Symbols(heights="▁▂▃▄▅▆▇█", done="━", left="─", separator="·", arrow="→")
 ASCII = Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->")
-"""For streams without Unicode."""
+"""Symbols for streams without Unicode."""
 
 
 def symbols_for(encoding: str | None) -> Symbols:

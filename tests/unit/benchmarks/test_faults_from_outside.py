@@ -139,7 +139,7 @@ def test_a_healthy_node_that_is_lost_is_found(events: list[Any], orders: tuple[A
 
 def test_another_way_on_than_the_foretold_one_is_a_problem() -> None:
     record = read(lost(100.1, 2), went_on(101.0, "checkpoint"), changed(101.0, [0, 1, 3]))
-    assert record.problems == ("went on with checkpoint, where replicas was foretold",)
+    assert record.problems == ("continued with checkpoint, where replicas was predicted",)
     record = read(lost(100.1, 2))
     assert record.problems == ("no membership followed",)
 
@@ -148,12 +148,12 @@ def test_a_loss_that_is_too_much_ends_the_job() -> None:
     too_much = {"survives": False, "rung": "checkpoint"}
     assert read(lost(100.1, 2), answer=too_much, ended=9).problems == ()
     assert read(lost(100.1, 2), answer=too_much, ended=0).problems == ("the job ended with exit code 0",)
-    assert read(went_on(101.0), answer=too_much, ended=9).problems == ("went on with replicas",)
+    assert read(went_on(101.0), answer=too_much, ended=9).problems == ("continued with replicas",)
     assert read(answer=too_much, problem="runs on").problems == ("runs on",)
     again = read(lost(100.1, 1), went_on(101.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
     assert again.problems == ()
     other = read(went_on(101.0), went_on(109.0, "checkpoint"), answer=too_much, fell_to="checkpoint")
-    assert other.problems == ("went on with replicas",)
+    assert other.problems == ("continued with replicas",)
 
 
 def test_each_fault_has_its_own_stretch_of_the_run() -> None:

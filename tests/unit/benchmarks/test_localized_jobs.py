@@ -11,7 +11,9 @@ STATE = ("a", "b")
 
 def followed(losses: Mapping[int, float], digests: Mapping[int, Sequence[str]], *changed_at: int) -> Followed:
     changes = [{"iteration": iteration} for iteration in changed_at]
-    return Followed(0, losses, digests, changes, shares=[], rungs=[], hits=[], committed=[], planned=[], problems=[])
+    return Followed(
+        0, losses, digests, changes, shares=[], recoveries=[], hits=[], committed=[], planned=[], problems=[]
+    )
 
 
 REFERENCE = followed({i: i / 2 for i in range(1, 6)}, dict.fromkeys(range(1, 6), STATE))

@@ -21,7 +21,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, level, what = CAUSES[cause]
     (finding,) = judged(check_clocks(replace(CLOCKS, **facts)))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 def test_and_goes_without() -> None:

@@ -34,7 +34,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, what = CAUSES[cause]
     (finding,) = judged(check_devices(replace(DEVICES, **facts), CUDA))
     assert (finding.level, what in finding.what) == ("error", True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 def test_ranks_that_share_gpus_need_fewer() -> None:
@@ -48,7 +48,7 @@ def test_the_environment_of_ranks_is_printed_and_what_is_set_otherwise_is_a_warn
     needs = replace(CUDA, environment={"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"})
     assert check_environment({}, NEEDS) == []
     (fact,) = check_environment({"NCCL_PROTO": "Simple"}, needs)
-    assert (fact.level, fact.what) == ("told", "ranks get, where nobody sets it: NCCL_ALGO=Ring NCCL_PROTO=Simple")
+    assert (fact.level, fact.what) == ("info", "ranks get, unless it is set: NCCL_ALGO=Ring NCCL_PROTO=Simple")
     (finding,) = judged(check_environment({"NCCL_ALGO": "Tree"}, needs))
     assert finding.level == "warning" and finding.what.startswith("NCCL_ALGO=Tree is set; this job would set")
 
@@ -67,7 +67,7 @@ def test_memory_of_gpus_that_nobody_knows_is_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("elsewhere", "refused", "level"),
-    [(False, False, "told"), (False, True, "told"), (True, False, "told"), (True, True, "warning")],
+    [(False, False, "info"), (False, True, "info"), (True, False, "info"), (True, True, "warning")],
 )
 def test_what_the_nodes_of_the_job_would_say_is_reported(elsewhere: bool, refused: bool, level: str) -> None:
     needs = replace(NEEDS, other_device="on cuda: so", is_refused_there=refused, starts_elsewhere=elsewhere)
@@ -76,7 +76,7 @@ def test_what_the_nodes_of_the_job_would_say_is_reported(elsewhere: bool, refuse
 
 def test_on_cpu_devices_are_told() -> None:
     (none,) = check_devices(NO_GPU, NEEDS)
-    assert (none.level, none.what) == ("told", "no CUDA device; the job runs on CPU")
+    assert (none.level, none.what) == ("info", "no CUDA device; the job runs on CPU")
 
 
 def test_the_drivers_files(tmp_path: Path) -> None:

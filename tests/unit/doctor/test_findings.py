@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_ft.doctor.findings import Finding, amount, error, exit_code, render, told, warning
+from megatron_ft.doctor.findings import Finding, amount, error, exit_code, info, render, warning
 
-FACT, DOUBT, FAULT = told("disk", "9 GiB free"), warning("clocks", "jumps", "find out"), error("ports", "taken", "wait")
+FACT, DOUBT, FAULT = info("disk", "9 GiB free"), warning("clocks", "jumps", "find out"), error("ports", "taken", "wait")
 
 
 def test_exit_codes() -> None:
@@ -16,16 +16,16 @@ def test_exit_codes() -> None:
 def test_the_worst_comes_first_with_its_mend() -> None:
     assert render([FACT, DOUBT, FAULT]).splitlines() == [
         "error    ports          taken",
-        "                        mend: wait",
+        "                        fix: wait",
         "warning  clocks         jumps",
-        "                        mend: find out",
-        "told     disk           9 GiB free",
+        "                        fix: find out",
+        "info     disk           9 GiB free",
         "1 error, 1 warning, 1 fact",
     ]
 
 
 def test_what_is_judged_has_a_mend() -> None:
-    with pytest.raises(AssertionError, match="has no mend"):
+    with pytest.raises(AssertionError, match="needs a fix"):
         Finding(check="x", level="error", what="broken")
 
 

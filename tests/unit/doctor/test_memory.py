@@ -19,7 +19,7 @@ def limits(**changed: tuple[int | None, int | None]) -> dict[str, Any]:
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "too little memory": ({"total_bytes": 15 * GIB, "available_bytes": 14 * GIB}, {}, "error", "need 16.0 GiB"),
     "a control group": ({"cgroup_limit_bytes": 8 * GIB}, {}, "error", "the control group"),
-    "keepers that would refuse": ({"available_bytes": 4 * GIB}, {}, "error", "keepers would refuse"),
+    "snapshot servers that would refuse": ({"available_bytes": 4 * GIB}, {}, "error", "snapshot servers would refuse"),
     "memory that others hold": ({"available_bytes": 12 * GIB}, {}, "warning", "12.0 GiB free"),
     "a control group in use": (
         {"cgroup_limit_bytes": 20 * GIB, "cgroup_used_bytes": 10 * GIB},
@@ -44,7 +44,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
     (finding,) = judged(check_memory(replace(MEMORY, **facts), replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def test_a_hard_limit_is_not_ours_to_raise() -> None:
     for hard, expected in ((512, "in the shell"), (300, "administrator")):
         facts = replace(MEMORY, **limits(open_files=(300, hard)))
         (finding,) = judged(check_memory(facts, NEEDS))
-        assert expected in finding.mend
+        assert expected in finding.fix
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -36,11 +36,11 @@ def test_spares_count_as_nodes_and_not_as_peers() -> None:
 
 def test_windows_take_memory_and_files() -> None:
     without, alone = needs("launch.num_nodes=2"), "snapshot.num_peer_copies=0"
-    assert (without.keeper_bytes, without.largest_file_bytes, without.persisted_bytes) == (0, 0, 0)
+    assert (without.snapshot_server_bytes, without.largest_file_bytes, without.persisted_bytes) == (0, 0, 0)
     own = needs("launch.num_nodes=2", "snapshot=sparse_window", alone)
     copied = needs("launch.num_nodes=2", "snapshot=sparse_window", "snapshot.num_peer_copies=1")
-    assert 0 < own.largest_file_bytes <= own.keeper_bytes < copied.keeper_bytes
-    assert own.host_bytes == without.host_bytes + own.keeper_bytes
+    assert 0 < own.largest_file_bytes <= own.snapshot_server_bytes < copied.snapshot_server_bytes
+    assert own.host_bytes == without.host_bytes + own.snapshot_server_bytes
     stored = needs("launch.num_nodes=2", "snapshot=sparse_window", alone, "snapshot.persist_interval_windows=1")
     window_bytes = stored.largest_file_bytes // 3
     assert stored.persisted_bytes >= 3 * window_bytes, "two are kept while one is written"

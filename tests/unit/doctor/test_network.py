@@ -44,7 +44,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
     (finding,) = judged(check_network(replace(NETWORK, **facts), replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -71,7 +71,7 @@ def test_a_port_that_somebody_listens_on_is_seen() -> None:
         needs = replace(NEEDS, interface="127.0.0.1", master_port=server.getsockname()[1])
         taken = observe_network(needs)
         assert taken.port_is_taken
-        assert any("ss -ltnp" in finding.mend for finding in check_network(taken, needs))
+        assert any("ss -ltnp" in finding.fix for finding in check_network(taken, needs))
     assert observe_network(needs).bind_error is None
 
 

@@ -46,7 +46,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "the name of Transformer Engine alone": (versions(transformer_engine="2.11.0"), {}, "error", "has: neither"),
     "parts without their name": (versions(transformer_engine_cu13="2.11.0"), {}, "error", "without transformer-engine"),
     "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must be of one version"),
-    "Transformer Engine is needed": ({}, {"wants_transformer_engine": True}, "error", "this job needs it"),
+    "Transformer Engine is needed": ({}, {"needs_transformer_engine": True}, "error", "this job needs it"),
     "a foreign apex": ({"apex": "other"}, {}, "error", "is not NVIDIA's"),
     "torch for CPU": (versions(torch="2.13.0+cpu"), CUDA, "error", "built without CUDA"),
     "another NCCL": (versions(nvidia_nccl_cu13="2.27.3"), CUDA, "warning", "is built with ==2.28.9"),
@@ -54,7 +54,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 def found(facts: dict[str, Any], asked: dict[str, Any]) -> list[Any]:
-    return check_software(replace(SOFTWARE, **facts), **{"device": "cpu", "wants_transformer_engine": False, **asked})
+    return check_software(replace(SOFTWARE, **facts), **{"device": "cpu", "needs_transformer_engine": False, **asked})
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -62,13 +62,13 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, asked, level, what = CAUSES[cause]
     (finding,) = judged(found(facts, asked))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it should be": ({}, {}),
     "on CUDA": ({}, CUDA),
-    "a whole Transformer Engine": (engine(), {**CUDA, "wants_transformer_engine": True}),
+    "a whole Transformer Engine": (engine(), {**CUDA, "needs_transformer_engine": True}),
     "Transformer Engine from source": (
         {**versions(transformer_engine="2.9.0+70f5366"), "has_transformer_engine_libraries": True},
         CUDA,
@@ -83,7 +83,7 @@ FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_and_goes_without(cause: str) -> None:
     facts, asked = FINE[cause]
     (finding,) = found(facts, asked)
-    assert finding.level == "told" and finding.what.endswith("supported")
+    assert finding.level == "info" and finding.what.endswith("supported")
 
 
 @pytest.mark.parametrize("name", ["torch", "hydra-core", "packaging"])
@@ -91,7 +91,7 @@ def test_what_is_not_there_is_said_first(name: str) -> None:
     facts = replace(SOFTWARE, versions={each: SOFTWARE.versions[each] for each in SOFTWARE.versions if each != name})
     (finding,) = missing(facts)
     assert finding.what == f"{name} is not installed"
-    assert finding in check_software(facts, device="cpu", wants_transformer_engine=False)
+    assert finding in check_software(facts, device="cpu", needs_transformer_engine=False)
     assert missing(SOFTWARE) == []
 
 
@@ -103,7 +103,7 @@ def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
 
 def test_this_environment_is_supported() -> None:
     facts = observe_software()
-    assert judged(check_software(facts, device="cpu", wants_transformer_engine=False)) == []
+    assert judged(check_software(facts, device="cpu", needs_transformer_engine=False)) == []
 
 
 def test_a_package_called_apex_is_looked_at_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tests.helpers.machines import GIB, NEEDS, STORAGE, judged
 
 CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a folder of others": ({"failure": "[Errno 13] Permission denied", "flush_seconds": ()}, {}, "error", "Errno 13"),
-    "memory": ({"file_system": "tmpfs"}, {}, "warning", "is memory (tmpfs)"),
+    "memory": ({"file_system": "tmpfs"}, {}, "warning", "is in memory (tmpfs)"),
     "no barriers": ({"options": ("rw", "barrier=0")}, {}, "warning", "mounted with barrier=0"),
     "a library that lies": ({"preloaded": "/lib/libeatmydata.so"}, {}, "warning", "LD_PRELOAD=/lib/libeatmydata.so"),
     "too fast to be true": ({"flush_seconds": (2e-6, 3e-6, 0.5)}, {}, "warning", "no storage is so fast"),
@@ -25,7 +25,7 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
     facts, needs, level, what = CAUSES[cause]
     (finding,) = judged(check_storage(replace(STORAGE, **facts), replace(NEEDS, **needs)))
     assert (finding.level, what in finding.what) == (level, True), finding
-    assert finding.mend
+    assert finding.fix
 
 
 @pytest.mark.parametrize("facts", [{}, {"free_bytes": 13 * GIB}, {"options": ("rw", "barrier=1")}])

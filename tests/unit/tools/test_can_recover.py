@@ -106,7 +106,7 @@ def living(run: MadeUpRun) -> Iterator[MadeUpRun]:
 def test_a_living_run_goes_on_with_replicas_in_the_time_it_took_before(living: MadeUpRun, ask: Ask) -> None:
     found = ask(str(living.path), "--lose", "3")
     assert (found["code"], found["rung"], found["max_iterations"]) == (0, "replicas", 0)
-    assert (found["seconds_again"], found["seconds_to_go_on"]) == (0.0, 1.5)
+    assert (found["seconds_again"], found["seconds_to_continue"]) == (0.0, 1.5)
     assert found["moved_bytes"] is not None and not found["lost_operators"]
 
 
@@ -151,11 +151,11 @@ def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: Ma
         make_checkpoint(living.path / "checkpoints" / f"iter_{iteration:07d}", iteration)
     found = ask(str(living.path), "--lose", "0,3")
     assert (found["code"], found["rung"], found["max_iterations"], found["is_automatic"]) == (0, "checkpoint", 2, False)
-    assert found["seconds_again"] == pytest.approx(1.0) and found["seconds_to_go_on"] is None
+    assert found["seconds_again"] == pytest.approx(1.0) and found["seconds_to_continue"] is None
     victim = living.path / "checkpoints" / "iter_0000005" / "__0_0.distcp"
     victim.write_bytes(bytes(5000))
     found = ask(str(living.path), "--lose", "0,3")
-    assert found["max_iterations"] == 4 and "iter_0000005: passed over" in found["notes"][0]
+    assert found["max_iterations"] == 4 and "iter_0000005: skipped" in found["notes"][0]
 
 
 def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> None:
@@ -191,7 +191,7 @@ def test_a_damaged_folder_is_named(run: MadeUpRun, ask: Ask, name: str) -> None:
 
 def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
     found = ask("--config", *ELASTIC, "launch.min_nodes=2", "--lose", "1")
-    assert (found["code"], found["rung"], found["seconds_to_go_on"]) == (0, "replicas", None)
+    assert (found["code"], found["rung"], found["seconds_to_continue"]) == (0, "replicas", None)
     found = ask("--config", *ELASTIC, "checkpoint.save_interval_iterations=7", "--lose", "1")
     assert (found["rung"], found["max_iterations"], found["seconds_again"]) == ("checkpoint", 7, None)
     windows = ["snapshot=sparse_window", "launch.num_nodes=3", "launch.max_restarts=1", "model=moe_micro"]
@@ -202,7 +202,7 @@ def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
 def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert can_recover.main(["--config", *ELASTIC, "--lose", "1"]) == RecoveryError.exit_code
     out = capsys.readouterr().out
-    assert "iterations again: seconds unknown" in out and "to go on: seconds unknown" in out
+    assert "iterations again: seconds unknown" in out and "to continue: seconds unknown" in out
     assert "not replicas: launch.min_nodes=null" in out
 
 
@@ -226,7 +226,7 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
-        (["launch.min_nodes=3"], "live on in their present state"),
+        (["launch.min_nodes=3"], "stay alive in their present state"),
         ([], "have their present state on nodes that are left, which is not used"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])

@@ -64,7 +64,7 @@ def test_each_option_is_one_failure(
     assert calls == [call]
     said = capsys.readouterr().out
     assert "all is injected" in said
-    assert ("rank-00002.log was ended while it stood still" in said) is ("--stop" in words)
+    assert ("rank-00002.log ended while it was stopped" in said) is ("--stop" in words)
 
 
 def test_it_begins_once_the_iteration_is_reported(job: FakeJob, calls: Calls) -> None:

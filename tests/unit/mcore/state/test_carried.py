@@ -160,7 +160,9 @@ def test_different_placements_are_refused() -> None:
     from megatron_ft.mcore.state.rank_status import RankStatus
 
     one, other = (RankStatus(holdings=(((3, False), 3, digest),)) for digest in ("a", "b"))
-    with pytest.raises(RecoveryError, match="generation 7: all ranks must go on from the same placement: rank 0 from"):
+    with pytest.raises(
+        RecoveryError, match="generation 7: all ranks must continue from the same placement: rank 0 from"
+    ):
         choose([one, None, other])
 
 

@@ -63,7 +63,7 @@ def test_every_class_that_is_used_is_in_the_style_sheet_and_needs_no_escaping(to
 
     assert not set("<>&") & set(STYLE)
     used = {name for key, value in Parts(told.page()).attributes if key == "class" for name in (value or "").split()}
-    assert {name for name in used if f".{name}" not in STYLE} <= {"story"}
+    assert {name for name in used if f".{name}" not in STYLE} <= {"recovery-details"}
 
 
 @pytest.mark.parametrize("title", [HOSTILE, "<svg onload=x>", "a" * 5000])
