@@ -166,7 +166,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         check_restarts(environment, config.run)
     config, config_yaml = read_failure_domains(config, config_yaml)
     if config.dry_run:
-        _show(resolve_plan(config), config)
+        _show(_with_compiler_note(resolve_plan(config), config), config)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
@@ -340,9 +340,11 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Check the memory of this machine, which all nodes that this command starts share, and Transformer Engine if
-    needed."""
+    """Check the memory of this machine, which all nodes that this command starts share, and Transformer Engine and a
+    compiler if needed."""
     _check_transformer_engine(config)
+    if missing := _missing_compiler(config):
+        raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
     if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
         return
     import psutil
@@ -367,6 +369,28 @@ def _check_transformer_engine(config: JobConfig) -> None:
         for key, value, constraint in needs_transformer_engine(config):
             shown = str(value).lower()
             raise ConfigError.of(key, shown, f"{constraint}: it needs Transformer Engine, which is not installed here")
+
+
+def _missing_compiler(config: JobConfig) -> str:
+    """Describe the compiler that ranks on this machine lack; empty if none is missing, or if ranks run elsewhere."""
+    import shutil
+
+    from megatron_ft.planning.compilers import find_compiler, kernels_of, no_compiler
+
+    kernels = kernels_of(config)
+    runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
+    if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
+        return ""
+    return no_compiler(kernels, os.environ)
+
+
+def _with_compiler_note(plan: "JobPlan", config: JobConfig) -> "JobPlan":
+    from megatron_ft.config.devices import on_device
+
+    if config.launch.mode != "local" or not (missing := _missing_compiler(on_device(config, plan.device))):
+        return plan
+    key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
+    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, ranks are not started here"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.devices import on_device
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.compilers import kernels_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES
 from megatron_ft.planning.job import JobPlan
@@ -57,6 +58,8 @@ class JobNeeds:
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
     """Whether nodes are other machines than the one that starts the job."""
+    kernels: str = ""
+    """Kernels of the token dispatch that ranks build: ``cpp``, ``cuda``, or empty."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that ranks get on CUDA unless they are set already."""
 
@@ -103,6 +106,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         gpu_memory_bytes=launch.gpu_memory_bytes,
         other_device=plan.other_device,
         is_refused_there=plan.is_refused_there,
+        kernels=kernels_of(on_device(config, plan.device)),
         environment=rank_environment(on_device(config, plan.device)),
         starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
     )

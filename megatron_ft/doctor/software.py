@@ -1,8 +1,9 @@
-"""Checks installed versions against the supported matrix, without importing any of the packages."""
+"""Checks installed versions against the supported matrix, without importing the packages, and the compiler."""
 
 import importlib.metadata
 import importlib.util
 import platform
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_ft.doctor.supported import (
     TRANSFORMER_ENGINE_TORCH,
     Package,
 )
+from megatron_ft.planning.compilers import Which, find_compiler, no_compiler
 
 _OTHERS = (*NCCL, *TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH)
 
@@ -106,6 +108,23 @@ def check_software(facts: SoftwareFacts, *, device: str, needs_transformer_engin
     names = [f"{name} {facts.versions[name]}" for name in shown if name in facts.versions]
     apex = "apex" if facts.apex else "no apex"
     return [*found, info("versions", f"Python {facts.python}, {', '.join(names)}, {apex}: supported")]
+
+
+def check_compiler(kernels: str, variables: Mapping[str, str], which: Which = shutil.which) -> list[Finding]:
+    """Report whether the compiler for the kernels of the token dispatch is installed.
+
+    Args:
+        kernels: ``JobNeeds.kernels``.
+        variables: the environment that the job is started in.
+        which: finds a command.
+    """
+    if not kernels:
+        return []
+    found = find_compiler(kernels, variables, which)
+    if found is None:
+        what, _, fix = no_compiler(kernels, variables).partition("; ")
+        return [error("compiler", f"{what}, and ranks build the kernels of the token dispatch", fix)]
+    return [info("compiler", f"{found} builds the kernels of the token dispatch ({kernels})")]
 
 
 def _fits(version: str, versions: str) -> bool:

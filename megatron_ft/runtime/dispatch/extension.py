@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron_ft.errors import SoftwareError
+from megatron_ft.planning import compilers
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "csrc"
@@ -66,19 +67,9 @@ def include_flags() -> list[str]:
 
 def find_compiler(kind: str) -> str:
     """Find ``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises ``SoftwareError``."""
-    if kind == "cpp":
-        wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    else:
-        from torch.utils.cpp_extension import CUDA_HOME
-
-        wanted = [*([f"{CUDA_HOME}/bin/nvcc"] if CUDA_HOME else []), "nvcc"]
-    found = next((path for name in wanted if (path := shutil.which(name))), None)
+    found = compilers.find_compiler(kind, os.environ, shutil.which)
     if found is None:
-        hint = "install a C++17 compiler or name it in CXX" if kind == "cpp" else "install CUDA or name it in CUDA_HOME"
-        raise SoftwareError(
-            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, "
-            "or take the backend reference"
-        )
+        raise SoftwareError(f"placement.dispatch_backend={kind}: {compilers.no_compiler(kind, os.environ)}")
     return found
 
 
