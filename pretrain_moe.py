@@ -334,8 +334,10 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
         raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
         most = usable * launch.ranks_per_gpu
-        constraint = f"must be at most {most} on this machine, all nodes together: {usable} of its GPUs can be used, "
-        constraint += f"with launch.ranks_per_gpu={launch.ranks_per_gpu}, and the job starts {num_ranks} ranks"
+        constraint = (
+            f"must be lower: the job starts {num_ranks} ranks on this machine, and its {usable} usable GPUs take "
+        )
+        constraint += f"{most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 

@@ -22,7 +22,7 @@ _MOST_PROCESSES_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics(Record):
-    """Figures of one committed iteration; in JSON they lie beside ``iteration``, without ``values``.
+    """Figures of one committed iteration; in JSON they are top-level keys beside ``iteration``.
 
     Names, units and meanings are in ``megatron_ft/telemetry/metrics.py``.
     """

@@ -120,7 +120,7 @@ def parse(text: str) -> Failpoint:
 
 def _check_values(text: str, action: str, values: dict[str, object]) -> None:
     if values.get("phase") not in PHASES:
-        raise ConfigError.of(_KEY, text, f"must name a phase of {', '.join(PHASES)}")
+        raise ConfigError.of(_KEY, text, f"must set phase to one of {', '.join(PHASES)}")
     if action in _REQUIRED and _REQUIRED[action] not in values:
         raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
     if int(values.get("passes", 1)) < 1:  # type: ignore[call-overload]

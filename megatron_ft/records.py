@@ -111,7 +111,6 @@ def field_types(kind: str) -> dict[str, Any]:
 
 @cache
 def _required(kind: str) -> tuple[str, ...]:
-    """Names of the fields without a default."""
     return tuple(field.name for field in fields(RECORDS[kind]) if field.default is MISSING)
 
 

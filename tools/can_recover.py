@@ -198,7 +198,7 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
     found = cost_of_loss(means, lost, is_gone=is_gone, place=place, stored=stored)
     device = run.config.training.device
     if device == "auto":
-        device, notes = "cpu", (*notes, "no rank has reported its device yet: this holds on cpu")
+        device, notes = "cpu", (*notes, "no rank has reported its device yet; this answer assumes cpu")
     return Answer(cost=found, num_operators=len(means.operators), notes=notes, device=device, **seconds_of(run, found))
 
 

@@ -44,8 +44,8 @@ def render(status: Mapping[str, Any]) -> str:
     """
     try:
         head = (
-            f"generation {status['generation']}, {status['phase']}; continued without nodes or with others "
-            f"{status['num_reforms']} times; controller {status['epoch']}"
+            f"generation {status['generation']}, {status['phase']}; nodes changed "
+            f"{status['num_reforms']} times; controller epoch {status['epoch']}"
         )
         rows = [("node", "state", "iteration", "phase", "seconds since its last report")]
         states = {node: state for name, state in _GROUPS for node in status[name]}

@@ -1,4 +1,4 @@
-"""Key values that each kind of recovery needs: one table for the checks, ``dry_run`` and ``tools/can_recover``."""
+"""Values that each kind of recovery requires: one table for the checks, ``dry_run`` and ``tools/can_recover``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -253,7 +253,6 @@ class _Job:
             self._sinks.write(record)
 
     def _on_event(self, processes: Processes, event: Message) -> None:
-        """Carry out what follows from a decision."""
         match event["event"]:
             case "stopping":
                 self._sinks.write(StopRequested(source=self._interrupted_by).to_record())

@@ -1,4 +1,4 @@
-"""Files with a job's token: of one user, mode 0600, there whole or not at all."""
+"""Files that hold a job's token: owned by the job's user, mode 0600, replaced atomically."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Checks all files a job reads before any rank starts, and says what they hold. Reads kilobytes, not corpora."""
+"""Checks of all files that the job will read, before any rank starts; reads kilobytes, not corpora."""
 
 from dataclasses import dataclass
 

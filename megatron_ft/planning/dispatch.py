@@ -118,7 +118,6 @@ def _split(tokens: npt.NDArray[Any], quota: Integers) -> tuple[Integers, Integer
 
 
 def _overlap(first: Integers, last: Integers, other_first: Integers, other_last: Integers) -> Integers:
-    """Return the length of the overlap of two intervals."""
     return np.asarray(np.maximum(0, np.minimum(last, other_last) - np.maximum(first, other_first)))
 
 

@@ -131,7 +131,7 @@ def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
-    """``node_log_bytes`` of the node with the largest logs, the same on every rank."""
+    """Largest ``node_log_bytes`` of any node; every rank computes the same value."""
     return max(node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 

@@ -253,7 +253,9 @@ class Window(Origin):
         for name in ("start_iteration", "num_slices"):
             _check_integer(name, getattr(self, name))
         if not max(1, len(self.slices)) <= self.num_slices:
-            raise CheckpointError(f"num_slices={self.num_slices}: must be at least 1; there are {len(self.slices)}")
+            raise CheckpointError(
+                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, the slices of the window"
+            )
         position = 0
         for index, part in enumerate(self.slices):
             part.validate()

@@ -47,7 +47,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
         require(set(change.lose) <= set(nodes), key, text, f"must lose only nodes of {members}")
         staying = set(nodes) - set(change.lose)
         require(not set(change.join) & staying, key, text, f"must not have a member that stays join: {sorted(staying)}")
-        require(bool(staying), key, text, "must leave at least one node, which has the state")
+        require(bool(staying), key, text, "must keep at least one member, from which joining nodes receive the state")
         nodes = change.after(nodes)
         inside = earliest <= change.before_iteration <= last
         bounds = f"{earliest}..training.train_iterations={last}"
@@ -81,7 +81,7 @@ def _check_keeps_layout(config: JobConfig) -> None:
         launch.min_nodes in (None, launch.num_nodes),
         "launch.min_nodes",
         launch.min_nodes,
-        f"must be null or launch.num_nodes={launch.num_nodes} with {feature}: every lost node is replaced",
+        f"must be null or equal to launch.num_nodes={launch.num_nodes} with {feature}, which replaces every lost node",
     )
     require(
         launch.num_spare_nodes > 0 or (launch.restart_lost_nodes and launch.max_node_restarts > 0),

@@ -297,7 +297,6 @@ class Controller:
         return NodeJoined(join.node)
 
     def _note(self, rank: int, generation: int, report: Message) -> None:
-        """Keep what is reported of an end."""
         node, members = self._policy.node_of(rank), self._members[generation]
         if node not in self._state.members or node in self._state.nodes.waiting:
             return
@@ -311,7 +310,6 @@ class Controller:
     # --- orders --------------------------------------------------------------------------------------------------
 
     def _execute(self, before: State, step: Step) -> None:
-        """Carry out a decision made in the state ``before``."""
         generation, nodes, reason = step.state.generation, list(step.nodes), step.reason
         match step.decision:
             case Decision.START | Decision.RESTART:

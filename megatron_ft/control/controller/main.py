@@ -110,7 +110,7 @@ class _Launcher:
 
 
 class ControllerProcess:
-    """One controller's life."""
+    """A controller process: takes the lease and runs the controller until the job ends or another one takes over."""
 
     def __init__(self, spec: ControllerSpec) -> None:
         run_dir = Path(spec.run_dir)

@@ -242,7 +242,6 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
 
 def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members: tuple[int, ...]) -> Nodes:
-    """The records of all nodes when a membership begins."""
     iteration = reform.target.iteration
     for node in reform.lost:
         record = nodes[node]

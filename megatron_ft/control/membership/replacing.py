@@ -66,7 +66,7 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Count the dead members of this generation, each once; the job continues after ``iteration``."""
+    """Count this generation's lost members as losses of their nodes, each once; the job goes on after ``iteration``."""
     nodes = state.nodes
     for node in state.members:
         record = nodes[node]

@@ -159,7 +159,7 @@ class MembershipPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One death: of a rank, or of a node (``rank`` is ``None``), or of neither (both ``None``: start timed out)."""
+    """One failure: a rank died, a node was lost (``rank`` is None), or a start timed out (both are None)."""
 
     at_seconds: float
     """Time on the clock of the agent that observed it."""

@@ -223,7 +223,6 @@ class BatchJob:
             self._console.terminate()
 
     def _end(self, attempt: Attempt, verdict: Verdict) -> int:
-        """The job is over."""
         exit_code = _as_exit_code(attempt)
         if verdict.is_final and exit_code != EXIT_OK and self._site.final_exit_code is not None:
             exit_code = self._site.final_exit_code
@@ -276,12 +275,10 @@ class BatchJob:
             signal.pause()
 
     def _count(self, key: str, default: int) -> int:
-        """A number that an override gives."""
         text = self._value(key)
         return default if text is None else _number({key: text}, key)
 
     def _value(self, key: str) -> str | None:
-        """Value of the last override of a key."""
         found = [word.partition("=")[2] for word in self._command if word.partition("=")[0].lstrip("+") == key]
         return found[-1] if found else None
 

@@ -133,10 +133,10 @@ def array_hosts(job_id: str) -> dict[int, str]:
 
 
 def parse_array_hosts(text: str) -> dict[int, str]:
-    """Read ``squeue --array --format='%K %N'`` for tasks that run.
+    """Parse the output of ``squeue --array --format='%K %N'``: host of each running task, by array index.
 
     Raises:
-        SlurmError: a line is no index and a host.
+        SlurmError: a line is not an index followed by a host.
     """
     pairs = [line.split() for line in text.splitlines()]
     if strange := [pair for pair in pairs if len(pair) != 2 or not (pair[0].isascii() and pair[0].isdigit())]:

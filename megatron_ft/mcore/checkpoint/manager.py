@@ -288,7 +288,7 @@ class CheckpointManager:
 
     @property
     def foreign(self) -> tuple[str, ...]:
-        """List reasons for skipped checkpoints of other runs, each by its path."""
+        """Say why checkpoints of other runs were skipped: one reason per checkpoint."""
         return tuple(self._finder.foreign.values())
 
     def set_foreign_aside(self) -> None:

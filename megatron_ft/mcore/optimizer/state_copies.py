@@ -113,7 +113,6 @@ class StateCopies:
         return [lent[keeper] for keeper in sorted(lent)]
 
     def _receive(self, config: OptimizerConfig) -> list[Kept]:
-        """Receive the owners' state into new memory."""
         mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
         offers = Collectives(self._group).gather(mine)
         kept = []

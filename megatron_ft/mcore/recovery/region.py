@@ -46,10 +46,12 @@ class RegionGroups:
 
 
 def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence[int]) -> RegionGroups | None:
-    """Form the groups of all regions; collective over the job. That of this rank, None on a healthy one.
+    """Form the process groups of all regions; every rank of the job must call this.
+
+    Returns the groups of this rank's region, or None if this rank's stage does not replay.
 
     Args:
-        stages: of each rank of the job.
+        stages: pipeline stage of each rank of the job.
     """
     mine: RegionGroups | None = None
     groups, pg, me = trainer.engine.groups, trainer.engine.pg, trainer.context.rank

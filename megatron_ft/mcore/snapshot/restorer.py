@@ -218,7 +218,6 @@ class SnapshotRestorer:
         return carry_out(window.replay_plan(), open_replay(engine, window, self._collectives))
 
     def _rejected_windows(self) -> dict[str, RejectedWindow]:
-        """Rejected windows of this run, by digest."""
         rejected = self._on_first(lambda: read_rejected(self._run_dir))
         known = self._collectives.from_first([asdict(window) for window in rejected or ()])
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
@@ -232,7 +231,9 @@ class SnapshotRestorer:
         try:
             self._on_first(lambda: add_rejected(self._run_dir, rejection))
         except CheckpointError as error:
-            raise CheckpointError(f"{reason}; that cannot be recorded: {error}") from error
+            raise CheckpointError(
+                f"{reason}; and the rejection of this window could not be written to the run folder: {error}"
+            ) from error
 
     def _choose(self, source: RecoverySource) -> None:
         source.validate()

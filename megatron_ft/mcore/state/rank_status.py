@@ -141,7 +141,6 @@ def _previous(present: Sequence[RankStatus | None], nodes: Sequence[int], key: K
 
 
 def _check_alike(present: Sequence[RankStatus | None], key: Key, generation: int) -> None:
-    """Refuse placements that differ."""
     chosen = {
         rank: digest
         for rank, presence in enumerate(present)

@@ -176,7 +176,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float] | None,
         start: Counts,
     ) -> list[Counts]:
-        """Overlaps with other group sizes, best first: the short group first, or all groups of equal size."""
+        """Overlap placements with other group sizes, by falling score: short group in front, or equal groups."""
         full = group_sizes(len(replica_counts), min(capacities))
         size, longer = divmod(len(replica_counts), len(full))
         even = [size + 1] * longer + [size] * (len(full) - longer)

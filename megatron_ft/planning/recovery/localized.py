@@ -146,7 +146,6 @@ def _neighbours(stage: int, num_stages: int, is_ring: bool) -> dict[Direction, i
 
 
 def _regions(stages: Sequence[int], num_stages: int, is_ring: bool) -> tuple[tuple[int, ...], ...]:
-    """Group adjacent stages."""
     left, regions = set(stages), []
     while left:
         region, reached = set[int](), {min(left)}

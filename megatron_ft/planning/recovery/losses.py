@@ -1,10 +1,10 @@
 """Cost of losing nodes: the strategy that recovers, why earlier ones cannot, and the iterations that run again.
 
 Strategies are those of the control plane. Continuing on fewer nodes needs a replica of everything (``replicas``). With
-``launch.keep_layout`` other nodes take the places of lost ones, and the stages that lost ranks go back
-(``localized``). Otherwise ranks are restarted: if only ranks have died, on all nodes, from windows in memory, persisted
-windows or a dense checkpoint; if nodes are lost, on the remaining ones, if they are enough, from a dense checkpoint,
-because a window fits one number of ranks only. Otherwise the job ends and has to be started again.
+``launch.keep_layout`` other nodes take the places of lost ones, and only the stages that lost a rank replay
+(``localized``). Otherwise all ranks restart. If only ranks died, they restart on all nodes, from windows in memory,
+persisted windows or a dense checkpoint. If nodes are lost, they restart on the remaining nodes, if there are enough,
+from a dense checkpoint: a window fits one number of ranks only. Otherwise the job ends and has to be started again.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -143,7 +143,10 @@ class _Sets:
 def _match_others(
     index: TensorIndex, left: _Line, held: Holdings, iteration: int, sets: _Sets
 ) -> tuple[list[Pieces], _Line]:
-    """Pieces of ``left`` that ranks of ``held`` have, all of one medium, with their senders; and what is left then."""
+    """Match ``left`` against ``held``, whose rows all have one medium.
+
+    Returns the pieces that some rank holds, each with its set of possible senders, and the ranges that no rank holds.
+    """
     wanted = _pieces(index, *left, iteration, -1)
     is_wanted = np.zeros(len(index), dtype=np.bool_)
     is_wanted[index.tensor_at(wanted.start)] = True

@@ -46,7 +46,7 @@ class RankSession(threading.Thread):
             while not closed:
                 messages, closed = self._reader.pump()
                 if self._reader.descriptors:
-                    raise ControlError("a rank sent a file descriptor: none is taken")
+                    raise ControlError("a rank sent a file descriptor, which a snapshot server does not accept")
                 for message in messages:
                     self._serve(message)
         except (ControlError, OSError) as error:

@@ -73,7 +73,7 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
 
 
 def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None) -> "WindowFile":
-    """Open a rank's file, a path or a URL: description and sizes are checked, nothing of the payload is read yet.
+    """Open a rank's window file, given as a path or URL. Checks manifest and sizes; does not read the payload yet.
 
     Args:
         expect: fields of the window and the values they must have, e.g. ``{"run_id": "a", "rank": 3}``.
@@ -232,7 +232,9 @@ def _read_head(source: Source) -> tuple[Window, int]:
         raise CheckpointError("manifest does not match its checksum")
     window = Window.from_json(parse_object(content))
     if window.format_version != version:
-        raise CheckpointError(f"format_version={window.format_version} in the manifest, {version} before it")
+        raise CheckpointError(
+            f"format_version is {window.format_version} in the manifest and {version} in the header of the file"
+        )
     return window, _payload_start(source, _HEADER.size + length, window.num_bytes)
 
 

@@ -32,7 +32,7 @@ def free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Folds records into the figures that have limits, and reports those beyond them."""
+    """Updates the figures that have alert limits from each record, reports each that passes its limit or returns."""
 
     name = "alerts"
 
