@@ -212,9 +212,12 @@ def outcome_of(
     after = generations[number + 1 :]
     chosen = after[0].newest("recovery_started") if after else None
     unproven = why_unproven(fault, number, generations)
-    differences = [
-        text for generation in generations[: number + 2] for text in generation.differences(reference.recorded)
-    ]
+    # Where the next fault hits the replay, this recovery trains nothing: the next one that does recovers from both.
+    place, trained = next(
+        ((place, later) for place, later in enumerate(after) if later.digests or later.losses), (0, None)
+    )
+    until = number + 2 + place
+    differences = [text for generation in generations[:until] for text in generation.differences(reference.recorded)]
     problems = [*differences, *lasting]
     details = {
         "unproven": unproven,
@@ -222,8 +225,8 @@ def outcome_of(
         "declined": [] if chosen is None else chosen["declined"],
         "window_iterations": window_iterations(generations[: number + 2]),
         "num_replayed": sum(e["num_iterations"] for e in (after[0].events if after else ()) if is_replay(e)),
-        "num_digests": sum(len(digests) for _, digests in after[0].digests) if after else 0,
-        "num_losses": len(after[0].losses) if after else 0,
+        "num_digests": 0 if trained is None else sum(len(digests) for _, digests in trained.digests),
+        "num_losses": 0 if trained is None else len(trained.losses),
         "differences": problems[:5],
     }
     num_compared = details["num_digests"] + details["num_losses"]

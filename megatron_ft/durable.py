@@ -34,6 +34,7 @@ def append_line(path: Path, line: bytes) -> None:
             write_whole(descriptor, line)
             os.fsync(descriptor)
         except OSError:
+            # A full disk may have taken a part of the line; the next line must not be appended to it.
             os.ftruncate(descriptor, begin)
             raise
     finally:
@@ -60,10 +61,13 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     """
     new = path.with_name(f"{path.name}.tmp")
     new.unlink(missing_ok=True)  # left by a process that was killed
+    # A link that waits under this name is not followed: the content may be secret.
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
+        # Before the rename, or a power failure could leave the name with an empty file.
         os.fsync(descriptor)
     os.replace(new, path)
+    # The rename itself is durable only with the folder.
     fsync_folder(path.parent)

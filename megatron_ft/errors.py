@@ -71,6 +71,7 @@ EXIT_OK = 0
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C or SIGTERM; the run can be resumed."""
 
+# ``slurm/pretrain_array.sbatch`` repeats their codes as a pattern; a test compares both.
 FINAL_ERRORS = (ConfigError, DataError, SoftwareError, CheckpointError, TrainingStopped)
 """Errors that a restart of the ranks or the job would raise again."""
 FINAL_EXIT_CODES = frozenset(error.exit_code for error in FINAL_ERRORS)

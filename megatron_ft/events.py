@@ -16,6 +16,7 @@ from megatron_ft.records import schema as schema
 from megatron_ft.snapshot_events import *  # noqa: F403
 from megatron_ft.strict_json import JsonValue, decode, to_number
 
+# A job of thousands of ranks would fill the terminal.
 _MOST_PROCESSES_NAMED = 8
 """Limit of processes named on one line of the terminal."""
 
@@ -27,6 +28,7 @@ class Metrics(Record):
     Names, units and meanings are in ``megatron_ft/telemetry/metrics.py``.
     """
 
+    # One line per iteration: fsync would cost each iteration a wait for the disk.
     durable: ClassVar[bool] = False
 
     iteration: int
@@ -41,6 +43,7 @@ class Metrics(Record):
 
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
+        # Every other name is a metric, so a misspelled field is taken for one; ``telemetry.metrics`` checks names.
         own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")

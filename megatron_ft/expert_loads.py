@@ -122,6 +122,7 @@ def _checked(name: str, iterations: tuple[int, ...], tokens: Tokens) -> Tokens:
         value = tokens[tuple(wrong[0])]
         where = f"record {record}, layer {layer}, expert {expert}"
         raise DataError(f"{name}: load of {where} is {value}: must be a finite number, 0 or more")
+    # Larger floats do not fit ``int64``: the conversion would wrap around without an error.
     if (tokens == np.floor(tokens)).all() and tokens.max() < 2**62:
         return tokens.astype(np.int64)
     return tokens
@@ -146,6 +147,7 @@ def _json(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
 
 def _npz(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
     try:
+        # A pickle in an array runs code when it is loaded.
         with np.load(io.BytesIO(content), allow_pickle=False) as archive:
             missing = {"counts", "iters"} - set(archive.files)
             if missing:
@@ -192,6 +194,7 @@ def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
         raise DataError(f"{name}: {ids.dtype} {ids.shape}: must be integers (tokens, layers, topk)")
     if ids.min() < 0:
         raise DataError(f"{name}: expert id {ids.min()}: must be 0 or more")
+    # ``bincount`` allocates by the largest id: one flipped bit would ask for gigabytes.
     num_experts = int(ids.max()) + 1
     if num_experts > MAX_EXPERTS:
         raise DataError(f"{name}: expert id {ids.max()}: must be below {MAX_EXPERTS}")
@@ -237,6 +240,7 @@ def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])
+    # Compared before the table is allocated: a few rows with distant numbers would make it huge.
     expected = len(batches) * len(layers) * len(experts)
     if len(loads) != expected:
         raise DataError(f"{name}: has {len(loads)} rows: must have one for each batch, layer and expert, {expected}")

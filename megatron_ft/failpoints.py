@@ -140,6 +140,7 @@ def append_to(path: Path) -> Callable[[Record], None]:
     def record(hit_record: Record) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
+            # One write in append mode is not mixed with those of other ranks.
             os.write(descriptor, json.dumps(hit_record).encode() + b"\n")
             os.fsync(descriptor)
         finally:
@@ -177,6 +178,7 @@ class _Armed:
         return tuple(
             failpoint
             for failpoint in self.waiting
+            # Without a generation the first number names the process, whatever rank it becomes later.
             if failpoint.rank in (None, self.first_rank if failpoint.generation is None else self.rank)
         )
 
@@ -218,6 +220,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     """
     global _armed
     known = [failpoint for failpoint in map(parse, specs) if failpoint.node in (None, node)]
+    # Later generations count: the process may still enter them. Earlier ones cannot come back.
     waiting = [found for found in known if found.generation is None or found.generation >= generation]
     _armed = _Armed(waiting, rank, rank, node, record, generation) if waiting else None
 
@@ -240,6 +243,7 @@ def hit(phase: str, iteration: int) -> None:
         InjectedFault: the action ``raise`` is armed here.
     """
     if _watch is not None and _watch.last != (phase, iteration):
+        # Reported before a fault that is armed here, so that the failure report names this phase.
         _watch.last = (phase, iteration)
         _watch.report(iteration, phase)
     if _armed is None:
@@ -252,6 +256,7 @@ def hit(phase: str, iteration: int) -> None:
 
 
 def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
+    # Before the fault: ``delay`` and a continued ``stop`` return, and must not fire again.
     armed.waiting.remove(failpoint)
     hit_event = FailpointHit(
         time_unix_seconds=time.time(),
@@ -262,6 +267,7 @@ def _fire(armed: _Armed, failpoint: Failpoint, iteration: int) -> None:
         node=armed.node,
         failpoint=failpoint.text,
     )
+    # On disk before the fault, which may leave no time for anything: a trial counts only with this record.
     armed.record(hit_event.to_record())
     match failpoint.action:
         case "kill":

@@ -17,6 +17,7 @@ from megatron_ft.strict_json import parse_json
 
 Message = dict[str, Any]
 
+# Checked before a buffer of that size is filled: a length of four bytes can announce 4 GiB.
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 _HEADER_BYTES = 4
 _READ_BYTES = 256 * 1024
@@ -43,6 +44,7 @@ def send(sock: socket.socket, message: Message, descriptors: Sequence[int] = ())
         OSError: the peer is gone.
     """
     data = encode(message)
+    # Descriptors travel with the first byte; what did not fit follows without them.
     sent = socket.send_fds(sock, [data], list(descriptors)) if descriptors else 0
     sock.sendall(memoryview(data)[sent:])
 
@@ -70,6 +72,7 @@ class FrameReader:
         except BlockingIOError:
             return [], False
         except ConnectionError:
+            # A reset means the same as a close: the peer is gone.
             return [], True
         self._buffer += data
         return list(iter(self._next_message, None)), not data
@@ -82,6 +85,7 @@ class FrameReader:
                 received = array.array("i")
                 received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
                 self.descriptors.extend(received)
+        # The kernel has dropped descriptors, so the rest cannot be matched with messages any more.
         if flags & socket.MSG_CTRUNC:
             raise ControlError(f"a peer sent too many file descriptors: must be at most {_MAX_DESCRIPTORS} per message")
         return data
@@ -96,6 +100,7 @@ class FrameReader:
             return None
         payload = bytes(self._buffer[_HEADER_BYTES : _HEADER_BYTES + size])
         del self._buffer[: _HEADER_BYTES + size]
+        # The first message has identified the peer or will have it refused; later ones may be large.
         self._most_bytes = MAX_FRAME_BYTES
         return decode(payload)
 
@@ -112,6 +117,7 @@ def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
     The newline is missing if the peer has closed before it, or if the line is longer than ``most`` bytes.
     """
     line = bytearray()
+    # Byte by byte: a buffer would take what follows, and a later wait for the end would not see it.
     while not line.endswith(b"\n") and len(line) <= most and (byte := os.read(descriptor, 1)):
         line += byte
     return bytes(line)

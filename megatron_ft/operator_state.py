@@ -58,8 +58,10 @@ def operator_of(parameter: str, num_layers: int) -> OperatorId:
     """
     layer = _LAYER.search(parameter)
     if layer is None:
+        # Layer numbers outside of the model keep both apart from every layer.
         is_embedding = parameter.startswith("embedding.")
         return OperatorId(layer=0, kind="embedding") if is_embedding else OperatorId(layer=num_layers + 1, kind="head")
+    # Parameters count layers from 0, Megatron's layer numbers from 1.
     number = int(layer[1]) + 1
     expert = _EXPERT.search(parameter)
     if expert is not None:
@@ -80,6 +82,7 @@ def check_shards(shards_by_rank: Sequence[Iterable[StateShard]], sizes: Mapping[
             ranges[shard.parameter, shard.tensor_part].append((shard.start, shard.stop))
     for key, found in ranges.items():
         position = 0
+        # A gap would lose state without an error; an element that two ranks capture would have two values.
         for start, stop in sorted(found):
             assert start == position, (
                 f"{key}: elements {position} to {start} are {'captured twice' if start < position else 'not captured'}"

@@ -50,6 +50,7 @@ def padded_vocab_size(model: ModelConfig, tokenizer_vocab_size: int | None = Non
     """Rows of the embedding: the vocabulary rounded up to ``make_vocab_size_divisible_by``."""
     size = model.vocab_size if model.vocab_size is not None else tokenizer_vocab_size
     assert size is not None, "model.vocab_size is null and no tokenizer was given"
+    # Independent of TP, unlike Megatron's own padding, so that checkpoints fit every layout.
     multiple = model.make_vocab_size_divisible_by
     return -(-size // multiple) * multiple
 
@@ -79,6 +80,7 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
     """Number of active parameters per token: all but those of experts that the token is not routed to."""
     topk = model.moe_router_topk
+    # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
     return sum(operator.num_parameters for operator in chosen)
 
@@ -96,6 +98,7 @@ def _embedding(model: ModelConfig, vocab: int) -> Operator:
 def _head(model: ModelConfig, vocab: int) -> Operator:
     return Operator(
         id=OperatorId(layer=model.num_layers + 1, kind="head"),
+        # Tied weights are the embedding's and count once.
         num_split_parameters=vocab * model.hidden_size if model.untie_embeddings_and_output_weights else 0,
         num_repeated_parameters=_norm(model, model.hidden_size),
     )
@@ -137,6 +140,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
     keys = (model.num_query_groups or model.num_attention_heads) * channels
     qkv_bias = queries + 2 * keys if model.add_bias_linear or model.add_qkv_bias else 0
     split = hidden * (queries + 2 * keys) + qkv_bias + queries * hidden
+    # The bias of a row-parallel layer is added after the sum over TP ranks, so each of them has it whole.
     repeated = hidden if model.add_bias_linear else 0
     return split, repeated + (2 * _norm(model, channels) if model.qk_layernorm else 0)
 
@@ -147,6 +151,7 @@ def _latent_attention(model: ModelConfig) -> tuple[int, int]:
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width
     split += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) + heads * model.v_head_dim * hidden
+    # Every head needs the whole output of the down projections, so Megatron repeats them on all TP ranks.
     repeated = hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + hidden * (model.q_lora_rank or 0)
     repeated += hidden if model.add_bias_linear else 0
     norms = _norm(model, model.kv_lora_rank) + (_norm(model, model.q_lora_rank) if model.q_lora_rank else 0)

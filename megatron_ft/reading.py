@@ -1,8 +1,10 @@
-"""Parsers for input from outside, files and calls in key values: any failure is one error that names its source."""
+"""Parsers for input from outside, files, addresses and calls in key values: a failure is one error that names it."""
 
 import ast
+import ipaddress
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ def reading(
     except OSError as error:
         raise kind(f"{path}: {what}: {error.strerror or error}") from error
     except BaseException as error:
+        # ``PanicException`` of PyO3 derives from ``BaseException``; Ctrl-C and exits must pass.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).strip()
@@ -48,6 +51,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path}: must be a regular file")
+            # One byte more than allowed: the file may have grown since its size was read.
             content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
             if status.st_size > max_bytes or len(content) > max_bytes:
                 raise DataError(f"{path}: {status.st_size} bytes: must be at most {max_bytes}")
@@ -83,3 +87,18 @@ def parse_call(key: str, text: str, names: Iterable[str], example: str) -> tuple
         except _PARSE_ERRORS:
             raise ConfigError.of(key, text, f"must give {name} as a literal") from None
     return match.group(1), values
+
+
+def means_every_interface(host: str) -> bool:
+    """Whether a listener on ``host`` would accept connections on all network interfaces."""
+    host = host.strip("[]")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            # The C library reads "0", "0x0" and "0.0" as 0.0.0.0, and so does ``bind``.
+            return socket.inet_aton(host) == bytes(4)
+        except OSError:
+            return host in ("", "*")
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_unspecified)

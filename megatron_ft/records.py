@@ -42,6 +42,7 @@ class Record:
     """Time of the event, in seconds since 1970, by the wall clock of the process that stamped it."""
 
     def __init_subclass__(cls) -> None:
+        # The class name is the kind on disk: a renamed class needs an entry in ``_today``.
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         _KINDS[cls.kind] = cls
 
@@ -75,6 +76,7 @@ class Record:
     @classmethod
     def _of(cls, values: Mapping[str, JsonValue]) -> "Record":
         hints = field_types(cls.kind)
+        # Refused, not ignored: a misspelled field would be lost without a trace.
         if unknown := [name for name in values if name not in hints]:
             raise ValueError(f"{cls.kind}.{unknown[0]}: is no field of it; fields are {', '.join(hints)}")
         if missing := [name for name in _required(cls.kind) if name not in values]:

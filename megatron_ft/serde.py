@@ -79,6 +79,7 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
         known = {member.value: member for member in hint}
         if isinstance(value, str) and value in known:
             return known[value]
+    # JSON does not distinguish 1 from 1.0.
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return _to_float(value, where)
     elif origin is None and type(value) is hint:
@@ -106,6 +107,7 @@ def type_name(hint: Any) -> str:
 
 def _to_float(value: float, where: str) -> float:
     try:
+        # Integers in JSON have any size.
         return float(value)
     except OverflowError:
         raise ValueError(f"{where}: must be a number that a float can hold") from None
@@ -133,6 +135,7 @@ def _decode_fields(kind: type, value: JsonValue, where: str) -> Any:
         raise ValueError(f"{where or kind.__name__}={value!r:.{_MAX_SHOWN}}: must be an object")
     hints, required = _fields_of(kind)
     prefix = f"{where}." if where else ""
+    # Unknown names first: a misspelled field is then named itself, not the one that is missing.
     for name in value:
         if name not in hints:
             raise ValueError(f"{prefix}{name!s:.{_MAX_SHOWN}}: is not a field of {kind.__name__}")

@@ -19,12 +19,14 @@ def parse_json(content: bytes | str) -> JsonValue:
     try:
         return json.loads(content)
     except RecursionError:
+        # Input of a peer or a file must not end the process by the depth of its brackets.
         raise ValueError("nested too deep") from None
 
 
 def encode(value: object) -> JsonValue:
     """Convert ``value`` to strict JSON: tuples become lists, numbers that JSON lacks become strings."""
     if isinstance(value, float):
+        # Standard JSON has no such numbers, and other readers refuse a file with Python's ``NaN``.
         return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
     if isinstance(value, (list, tuple)):
         return [encode(item) for item in value]
@@ -37,13 +39,16 @@ def to_float(value: object) -> float:
     """Convert a JSON value to a number, including those that JSON lacks.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: it is not a number, or an integer that no float holds.
     """
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(str(value))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} ({type(value).__name__}): must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # JSON integers have no limit
+        raise ValueError("an integer beyond the range of a float: must be a number that a float holds") from None
 
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:

@@ -94,9 +94,11 @@ class Topology:
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
+        # Order of ``parallel_state.initialize_model_parallel``: another one would put shards on the wrong ranks.
         stage, inside = divmod(rank, self.stage_size)
         outer, tp = divmod(inside, self.tensor_model_parallel_size)
         dp, cp = divmod(outer, self.context_parallel_size)
+        # Expert layers divide the same ranks differently: expert TP and EP take the place of TP, CP and DP.
         expert_dp, ep = divmod(inside // self.expert_tensor_parallel_size, self.expert_model_parallel_size)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=stage, ep=ep, expert_dp=expert_dp)
 
@@ -112,6 +114,7 @@ class Topology:
         """Layer numbers (from 1) of one virtual chunk of a stage."""
         num_chunks = self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size
         layers_per_chunk = num_layers // num_chunks
+        # Interleaved: chunk 0 of all stages comes before chunk 1 of the first stage.
         first = (chunk * self.pipeline_model_parallel_size + pipeline_stage) * layers_per_chunk + 1
         return range(first, first + layers_per_chunk)
 

@@ -24,6 +24,7 @@ _IGNORED_MODEL_KEYS = (
     "published_parameters_source",
 )
 """Keys of ``model`` that change no iteration, or that the vocabulary size replaces."""
+# The fingerprint decides whether data are equal; these only let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
@@ -67,6 +68,7 @@ class JobIdentity:
         Args:
             run_id: as recorded; in format 1 the name of the run's folder.
         """
+        # Folders may be renamed or copied, so only the random name identifies a run.
         if format_version > 1:
             if run_id == self.run_id:
                 return None
@@ -92,6 +94,7 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         },
         "model": {
             "model.vocab_size": vocab_size,
+            # It decides the initial weights, as the architecture does.
             "training.seed": config.training.seed,
             **{f"model.{name}": value for name, value in model.items() if name not in _IGNORED_MODEL_KEYS},
         },
@@ -139,8 +142,10 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
         "optimizer.lr": options.lr,
         "optimizer.lr_decay_style": options.lr_decay_style,
         "optimizer.lr_warmup_init": options.lr_warmup_init,
+        # The value, not the key: null means another number in a longer run.
         "optimizer.lr_warmup_iterations": options.num_warmup_iterations(num_iterations),
     }
+    # Keys that have no effect with this style must not refuse a resume.
     if options.lr_decay_style != "constant":
         schedule["optimizer.min_lr"] = options.min_lr
         schedule["optimizer.lr_decay_iterations"] = options.num_decay_iterations(num_iterations)
@@ -151,6 +156,7 @@ def _schedule(config: JobConfig) -> dict[str, JsonValue]:
 
 
 def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, JsonValue]) -> list[Difference]:
+    # Before any key: files may have been moved, and paths differ then.
     if stored.get(FINGERPRINT) == present.get(FINGERPRINT):
         return []
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))

@@ -81,6 +81,7 @@ def _read_loads(key: str, path: str) -> ExpertLoads:
 
 def _stages(path: str) -> tuple[Mapping[str, Any], ...]:
     try:
+        # Limited before it is parsed: the key may name any file of the machine.
         document = parse_json(read_bytes(Path(path), max_bytes=MAX_BYTES))
     except DataError as error:
         raise DataError(f"placement.schedule={path}: {error}") from None

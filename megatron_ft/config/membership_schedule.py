@@ -104,6 +104,7 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
         or any(type(node) is not int or node < 0 for node in nodes)
     ):
         raise ConfigError.of(_KEY, text, "must give nodes as a list of node numbers, e.g. [2]")
+    # One spelling for each change, the one that ``to_text`` writes.
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in ascending order")
     return tuple(nodes)

@@ -23,6 +23,7 @@ def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
         ConfigError: no ``_target_``, a path that names no frozen dataclass, or fields that do not fit it.
     """
     found = find_target(key, spec)
+    # Ranks build their policies independently: one that changed while it runs would plan differently on each of them.
     if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
         raise ConfigError.of(f"{key}._target_", spec["_target_"], "must name a frozen dataclass")
     return _build(key, found, {field: value for field, value in spec.items() if field != "_target_"})
@@ -50,6 +51,7 @@ def _build(key: str, found: type, values: Mapping[str, Any]) -> Any:
         if name not in fields:
             what = f"must be a field of {found.__name__}: {', '.join(sorted(fields))}"
             raise ConfigError.of(f"{key}.{name}", values[name], what)
+    # Checked before the call, whose TypeError would name arguments of a class and no key.
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError.of(f"{key}.{name}", None, f"must be given: {found.__name__} has no default for it")

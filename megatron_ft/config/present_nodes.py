@@ -15,6 +15,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
     only their domains change.
     """
     launch = job.launch
+    # With a kept layout ranks go by place: the order of nodes says which one has the place of which.
     present = list(dict.fromkeys(nodes)) if launch.keep_layout else sorted(set(nodes))
     names = dict(enumerate(launch.failure_domains))
     domains = [names.get(node, f"node{node}") for node in present]
@@ -25,6 +26,7 @@ def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
         replace(
             job,
             launch=replace(launch, num_nodes=len(present), failure_domains=domains),
+            # ``derive_placement`` sets it again: all ranks that are left are one expert group.
             parallel=replace(job.parallel, expert_model_parallel_size=1),
             placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
             snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),

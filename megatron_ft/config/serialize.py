@@ -72,6 +72,7 @@ def _fits(annotation: Any, value: Any) -> bool:
         return True
     if annotation is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # YAML's ``true`` would pass as 1.
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)

@@ -29,6 +29,7 @@ def validate(config: JobConfig) -> None:
     Raises:
         ConfigError: names key, value and constraint.
     """
+    # First, because infinity passes every lower bound below.
     for field in dataclasses.fields(config):
         group = getattr(config, field.name)
         if dataclasses.is_dataclass(group):
@@ -73,6 +74,7 @@ def _check_failpoints(config: JobConfig) -> None:
             )
             raise ConfigError.of("launch.failpoints", text, constraint)
         last = config.training.train_iterations
+        # A test with a fault that never happens would pass without testing anything.
         if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
             constraint = f"must name an iteration in 0..training.train_iterations={last}, or it never fires"
             raise ConfigError.of("launch.failpoints", text, constraint)

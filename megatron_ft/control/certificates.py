@@ -49,6 +49,7 @@ def read_certificates(folder: str | None) -> Certificates | None:
 def _read(path: Path, folder: str) -> bytes:
     try:
         with path.open("rb") as file:
+            # Of the open file: the path may name another file a moment later.
             mode, content = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError.of(_KEY, folder, f"must hold {path.name}: {error.strerror}") from None

@@ -49,6 +49,7 @@ class SignsOfLife(Generic[Key]):
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
         if held_up:
+            # A copy: other threads take in signs of life meanwhile.
             for key in list(self._heard):
                 self.hear(key, now)
         return [key for key, heard in list(self._heard.items()) if now - heard >= self._timeout_seconds]
@@ -112,9 +113,11 @@ class Detector:
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
         hang_seconds = self._policy.hang_seconds
         if state.generation != self._generation or state.phase not in TRAINING or state.broken:
+            # Ranks that form a membership or report positions make no progress; the time counts from the end of that.
             self._places, self._progress_at, self._generation = {}, now, state.generation
         if hang_seconds is None or now - self._progress_at < hang_seconds:
             return []
+        # Ranks that are killed now need time to end before the next finding.
         self._progress_at = now
         policy = self._membership
         ranks = ranks_of_all(policy, state.members) - state.gone
@@ -122,6 +125,7 @@ class Detector:
         if not ranks:
             return []
         places = {rank: self._places.get(rank) for rank in ranks}
+        # All wait at one point, so no rank is to blame: to kill some of them would cost their node without a reason.
         if len({None if place is None else (place.iteration, place.phase) for place in places.values()}) == 1:
             where = _where(next(iter(places.values())))
             return [JobHung(at_seconds, f"no rank got any further {limit}: all are {where}")]

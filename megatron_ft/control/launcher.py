@@ -91,9 +91,10 @@ def launch(
     """
     if preload is None:
         preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
+    # Whatever can be refused is refused before the run has a folder.
     launcher = open_launcher(config.launch, os.environ)
     config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, interface=launcher.interface))
-    _check_places(config.launch)
+    _check_places(config.launch, is_local=launcher.is_local)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
@@ -108,6 +109,7 @@ def launch(
             reason = f"the launcher failed: {error}"
             raise ControlError(reason) from error
         finally:
+            # All records are written before ``finish`` leaves the marker by which a scheduler's tasks end.
             sinks.close(exit_code, reason)
         launcher.finish(exit_code, reason)
         job.print_result(result, exit_code, [sys.executable, *sys.argv] if command is None else command)
@@ -116,12 +118,15 @@ def launch(
         run_dir.release()
 
 
-def _check_places(config: LaunchConfig) -> None:
+def _check_places(config: LaunchConfig, *, is_local: bool) -> None:
     """Refuse addresses and sockets that cannot work."""
     check_interface(config.interface)
     read_certificates(config.tls_dir)
     free_port(config.interface)
     path = config.forkserver_socket
+    if path is not None and not is_local:
+        constraint = f"must be null with launch.node_launcher={config.node_launcher}: its nodes are other machines"
+        raise ConfigError.of("launch.forkserver_socket", path, constraint)
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
 
@@ -167,6 +172,7 @@ class _Job:
                     self._clean_up()
 
     def _serve(self, processes: Processes) -> JobResult:
+        # Both start at the same time: importing torch takes the fork server seconds.
         self._controller.begin()
         self._start_fork_server(processes)
         policy = self._policy
@@ -177,6 +183,7 @@ class _Job:
             most_nodes=policy.most_nodes,
             num_returns=policy.max_node_restarts if policy.restart_lost_nodes else 0,
         )
+        # Before the first start: a launcher needs the context, and nodes that come by themselves need the file.
         self._launcher.publish(context, self._agent_spec(processes, 0))
         for node in range(policy.num_nodes + policy.num_spare_nodes):
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
@@ -187,6 +194,7 @@ class _Job:
     def _link(self, processes: Processes) -> ControllerLink:
         """The connection to the controller of this job, which begins with an empty journal."""
         run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
+        # A journal belongs to one job. ``epoch`` stays: it has to rise over all jobs of the run.
         (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
 
         def start(launcher: socket.socket) -> "subprocess.Popen[bytes]":
@@ -280,6 +288,7 @@ class _Job:
                 signal.signal(number, handler)
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
+        # A handler only posts: it may interrupt the loop at any instruction.
         self._num_interrupts += 1
         self._interrupted_by = signal.Signals(number).name
         self._controller.post(events.StopRequested() if self._num_interrupts == 1 else events.KillRequested())
@@ -287,6 +296,7 @@ class _Job:
     def _clean_up(self) -> None:
         """End every process: agents first, which the controller has ordered to end, then fork server and ranks."""
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
+        # Without the order to end no agent ends soon.
         patience_seconds = patience_seconds if self._has_ended else 0.5
         self._launcher.stop(patience_seconds)
         self._controller.close()

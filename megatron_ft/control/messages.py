@@ -17,12 +17,14 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position
 from megatron_ft.serde import Between, decode, encode
 
+# The rest of the frame is for the message around the record.
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
 """JSON bytes of the report of a record: it is forwarded to the launcher in one message."""
 MAX_REPORT_BYTES = 1024 * 1024
 """JSON bytes of every other report: it goes into the journal, and details of an end are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
 """JSON bytes of a registration: every node receives a part of it."""
+# JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
 
 Integer = Annotated[int, Between(-_MAX_INTEGER, _MAX_INTEGER)]
@@ -298,6 +300,7 @@ _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, C
 
 def to_message(value: Report | Order) -> Message:
     """The JSON object that travels; fields that are null are left out."""
+    # Absent instead of null: most reports have few of their fields, and a job's orders are sent to every node.
     return {"op": value.op, **{name: item for name, item in encode(value).items() if item is not None}}
 
 

@@ -16,6 +16,7 @@ _MAX_LINES = 40
 _TAIL_LINES = 15
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, and its node's membership with it."""
+# The advice names the run itself. Faults would be injected again, and the fork server may be gone.
 _NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "launch.forkserver_socket=")
 
 

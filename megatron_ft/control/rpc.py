@@ -9,7 +9,6 @@ gRPC does not survive ``fork``: create servers and clients only in processes tha
 """
 
 import hmac
-import ipaddress
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
+from megatron_ft.reading import means_every_interface
 
 Method = Callable[[Message], Message | bytes]
 """Function from a JSON object to a JSON object, or to the bytes of one."""
@@ -43,12 +43,7 @@ def check_interface(interface: str) -> None:
     Raises:
         ConfigError: ``launch.interface`` is empty or a wildcard.
     """
-    host = interface.strip("[]")
-    try:
-        unspecified = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        unspecified = host in ("", "*")
-    if unspecified:
+    if means_every_interface(interface):
         raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
 
 
@@ -85,6 +80,7 @@ class RpcServer:
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            # gRPC shares its port by default: a second controller could bind it and take a part of the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
             ("grpc.max_allowed_incoming_connections", most := max_connections()),
@@ -131,6 +127,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _authentic(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for key, value in details.invocation_metadata or () if key == _TOKEN_KEY]
+        # ``compare_digest`` takes as long for every wrong token, so its time shows nothing of the right one.
         return len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._token)
 
     def _answer(self, method: Method) -> Callable[[bytes, grpc.ServicerContext], bytes]:
@@ -140,6 +137,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 answer = method(decode(request))
                 return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            # Not among ``_REFUSALS``: the caller tries again.
             except TimeoutError as error:
                 context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except ControlError as error:
@@ -170,6 +168,7 @@ _REFUSALS = (
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
+    # The message is too large, and would be so again.
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
 
@@ -189,7 +188,9 @@ class RpcClient:
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
+            # gRPC follows ``http_proxy`` by default; the job's token must not pass through a proxy.
             ("grpc.enable_http_proxy", 0),
+            # gRPC waits up to two minutes between tries by default: longer than agents wait for the next controller.
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),

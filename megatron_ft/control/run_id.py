@@ -37,6 +37,7 @@ def make_run_id(run_dir: Path, *, is_older: bool) -> RunId:
     if (run_dir / RUN_ID_NAME).exists():
         return read_run_id(run_dir)
     made = RunId(run_id=secrets.token_hex(16), is_older=is_older)
+    # Durable before the first checkpoint refers to it: with another name the run would refuse its own state.
     replace_file(run_dir / RUN_ID_NAME, json.dumps(asdict(made)).encode() + b"\n")
     return made
 

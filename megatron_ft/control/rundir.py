@@ -42,6 +42,7 @@ class RunDir:
     def is_there(self) -> bool:
         """Whether the folder that was claimed is still where it was, according to its file system."""
         try:
+            # By the inode of the lock: another folder may have taken the path.
             return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
         except FileNotFoundError:
             return False
@@ -91,6 +92,7 @@ def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
         fsync_folder(parent)
     except OSError as error:
         raise ConfigError.of("run.dir", run.dir, f"must be a folder this user can read and write: {error}") from error
+    # The lock comes before anything in the folder is read or written.
     claimed = RunDir(path, None, _lock(path))
     try:
         claimed.resume_from = _resume(run, path) if existed else None
@@ -119,6 +121,7 @@ def _make(folder: Path) -> None:
     """A folder and those above it, durably."""
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # From the top down: an entry is durable only below a folder that is.
     for made in reversed(missing):
         fsync_folder(made.parent)
 
@@ -131,6 +134,7 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
     while True:
         path = parent / f"{model_name}-{number:03d}"
         try:
+            # Only one of two jobs makes it; the other takes the next number.
             path.mkdir()
         except FileExistsError:
             number += 1
@@ -155,6 +159,7 @@ def is_claimed(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # Shared, so that several processes can ask at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -38,6 +38,7 @@ class Use:
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
             self.descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+            # The lock of flock(2) belongs to the open file: a forked child holds it, too, until it closes its copy.
             fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def end(self) -> None:
@@ -95,6 +96,7 @@ def _remove_left_over(parent: Path) -> None:
 def _remove_unused(path: Path, lock: int) -> None:
     """Remove the folder whose lock file is open as ``lock`` unless another process holds that lock."""
     try:
+        # flock(2) drops this process's shared lock first, so of two that leave at the same time the second one gets it.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # others use it, or its file system has no such locks
         return

@@ -23,12 +23,14 @@ def read_secret(path: Path) -> bytes:
         ControlError: others than its owner can read or write it, it belongs to another user, or is too large.
     """
     try:
+        # No link to a file elsewhere, and no wait for the writer of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ControlError(f"{path}: cannot be read: {error.strerror}") from None
     try:
+        # The open file is checked, before it is read: the path may name another one by now.
         _check(path, os.fstat(descriptor))
         content = os.read(descriptor, MAX_BYTES + 1)
     finally:

@@ -47,6 +47,7 @@ def raise_descriptor_limit() -> int:
 def max_connections() -> int:
     """Limit of connections of a server of this process, so that descriptors are left for all else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Counted now: sockets and pipes that the process has already are not available to the server.
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
 
 
@@ -121,6 +122,7 @@ class UnauthenticatedConnections:
 
     def look(self, now: float) -> int:
         """Shut down unauthenticated connections that are too many or too old; how many are left."""
+        # A copy: calls add to it in other threads.
         named = {peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
         self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
@@ -149,6 +151,7 @@ class UnauthenticatedConnections:
             descriptor = int(name)
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 about = os.fstat(descriptor)
+                # Numbers of descriptors are used again, inodes of sockets rise: the pair identifies a socket.
                 key = (descriptor, about.st_ino)
                 connection = known.get(key)
                 if connection is None and stat.S_ISSOCK(about.st_mode) and key not in self._others:
@@ -181,6 +184,7 @@ def _shut_down(connection: _Connection) -> None:
     """End a connection whose descriptor is gRPC's: it sees that the peer has gone, and closes it."""
     with contextlib.suppress(OSError), _own_copy(connection.descriptor) as sock:
         if os.fstat(sock.fileno()).st_ino == connection.inode:
+            # Not closed: its number could then name another file while gRPC still uses it.
             sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -63,6 +63,7 @@ def check_data(config: JobConfig) -> DataSummary:
     """
     src.check_lists(config.data)
     tokenizer = build_tokenizer(config.data)
+    # Before ranks start: an error on a rank would end the job only after minutes of loading.
     found = _split(config, "train", tokenizer)
     if config.training.eval_interval_iterations:
         found += _split(config, "valid", tokenizer)
@@ -99,6 +100,7 @@ def _padded(config: JobConfig, entries: int) -> int:
     multiple = config.model.make_vocab_size_divisible_by
     if multiple < 1:
         raise ConfigError.of("model.make_vocab_size_divisible_by", multiple, "must be at least 1")
+    # Not a multiple of TP: padded rows take part in the softmax, so every layout needs equally many.
     return -(-entries // multiple) * multiple
 
 
@@ -110,6 +112,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSu
         total, note = _source(config, f"{key}[{position}]", name, tokenizer, entries)
         totals.append(total)
         notes.append(note)
+    # A corpus that is yet to be indexed must not fail the check for short sources.
     known = [(name, total if total is not None else 1 << 62) for name, total in zip(names, totals, strict=True)]
     found = src.spans(config.data, config.model.seq_length, split, known)
     return [
@@ -145,9 +148,11 @@ def _expected_tokens(tokenizer: Tokenizer) -> int | None:
 def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
     """Compare token ids with the vocabulary; returns what that covered. Raises DataError at the first one outside."""
     bounds = np.iinfo(info.dtype)
+    # Every value of the format is in the vocabulary: there is nothing to read.
     if bounds.min >= 0 and bounds.max < entries:
         return f"all ids fit: {info.dtype.name}"
     tokens = np.memmap(bin_path(info.prefix), dtype=info.dtype, mode="r")
+    # Samples only, for a corpus may have terabytes; ids are checked again when each sample is read.
     starts = np.linspace(0, max(0, info.num_tokens - PROBE_WINDOW_TOKENS), PROBE_WINDOWS, dtype=np.int64)
     for start in np.unique(starts).tolist():
         window = tokens[start : start + PROBE_WINDOW_TOKENS].astype(np.int64)

@@ -43,6 +43,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.stat().st_size:
         raise DataError(f"{path}: is empty")
     try:
+        # As bytes: a file that is not UTF-8 is reported with its line and byte.
         with open(path, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 yield number, _decoded(path, number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line)
@@ -76,6 +77,7 @@ def _json_text(place: str, line: str, key: str) -> str:
     text = row[key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {key}={text!r:.60}: must be a string")
+    # JSON's escapes can write one; encoding it would fail much later, without the line.
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise DataError(f"{place}: {key} holds half of a surrogate pair, which no UTF-8 text can")
     return text

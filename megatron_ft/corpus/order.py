@@ -30,11 +30,13 @@ def _round_keys(key: str) -> tuple[int, ...]:
 def permute(position: int, size: int, key: str) -> int:
     """Map ``position`` by the bijection of ``range(size)`` that ``key`` names."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
+    # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
     side = isqrt(size - 1) + 1 if size > 1 else 1
     keys = _round_keys(key)
     while True:
         left, right = divmod(position, side)
         for round_key in keys:
+            # Added modulo the side, not combined by XOR: the side is rarely a power of two.
             left, right = right, (left + _mix(right ^ round_key)) % side
         position = left * side + right
         if position < size:
@@ -99,12 +101,14 @@ class SampleOrder:
     def _deal(self, index: int) -> tuple[int, int]:
         """Return (source, how many samples of it come before) by comparing the shuffled position in the block with the
         quotas."""
+        # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
         before, total = block * self.block_samples, self._bounds[-1]
         after = before + self.block_samples
         start_before = start_after = 0
         for source, bound in enumerate(self._bounds):
+            # Floors of exact cumulative shares: errors of rounding do not add up over blocks.
             end_before, end_after = bound * before // total, bound * after // total
             if position < end_after - end_before:
                 return source, (end_before - start_before) + position - (start_after - start_before)

@@ -95,6 +95,7 @@ def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
         return 0, total
     if not 0 <= config.valid_fraction < 1:
         raise ConfigError.of("data.valid_fraction", config.valid_fraction, "must be at least 0 and below 1")
+    # Held out even if the job never evaluates: otherwise switching evaluation on would change its training samples.
     held_out = int(total * config.valid_fraction)
     return (0, total - held_out) if split == "train" else (total - held_out, held_out)
 
@@ -115,6 +116,7 @@ def check_lists(config: DataConfig) -> None:
         raise ConfigError.of("data.valid_weights", config.valid_weights, "needs data.valid")
     check_weights("data.valid_weights", config.valid_weights, len(config.valid))
     for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
+        # Resolved: two paths to one file would read its tokens twice as often as its weight says.
         resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
         for position, source in enumerate(resolved):
             if source in resolved[:position]:

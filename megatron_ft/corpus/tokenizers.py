@@ -80,8 +80,10 @@ class LibraryTokenizer:
 
     def __init__(self, backend: Any, vocabulary: dict[str, int], fingerprint: str, source: Path) -> None:
         self._source = source
+        # A file may switch on padding and truncation: text would change or get lost without an error.
         backend.no_padding()
         backend.no_truncation()
+        # Special tokens in a text are plain text: otherwise a document could end itself.
         backend.encode_special_tokens = True
         self._backend = backend
         size = max(vocabulary.values()) + 1
@@ -89,6 +91,7 @@ class LibraryTokenizer:
         self.eod = known[0] if known else size
         self.vocab_size = max(size, self.eod + 1)
         self.fingerprint = fingerprint
+        # Tokenizers without byte fallback drop unknown characters silently.
         self.dropped = "".join(letter for letter in string.printable if not self.encode(letter).size)
 
     def encode(self, text: str) -> np.ndarray:
@@ -157,6 +160,7 @@ def _huggingface(path: Path) -> Tokenizer:
     model = content.get("model")
     if not isinstance(model, dict):
         raise DataError(f"{path}: model={type(model).__name__}: must be an object, as the tokenizers library writes it")
+    # Checked here, because the library's own error names neither the entry nor the merge.
     if model.get("type", "BPE") == "BPE" and "merges" in model:
         _check_json_merges(path, model)
     import tokenizers

@@ -42,6 +42,7 @@ def check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
     for entry, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise DataError(f"{path}: id of entry {entry!r}={number!r}: must be an integer from 0 to 2^31 - 1")
+        # Decoding an id of two entries would be ambiguous.
         if number in owner:
             raise DataError(f"{path}: id {number}: must belong to one entry, not to {owner[number]!r} and {entry!r}")
         owner[number] = entry
@@ -59,6 +60,7 @@ def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[
 def read_merges(path: Path) -> list[tuple[str, str, str]]:
     """Lines of a merges.txt as (place, left, right); a first line ``#version`` is no merge."""
     merges = []
+    # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue

@@ -34,6 +34,7 @@ class ClockFacts:
 def observe_clocks() -> ClockFacts:
     """Observe both clocks for ``OBSERVED_SECONDS`` and meanwhile ask the time service."""
     begin, wall = _both()
+    # The calls take a part of the time that is waited for anyway.
     is_synchronized, source = _ask_time_service()
     while (rest := begin + OBSERVED_SECONDS - time.monotonic()) > 0:
         time.sleep(rest)
@@ -51,6 +52,7 @@ def _both() -> tuple[float, float]:
     """(monotonic, wall) of one moment: the reading that was least interrupted."""
     readings = []
     for _ in range(_READINGS):
+        # An interruption between two readings looks like a step of one clock.
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
         readings.append((after - before, (before + after) / 2, wall))
     _, monotonic, wall = min(readings)
@@ -86,6 +88,7 @@ def understand(tool: str, output: str) -> bool | None:
     words = output.strip().split(",")
     if tool == "timedatectl":
         return {"yes": True, "no": False}.get(words[0])
+    # Fewer fields are an error message of chronyc, not an answer.
     return words[-1] != "Not synchronised" if len(words) > 10 else None
 
 

@@ -40,6 +40,7 @@ def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory:
 def _torch_has_cuda() -> bool:
     """Read from the file that PyTorch's build writes; True where it cannot be read there."""
     spec = importlib.util.find_spec("torch")
+    # Read as text: importing torch takes seconds and may fail on the machine that is checked.
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"
     if path is None or not path.exists():
         return True
@@ -63,6 +64,7 @@ def _ask_memory() -> int | None:
 def smallest_memory(answer: str) -> int | None:
     """Parse the bytes of the smallest GPU from ``nvidia-smi``'s answer, a line of MiB for each; None
     without a figure."""
+    # A GPU without a figure answers ``[N/A]``.
     sizes = [int(line) << 20 for line in answer.split() if line.isdigit()]
     return min(sizes, default=None)
 

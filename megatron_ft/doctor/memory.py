@@ -91,15 +91,18 @@ def cgroup_limit(root: Path) -> tuple[int, int] | None:
             top, limit, used, given_back = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             top, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            # Version 1 counts subgroups only in the fields with this prefix.
             given_back = "total_inactive_file"
         else:
             continue
         group = Path(path.lstrip("/"))
         for folder in (root / top / each for each in (group, *group.parents)):
             if (folder / limit).exists() and (text := (folder / limit).read_text().strip()) != "max":
+                # The kernel drops inactive file pages before it refuses memory.
                 kept = int((folder / used).read_text()) - _statistic(folder / "memory.stat", given_back)
                 found.append((int(text), max(0, kept)))
     limited = [each for each in found if each[0] < _CGROUP_UNLIMITED]
+    # The group with the least room stops the process first, not the one with the lowest limit.
     return min(limited, default=None, key=lambda each: each[0] - each[1])
 
 

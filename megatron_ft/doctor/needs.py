@@ -80,6 +80,7 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
     """
     launch, snapshot = config.launch, plan.snapshot
     if nodes_here is None:
+        # Spares hold their own memory while they wait, so they count.
         nodes_here = launch.most_nodes if launch.mode == "local" else 1
     if not 1 <= nodes_here <= launch.most_nodes:
         raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{launch.most_nodes}, the nodes of the job")
@@ -120,6 +121,7 @@ def _bytes_per_parameter(config: JobConfig) -> int:
     """Count weight, master weight and two moments, as checkpoints hold them."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     if config.parallel.use_distributed_optimizer:
+        # Megatron's distributed optimizer writes master weights also where the weights are FP32.
         return value_bytes + OPTIMIZER_BYTES
     return value_bytes + (0 if value_bytes == FP32_BYTES else FP32_BYTES) + 2 * FP32_BYTES
 
@@ -129,6 +131,7 @@ def _num_checkpoints(config: JobConfig) -> int:
     checkpoint = config.checkpoint
     if not checkpoint.save_interval_iterations:
         return 1 if checkpoint.save_at_end else 0
+    # An old checkpoint is deleted only when the next one is complete.
     return (checkpoint.keep_last or 1) + 1
 
 

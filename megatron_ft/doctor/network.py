@@ -95,6 +95,7 @@ def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, boo
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers of stores do: a port whose last connections are still closing is usable.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((addresses[0], port))
@@ -176,6 +177,7 @@ def _check_ephemeral(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
         found.append(warning("ports", what, wide))
     for first, last, named in _own_ports(needs):
         free = not (first <= high and last >= low)
+        # The kernel never gives reserved ports to outgoing connections, also inside of the range.
         if not free and not any(a <= max(first, low) and min(last, high) <= b for a, b in facts.reserved):
             what = f"{named} can be taken by outgoing connections ({low}-{high}) before the job binds them"
             ports = str(first) if first == last else f"{first}-{last}"
@@ -198,6 +200,7 @@ def _check_variables(facts: NetworkFacts) -> list[Finding]:
         prefixes = variable.startswith("NCCL")
         if prefixes and value.startswith("^"):
             continue
+        # NCCL takes a name as the beginning of names, gloo as a whole name.
         exact = not prefixes or value.startswith("=")
         for name in filter(None, value.lstrip("=").split(",")):
             holders = [own for own in facts.interfaces if (own == name if exact else own.startswith(name))]

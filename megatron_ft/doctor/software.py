@@ -71,6 +71,7 @@ def _apex() -> str | None:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     has_norms = any((folder / "normalization").is_dir() for folder in folders)
+    # ``amp_C`` exists only in builds with CUDA extensions. Another package on the index is called apex, too.
     return "nvidia" if has_norms and importlib.util.find_spec("amp_C") is not None else "other"
 
 
@@ -92,6 +93,7 @@ def check_software(facts: SoftwareFacts, *, device: str, needs_transformer_engin
         needs_transformer_engine: whether the job requires it.
     """
     lacking = missing(facts)
+    # Without it no version can be compared.
     if "packaging" not in facts.versions:
         return lacking
     found = [
@@ -130,6 +132,7 @@ def check_compiler(kernels: str, variables: Mapping[str, str], which: Which = sh
 def _fits(version: str, versions: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
+    # NVIDIA's containers have pre-releases of torch, which a specifier leaves out by default.
     return SpecifierSet(versions).contains(version, prereleases=True)
 
 

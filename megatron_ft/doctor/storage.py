@@ -45,6 +45,7 @@ class StorageFacts:
 def observe_storage(needs: JobNeeds) -> StorageFacts:
     """Observe the file system: write and remove one small file beside the place of the run."""
     folder = Path(needs.run_dir).absolute()
+    # The check must not make ``run.dir``: it may be run where the job is only prepared.
     while not folder.is_dir():
         folder = folder.parent
     file_system, options = mount_of(folder.resolve(), Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
@@ -92,6 +93,7 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, tuple[str, ...]]:
         fields, _, after = line.partition(" - ")
         words, (kind, _, superblock) = fields.split(), after.split(maxsplit=2)
         point = Path(words[4].replace("\\040", " "))
+        # A later line of equal length is mounted over the earlier one.
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, found = len(point.parts), (kind, (*words[5].split(","), *superblock.split(",")))
     return found
@@ -119,6 +121,7 @@ def _check_flushes(facts: StorageFacts, needs: JobNeeds) -> list[Finding]:
         cause = f"mounted with {', '.join(unsafe)}" if unsafe else f"LD_PRELOAD={facts.preloaded}"
         what = f"{where}: fsync returns before bytes are safe ({cause})"
         found.append(warning("fsync", what, f"mount it without, or unset LD_PRELOAD; else {elsewhere}"))
+    # The median: one flush in nine may be slow for other reasons.
     elif median < SMALLEST_FLUSH_SECONDS:
         what = f"{where}: fsync seems to do nothing ({took}): no storage is so fast"
         found.append(warning("fsync", what, f"ask its administrator whether fsync is honoured; else {elsewhere}"))

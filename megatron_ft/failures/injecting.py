@@ -60,6 +60,7 @@ class Injector:
             NotInjected: one of them has none, or all had ended by themselves.
         """
         with self._held("kill", nodes, about) as processes:
+            # A trial counts only if its fault happened: with no process left to kill, none did.
             if len(_send(processes, signal.SIGKILL)) == len(processes):
                 raise self._refused("kill", nodes, "all their processes had ended")
 
@@ -78,6 +79,7 @@ class Injector:
                 if seconds is not None:
                     self.pause(seconds)
             finally:
+                # Also after an error: a process that stays stopped would be taken for a fault of the job.
                 ended = [] if seconds is None else _send(processes, signal.SIGCONT)
         return ended
 
@@ -100,6 +102,7 @@ class Injector:
             except ControlError as error:
                 raise self._refused("partition", nodes, str(error)) from None
             finally:
+                # Also where the cut failed: some of the links may be down.
                 switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
@@ -117,6 +120,7 @@ class Injector:
                 for process in processes:
                     with contextlib.suppress(ProcessLookupError):  # it has ended
                         soft, hard = resource.prlimit(process.process_id, resource.RLIMIT_FSIZE)
+                        # The hard limit stays, so that the soft one can be raised to its old value without a privilege.
                         resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, (0, hard))
                         before.append((process, (soft, hard)))
                 self.pause(seconds)
@@ -125,6 +129,7 @@ class Injector:
             finally:
                 for process, limits in before:
                     with contextlib.suppress(ProcessLookupError):
+                        # ``prlimit`` takes a process id, which another process may have by now.
                         if not process.has_ended():
                             resource.prlimit(process.process_id, resource.RLIMIT_FSIZE, limits)
 
@@ -149,6 +154,7 @@ class Injector:
             try:
                 with self.connect() as operator:
                     return operator.add(node)
+            # The controller refuses a node until it has detected the loss, so a refusal is no end.
             except ControlError as error:
                 if self.clock() >= deadline:
                     raise self._refused("add", [node], str(error)) from None
@@ -199,11 +205,13 @@ class Injector:
         """Yield all processes of the nodes after the fault is recorded. Raises NotInjected."""
         nodes, deadline = list(dict.fromkeys(nodes)), self.clock() + self.patience_seconds
         while True:
+            # Found again each time: a node that is starting has no process yet.
             with processes_of(self.run_dir, nodes, self.ranks_per_node) as found:
                 missing = [node for node, processes in found.items() if not processes]
                 if not missing:
                     processes = [process for node in nodes for process in found[node]]
                     named = {process.log: process.process_id for process in processes}
+                    # On disk before the fault: a fault without a record would be taken for one of the job's own.
                     self._write({"action": action, "nodes": nodes, "processes": named, **about})
                     yield processes
                     return
@@ -219,6 +227,7 @@ class Injector:
         """Append a line; it is on disk when this returns."""
         line = json.dumps({"time_unix_seconds": time.time(), **record}).encode() + b"\n"
         with (self.run_dir / INJECTED_FILE).open("ab", buffering=0) as file:
+            # Unbuffered, so one ``write`` appends the line, and lines of two injectors do not mix.
             if file.write(line) != len(line):
                 raise OSError(f"{INJECTED_FILE}: a line was written in part")
             os.fsync(file.fileno())

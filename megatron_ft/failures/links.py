@@ -35,6 +35,7 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
             there = os.readlink(f"/proc/{process_id}/ns/net")
         except OSError as error:
             raise CannotCut(f"process {process_id}: its network namespace cannot be read: {error.strerror}") from None
+        # To cut this process's own network would cut all nodes that share it, and the injector.
         if there == here:
             raise CannotCut(f"process {process_id} shares this process's network namespace: no cable leads to it alone")
         inside = ["nsenter", f"--net=/proc/{process_id}/ns/net"]
@@ -43,6 +44,7 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
             raise CannotCut(f"process {process_id}: no veth link leads to its network namespace")
         far |= found
     names = [link["ifname"] for link in _links() if link["ifindex"] in far]
+    # A link whose other end is elsewhere stays up: the node would be cut off in part.
     if len(names) < len(far):
         raise CannotCut(
             f"{len(far) - len(names)} of {len(far)} links to the nodes do not begin in this network namespace"

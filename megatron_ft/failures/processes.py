@@ -70,6 +70,8 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
             assert node is not None, "only logs of nodes were asked for"
             found[node].append(process)
         for processes in found.values():
+            # The agent first: signals arrive in this order, and an agent that outlives its ranks would report their
+            # deaths.
             processes.sort(key=lambda process: (process.log.startswith("rank-"), len(process.log), process.process_id))
         yield found
 
@@ -118,6 +120,7 @@ def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
         descriptor = os.pidfd_open(process_id)
     except OSError:
         return None  # it has ended
+    # Checked again: the number may have passed to another process before the descriptor was opened.
     if _log_of(process_id, logs) != log:
         os.close(descriptor)
         return None

@@ -126,6 +126,7 @@ class FailureSchedule:
             schedule = cls(**plain, events=events)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError.of("schedule", "", f"is damaged: {error!r}") from None
+        # Files come from outside; the injector relies on nodes that exist.
         schedule.validate()
         return schedule
 

@@ -57,6 +57,7 @@ class MembershipTrace:
         """
         _check(most_nodes, minutes, scale)
         last = self.instants[-1].milliseconds
+        # Times must be below the end, and the last instant belongs to the trace.
         end = last + 1 if minutes is None else minutes * 60_000.0
         numbers = _Numbers(most_nodes)
         numbers.arrive(self.instants[0].added)
@@ -65,6 +66,8 @@ class MembershipTrace:
         for instant in self.instants[1:]:
             if instant.milliseconds >= end:
                 break
+            # Arrivals first: a number that becomes free now may not be given away in the same instant, where a node
+            # would leave and join.
             joins, leaves = numbers.arrive(instant.added), numbers.depart(instant.removed)
             if joins or leaves:
                 seconds = instant.milliseconds / 1000.0 * scale
@@ -165,6 +168,7 @@ def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
 
 def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
     """Group rows by their time: the net change of each moment."""
+    # A dictionary keeps the order of the rows, by which nodes get their numbers.
     first, present, instants = rows[0][0], dict[str, None](), []
     for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):
         earlier = dict(present)

@@ -29,7 +29,9 @@ class Collectives:
 
     def gather(self, record: Any) -> list[Any]:
         """The JSON-able ``record`` of every rank, in rank order, on every rank."""
+        # Not ``all_gather_object``: it unpickles bytes of other ranks, and pickle can run code.
         content = json.dumps(record).encode()
+        # All-gather needs one shape on all ranks, and no rank knows the longest record: lengths come first.
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
         dist.all_gather(sizes, torch.tensor([len(content)], dtype=torch.int64, device=self._device), group=self.group)
         longest = max(int(size.item()) for size in sizes)
@@ -52,6 +54,7 @@ class Collectives:
 
     def errors(self, error: str | None) -> str | None:
         """None when no rank has an error, else the errors with their ranks, the same text everywhere."""
+        # The same answer everywhere: either all ranks enter the gather or none does.
         if not self.any(error is not None):
             return None
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.gather(error)) if text is not None)

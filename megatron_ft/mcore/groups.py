@@ -39,8 +39,7 @@ class Groups:
     """Connections to other ranks that all of these use."""
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """Create a gloo group of ``ranks``; None on ranks outside of it. Called by every rank of the job alike: names
-        of groups that only some have called for depend on which others these have.
+        """Create a gloo group of ``ranks``; None on ranks outside of it. Every rank of the job calls it alike.
 
         Raises:
             RuntimeError: others did not come, or the connections were broken.
@@ -48,6 +47,7 @@ class Groups:
         if dist.get_backend() == "nccl":
             # NCCL connects at its first use: all queued work must be done before sockets are compared.
             torch.cuda.synchronize()
+        # torch names a group by a count of each process: a rank that left one out would wait under another name.
         before, timeout = open_sockets(), datetime.timedelta(seconds=timeout_seconds)
         group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         self.transports.include(open_sockets() - before)
@@ -104,9 +104,9 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    """Connect to the store once it is served. Its server may have ended again while torch keeps trying, so each
-    attempt is short. A server that accepts and does not answer is waited for until ``opening`` breaks the
-    connection."""
+    """Connect to the store once it is served."""
+    # The server may have ended again while torch keeps trying, so each attempt is short. A server that accepts and does
+    # not answer is waited for until ``opening`` breaks the connection.
     where = f"{context.master_addr}:{context.master_port}"
     deadline, try_seconds = time.monotonic() + timeout_seconds, min(timeout_seconds, _TRY_SECONDS)
     while True:
@@ -151,6 +151,7 @@ def form_groups(
     before = open_sockets()
     dist.init_process_group(
         backend=backend,
+        # A late rank of another generation uses other keys: it cannot meet ranks of this one in the same store.
         store=dist.PrefixStore(f"generation-{generation}", store),
         rank=rank,
         world_size=world_size,
@@ -164,6 +165,7 @@ def form_groups(
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
+        # Megatron would use them to save through one rank of each data-parallel group; here every rank writes its part.
         create_gloo_process_groups=False,
     )
     if backend == "nccl":
@@ -172,6 +174,7 @@ def form_groups(
     vote = dist.new_group(backend="gloo", timeout=timeout)
     store_port = store.port if isinstance(store, dist.TCPStore) else None
     transports = Transports.among(open_sockets() - before, store_port=store_port)
+    # From here on a wait ends with these connections, no longer with those that were being made.
     waits.use(transports.limit)
     return Groups(
         generation=generation,
@@ -185,12 +188,14 @@ def dissolve_groups() -> None:
     """Drop Megatron's groups and torch's. The caller has released its ``Groups`` and all that holds them.
 
     Where connections were shut down, operations may be blocked in the groups until their own timeout: those groups are
-    held until then, and this returns. NCCL's are aborted first: destroying one waits for peers that may be gone.
+    held until then, and this returns.
     """
     groups = []
     if waits.in_use().is_ended:
+        # Held until the operations in them end: the destructor of a gloo group joins its threads.
         groups = list(dist.distributed_c10d._world.pg_map)
         drop_broken_graph()
+        # Before anything is destroyed: destroying an NCCL group waits for peers that may be gone.
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
     parallel_state.destroy_model_parallel()

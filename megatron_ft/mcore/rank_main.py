@@ -105,11 +105,13 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         timeout_seconds = config.launch.start_timeout_seconds
         store = open_store(context, timeout_seconds=timeout_seconds)
         trainer.build(join(trainer.config, context, device=device_type, timeout_seconds=timeout_seconds, store=store))
+        # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
         if context.rank == 0 and config.launch.may_lose_nodes:
             note_run_data(trainer.samples["train"], context.run_dir)
     elif config.launch.may_lose_nodes:
         check_run_data(config, trainer.samples["train"], context.run_dir)
     history = ScriptedHistory(config, context, store)
+    # The history keeps the store where memberships follow: another reference would keep it open for the whole run.
     del store
     run_memberships(trainer, history)
     _report_unfired(context)

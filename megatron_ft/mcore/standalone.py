@@ -50,6 +50,7 @@ def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | No
     if run_rank is None:
         from megatron_ft.mcore.rank_main import run_rank
     faulthandler.enable()
+    # CUDA and NCCL read these at their first call; what the user has set takes precedence.
     for name, value in rank_environment(config, environment.rank).items():
         os.environ.setdefault(name, value)
     stop = StopFlag()
@@ -137,6 +138,7 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
             environment.master_addr,
             environment.master_port,
             is_master=serve,
+            # Rank 0 claims the run folder while other ranks may still be starting.
             wait_for_workers=False,
             timeout=timedelta(seconds=config.launch.start_timeout_seconds),
         )
@@ -157,6 +159,7 @@ def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCP
     """
     deadline = time.monotonic() + config.launch.start_timeout_seconds
     num_others = environment.world_size - 1
+    # Adding 0 reads the count; ``get`` would block until the first reader has come.
     while (num_readers := store.add(_readers(environment), 0)) < num_others and not stop:
         if time.monotonic() > deadline:
             print(f"rank 0: {num_others - num_readers} of {num_others} other ranks never came", file=sys.stderr)
@@ -168,6 +171,7 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
     """Rank 0: claim the run folder and notify the others, even when it fails."""
     try:
         run = config.run
+        # torchrun starts workers again with the same store: they continue in the folder of the first attempt.
         if environment.attempt > 0 and store.check(["megatron_ft/name"]):
             run = replace(run, name=store.get("megatron_ft/name").decode(), resume="auto")
         config_yaml = yaml.safe_dump(to_dict(config), sort_keys=False)
@@ -179,6 +183,7 @@ def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> 
             "master_port": free_port(environment.master_addr),
         }
     except MegatronFtError as error:
+        # The others wait for this key: without an answer each would wait until its timeout.
         store.set(_key(environment), json.dumps({"error": str(error)}))
         raise
     store.set(_key(environment), json.dumps(agreed))
@@ -196,6 +201,7 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
     except RuntimeError as error:
         raise ControlError(f"rank {environment.rank} had no word of rank 0: {error}") from error
     agreed: dict[str, Any] = json.loads(store.get(_key(environment)))
+    # Counted before an error is raised: rank 0 serves the store until all have read from it.
     if environment.rank != 0:
         store.add(_readers(environment), 1)
     if "error" in agreed:

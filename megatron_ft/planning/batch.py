@@ -51,6 +51,7 @@ class BatchPlan:
     def num_microbatches(self) -> int:
         """Microbatches each rank runs, padding included."""
         per_rank = -(-self.num_real_microbatches // self.data_parallel_size)
+        # Megatron's interleaved schedule asserts a multiple of the stages.
         return -(-per_rank // self.num_microbatches_multiple) * self.num_microbatches_multiple
 
     @property
@@ -61,6 +62,7 @@ class BatchPlan:
     def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:
         """Index of the first sample of a rank's microbatch (iterations count from 1); None for padding."""
         position = microbatch_position(self.data_parallel_size, data_parallel_rank, microbatch)
+        # Padding lies at the end of the iteration, so the samples before it are the same for every number of ranks.
         if position >= self.num_real_microbatches:
             return None
         return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
@@ -68,4 +70,5 @@ class BatchPlan:
 
 def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
     """Position of a rank's microbatch in its iteration, from 0."""
+    # In turn and not in blocks: padding then falls into the last rounds of all ranks, not onto the last ranks.
     return microbatch * data_parallel_size + data_parallel_rank

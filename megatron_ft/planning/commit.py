@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import TrainingStopped
 
+# All ranks compute these from the same reduced values: one bit of difference means replicas that diverge from here on.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
 """Fields of votes in windows of earlier versions that no replay needs."""
@@ -113,6 +114,7 @@ def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
     """Factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
     if clip_grad <= 0.0:
         return 1.0
+    # Any other small constant would give other bits than Megatron's.
     return min(1.0, clip_grad / (grad_norm + 1.0e-6))
 
 
@@ -128,6 +130,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
     """
     for name in _SAME_ON_ALL_RANKS:
         _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
+    # Sums are taken in rank order: the addition of floats is not associative, and votes must not differ between ranks.
     first = ballots[0]
     num_tokens = sum(ballot.num_tokens for ballot in ballots)
     per_moe_loss = 1.0 / num_moe_losses if num_moe_losses else 0.0
@@ -144,6 +147,8 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
         z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
         stop_requested=any(ballot.stop_requested for ballot in ballots),
         change_requested=any(ballot.change_requested for ballot in ballots),
+        # A window serves a restart only with the parts of all ranks, so one rank that can never complete it is enough
+        # to give it up, and one rank without a buffer delays the next window on all.
         replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
         given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
         has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
@@ -151,6 +156,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
 
 
 def _check_agreement(name: str, values: Sequence[float]) -> None:
+    # NaN has many bit patterns, and which one a device produces is not defined: they count as equal.
     bits = [struct.pack("<d", value) if not math.isnan(value) else b"nan" for value in values]
     for rank, other in enumerate(bits):
         if other != bits[0]:
@@ -185,6 +191,7 @@ class History:
 
     def after(self, vote: Vote, decision: Decision, window: int) -> "History":
         """Return the history after ``decision``, with at most ``window`` losses."""
+        # A skipped loss stays out of the median: a row of spikes must not become the new normal.
         if decision.action != "commit":
             return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0)
@@ -225,6 +232,7 @@ class CommitPolicy:
         return decision
 
     def _decide(self, vote: Vote, history: History) -> Decision:
+        # First: with a dynamic loss scale an overflow is how the scale is found, and no fault.
         if vote.found_inf and self.loss_scaling:
             return Decision(action="skip", reason=f"gradient overflow at loss scale {vote.loss_scale:g}")
         if vote.found_inf or not (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm)):
@@ -234,6 +242,7 @@ class CommitPolicy:
         return self._decide_spike(vote, history)
 
     def _decide_spike(self, vote: Vote, history: History) -> Decision:
+        # The first losses fall fast: their median says little about the next one.
         if self.loss_spike_factor is None or len(history.losses) < max(1, self.loss_spike_window // 2):
             return Decision(action="commit")
         median = history.median_loss

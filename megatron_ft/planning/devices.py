@@ -44,9 +44,11 @@ def usable_gpus(facts: DeviceFacts) -> int:
         return facts.num_gpus
     num_named = 0
     for name in facts.visible.split(","):
+        # CUDA ignores everything from the first invalid entry on (CUDA C++ Programming Guide, environment variables).
         if not name.strip() or name.strip().startswith("-"):
             break
         num_named += 1
+    # A container may have fewer device files than the variable names.
     return min(facts.num_gpus, num_named)
 
 
@@ -121,6 +123,7 @@ def choose_device(
         reason = f"training.device=auto found {num_gpus} GPU{'' if num_gpus == 1 else 's'} here"
         _check_accepted(refused["cuda"], reason)
         return DeviceChoice(device="cuda", is_certain=True, reason=reason)
+    # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
     if gpu_memory_bytes is not None:
         if not may_be_elsewhere:
             constraint = "must be cpu, without launch.gpu_memory_bytes, on a machine without a usable GPU: "
@@ -129,6 +132,7 @@ def choose_device(
         _check_accepted(refused["cuda"], reason)
         return DeviceChoice(device="cuda", is_certain=True, reason=reason)
     reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
+    # A plan for an unknown machine prefers the device that accepts the job; a start has only this machine's.
     if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
         _check_accepted(refused["cpu"], reason)
         return DeviceChoice(device="cpu", is_certain=not may_be_elsewhere, reason=reason)

@@ -111,6 +111,7 @@ class JobPlan:
             ConfigError: a rank or a node needs more.
         """
         within_limit(
+            # On CPU the state of ranks is host memory, which ``host_bytes_per_node`` contains.
             self.gpu_memory_bytes if self.device == "cuda" else None,
             "launch.gpu_memory_bytes",
             self.device_bytes,
@@ -164,6 +165,7 @@ def plan_job(
     trace = _trace(config, inputs or JobInputs())
     snapshot = report_snapshots(config, data.tokenizer_vocab_size)
     upstream_log = report_upstream_log(config, snapshot)
+    # Both lie in host memory on either device, beside everything that ranks take themselves.
     captured = sum(0 if report is None else report.host_bytes for report in (snapshot, upstream_log))
     wrap = None if trace is None else trace.wrap(training.train_iterations)
     losses, warnings = _losses(config, inputs or JobInputs(), placement, snapshot) if with_losses else ((), ())
@@ -234,6 +236,7 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
     """Warn that a second loss can end the job although enough nodes would be left."""
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
+    # Only jobs that continue on fewer nodes by replicas lose slots with a node.
     if placement.algorithm is None or launch.keep_layout or not launch.fewest_nodes <= num_left:
         return ()
     num_copies, num_ranks = min(placement.min_replicas, num_left), num_left * launch.ranks_per_node

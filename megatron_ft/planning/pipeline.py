@@ -107,6 +107,7 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
     assert 0 <= stage < shape.num_stages, f"stage {stage} is outside a pipeline of {shape.num_stages}"
     forward, backward = _forward_passes(shape), _backward_passes(shape)
     num_warmup = min(_num_warmup_passes(shape, stage), len(forward))
+    # There are more backward passes than pairs: the rest is the cool-down.
     steady = zip(forward[num_warmup:], backward, strict=False)
     return (
         *forward[:num_warmup],
@@ -154,6 +155,7 @@ def _backward_passes(shape: PipelineShape) -> list[Pass]:
 
 def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
     """Groups of microbatches in turn, each through all chunks: Megatron's schedule table."""
+    # The last group may be smaller: Megatron fills its table in the same way.
     size, total = shape.group_size, shape.num_microbatches
     for first in range(0, total, size):
         for chunk in range(shape.num_chunks):
@@ -164,6 +166,7 @@ def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
 def _num_warmup_passes(shape: PipelineShape, stage: int) -> int:
     """Number of forward passes before the first backward pass."""
     behind = shape.num_stages - stage - 1
+    # Formulas of Megatron's ``get_pp_rank_microbatches``: in another order a log would give a replay wrong tensors.
     if shape.num_chunks == 1:
         return behind
     return 2 * behind + (shape.num_chunks - 1) * shape.group_size

@@ -20,7 +20,9 @@ _ABORTS_ITSELF = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_CUMEM_ENABLE": "1",
 }
+# By default NCCL chooses algorithm and protocol by message size and topology, and each of them adds in another order.
 _FIXED_ORDER_OF_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
+# Ranks with host ids of their own count as machines of their own, which share neither GPU nor host memory.
 _SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
 
@@ -33,11 +35,13 @@ def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, st
     parallel, training = config.parallel, config.training
     if training.device != "cuda":
         return {}
+    # A new membership has buffers of other sizes: in segments of fixed size the former ones would leave unusable gaps.
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
         # Communication must be enqueued before the computation that it overlaps with.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if training.deterministic:
+        # With several streams cuBLAS gives the same bits only with a workspace of fixed size.
         variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     if parallel.backend_on(training.device) == "nccl":
         variables |= _of_nccl(config, rank)

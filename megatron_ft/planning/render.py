@@ -259,6 +259,7 @@ def _slots(plan: PlacementPlan) -> str:
 
 def _losses(losses: Sequence[LossCost], device: str) -> str:
     """A row for each node, then why earlier strategies cannot recover it."""
+    # The row for dead ranks on living nodes is always shown: it is the only one of its kind.
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]
     for cost in [*gone[:SHOWN_RANKS], *(cost for cost in losses if not cost.is_gone)]:
@@ -267,6 +268,7 @@ def _losses(losses: Sequence[LossCost], device: str) -> str:
         rows.append((name, cost.source, cost.iterations, moved, cost.result))
     hidden = len(gone) - SHOWN_RANKS
     tail = [f"  and {hidden} more nodes (dry_run_format=json lists all)"] if hidden > 0 else []
+    # Nodes mostly decline for the same reasons: each reason once.
     reasons = dict.fromkeys(_shortened(declined) for cost in gone for declined in cost.declined)
     shown = [f"  not {reason}" for reason in list(reasons)[:SHOWN_RANKS]]
     return "\n".join(

@@ -126,6 +126,7 @@ def _check_size(source: str, what: str, found: int, needed: int, needed_by: str)
 
 def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
     """``[records, layers, num_experts]``: the experts of each layer with the most tokens over all records."""
+    # A stable sort: which of equally loaded experts is kept must not depend on numpy's version or the CPU.
     order = np.argsort(-tokens.sum(axis=0), axis=1, kind="stable")
     kept = np.sort(order[:, :num_experts], axis=1)
     layers = np.arange(tokens.shape[1])[:, None]
@@ -145,6 +146,8 @@ def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> l
         if left and not any(weights[expert] for expert in free):
             weights = [1] * len(loads)
         total = sum(weights[expert] for expert in free)
+        # What is cut off from one expert goes to the others, which may then exceed the limit themselves: hence the
+        # loop. In integers, so that no rounding decides.
         full = [expert for expert in free if weights[expert] * left > num_tokens * total]
         if not full:
             break
@@ -186,6 +189,7 @@ def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
 
     Sorts by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of a counter, in 64-bit integers.
     """
+    # numpy's generators may change their streams between versions (NEP 19): a recording would route otherwise then.
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     values = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -126,12 +126,14 @@ def log_bytes(config: JobConfig, stage: int, num_iterations: int) -> int:
 def node_log_bytes(config: JobConfig, node: int, num_iterations: int) -> int:
     """Bytes of the logs of all ranks of a node for ``num_iterations``."""
     topology, size = _topology(config), config.launch.ranks_per_node
+    # Ranks of a node may belong to several stages, whose logs differ in size.
     stages = [topology.coordinates(rank).pp for rank in range(node * size, (node + 1) * size)]
     return sum(log_bytes(config, stage, num_iterations) for stage in stages)
 
 
 def largest_node_bytes(config: JobConfig, num_iterations: int) -> int:
     """Largest ``node_log_bytes`` of any node; every rank computes the same value."""
+    # Over all nodes: if only some ranks refused a limit, the others would wait for them in the next collective.
     return max(node_log_bytes(config, node, num_iterations) for node in range(config.launch.num_nodes))
 
 

@@ -15,6 +15,7 @@ def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
     """
     mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
     rows = torch.empty((group.size(), BALLOT_FIELDS), dtype=torch.float64)
+    # Asynchronous, so that the failpoint can end a rank while others are inside the collective.
     work = dist.all_gather_into_tensor(rows.view(-1), mine, group=group, async_op=True)
     failpoints.hit("vote_inside", ballot.iteration)
     work.wait()

@@ -38,6 +38,7 @@ ITEM_BYTES = {
 }
 """Bytes of one value of each dtype, by torch's names."""
 
+# Status pages and memory maps take signed 64-bit numbers: a larger one would fail far from the place that read it.
 _MAX_INTEGER = 2**63 - 1
 _NAMES = {
     "parameter": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,511}"),
@@ -62,6 +63,7 @@ def _piece_problem(piece: Piece) -> str | None:
         value = getattr(piece, name)
         if not isinstance(value, str) or not pattern.fullmatch(value):
             return f"{name}={value!r:.80}: must match {pattern.pattern}"
+    # These numbers come from a peer or from a file that may be damaged, and become offsets into memory.
     for name in ("tensor_part", "start", "stop", "offset", "num_bytes"):
         value = getattr(piece, name)
         if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
@@ -71,6 +73,7 @@ def _piece_problem(piece: Piece) -> str | None:
         return f"dtype={piece.dtype!r:.80}: must be one of {', '.join(ITEM_BYTES)}"
     if piece.stop < piece.start:
         return f"stop={piece.stop}: must be at least start={piece.start}"
+    # A component without elements, such as Adam's step count, has one value for the whole range.
     if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
         elements = f"elements {piece.start} to {piece.stop}"
         return f"num_bytes={piece.num_bytes}: must be {item} or {item} for each of the {elements}"
@@ -103,6 +106,7 @@ class Slice:
         """(first byte, byte after the last, index of the piece or None for padding) of all bytes, in order."""
         position = 0
         for index, piece in enumerate(self.pieces):
+            # Padding counts as an extent: files have zeros there, so that damage to any of their bytes is found.
             if piece.offset > position:
                 yield position, piece.offset, None
             yield piece.offset, piece.end, index
@@ -147,6 +151,8 @@ class Slice:
             if piece.end > self.num_bytes:
                 raise CheckpointError(f"{what}: ends at {piece.end}, outside the slice of {self.num_bytes} bytes")
             position = piece.end
+        # The state after loading an element twice would depend on the order of pieces. Ranges without elements overlap
+        # nothing, so equal ones are compared too.
         found = sorted((p.parameter, p.tensor_part, p.component, p.start, p.stop) for p in self.pieces)
         for one, other in pairwise(found):
             if one[:3] == other[:3] and (other[3] < one[4] or one[3:] == other[3:]):
@@ -307,6 +313,7 @@ class Window(Origin):
         Args:
             whole: whether all slices must be there, with their hashes; otherwise none is.
         """
+        # First the version: otherwise the message about a newer format would be about unknown fields.
         if isinstance(content, Mapping):
             check_version(content.get("format_version"))
         values = _check_object("window", content, _WINDOW_FIELDS)
@@ -315,6 +322,7 @@ class Window(Origin):
         window.validate()
         if len(slices) != (window.num_slices if whole else 0):
             raise CheckpointError(f"num_slices={window.num_slices}: there are {len(slices)}")
+        # Plan and headers are free JSON: what could not be persisted later is refused now.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window
 
@@ -372,6 +380,7 @@ def _check_pattern(where: str, value: object, pattern: re.Pattern[str]) -> None:
 
 def _dump(content: Mapping[str, Any]) -> bytes:
     try:
+        # Equal windows need equal bytes: a digest of them identifies rejected windows, and an equal file is kept.
         return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"plan or header is not strict JSON: {error}") from None

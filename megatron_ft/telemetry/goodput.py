@@ -17,6 +17,7 @@ from megatron_ft.planning.cost.training_time import checkpoint_overhead, effecti
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
 """Limit of iterations of a run and of tokens of an iteration; larger figures are ignored."""
+# The years 2001 and 5138: a clock that was never set begins in 1970, and would add decades to the wall time.
 _EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
 _LONGEST_SECONDS = 1e9
 
@@ -163,6 +164,7 @@ class _Counted:
     def go_back(self, iteration: int) -> float:
         """Drop iterations after ``iteration``; returns the seconds that they took."""
         lost = 0.0
+        # From the newest on: an iteration that a recovery undid must not count as useful any more.
         while self.newest and self.newest[-1] > iteration:
             newest, count = self.newest.pop(), self.counts.pop()
             seconds, tokens = self.seconds.pop(), self.tokens.pop()
@@ -246,12 +248,15 @@ class GoodputMeter:
         gap, iteration = self._gap, record.iteration
         at = max(at, gap.begin)
         self._gap = _Gap(begin=at)
+        # Shares have to add up to the wall time, whatever a record claims.
         length = min(duration(_figure(record, "iteration_seconds")) or 0.0, at - gap.begin)
         between, before = gap.parts(at - gap.begin - length)
+        # After a recovery the iteration follows the state that ranks continued from, not the last one reported.
         before_it = gap.source if gap.source is not None else self._position
         follows = iteration - 1 if before_it is None else max(0, min(iteration - 1, before_it))
         self._again += self._counted.go_back(follows)
         num_unreported = iteration - 1 - follows
+        # With a larger log interval the time before a report belongs to iterations like the one that it is about.
         unreported = min(before, num_unreported * length)
         tokens = _figure(record, "tokens") * (1 + num_unreported)
         self._counted.add(iteration, 1 + num_unreported, length + unreported, tokens)
@@ -259,6 +264,7 @@ class GoodputMeter:
         self._between_jobs += between
         if gap.is_recovery:
             self._recovery += before - unreported
+            # A failure alone is no interruption: the record of what ranks continued from makes it one.
             self._num_interruptions += gap.continues
         else:
             self._other += before - unreported
@@ -291,6 +297,7 @@ def measure(records: Iterable[Record]) -> Goodput:
     """Measure the goodput of a run from all of its events and metrics, in any order."""
     meter = GoodputMeter()
     timed = [(at, record) for record in records if (at := instant(record.time_unix_seconds)) is not None]
+    # At equal times metrics come first: an iteration ends before what is recorded at its end.
     for _, record in sorted(timed, key=lambda pair: (pair[0], not isinstance(pair[1], Metrics))):
         meter.take(record)
     return meter.result()

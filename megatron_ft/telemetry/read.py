@@ -28,6 +28,7 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
 
 def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
     """The newest metrics of each iteration, in the order of iterations; ``metrics`` are in the order of writing."""
+    # Lines are appended only, so of one iteration the last line is that of the newest attempt.
     newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
 

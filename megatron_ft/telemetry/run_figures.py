@@ -75,6 +75,7 @@ class RunFigures:
 
     def _train(self) -> None:
         before, self._so_far = self._so_far, self._meter.so_far()
+        # The first iteration after a recovery ends it: only now is its time known.
         if self._so_far.num_interruptions > before.num_interruptions:
             strategy = self._strategy or "unknown"
             took = max(0.0, self._so_far.recovery_seconds - before.recovery_seconds)
@@ -85,6 +86,7 @@ class RunFigures:
         self.attempts.append(record)
         if record.resumed_from_iteration is None:
             self._strategy = self._strategy or "nothing"
+        # Placement, window and log of the earlier attempt are gone with its ranks.
         self._lasting = {name: value for name, value in self._lasting.items() if name in _OF_THE_RUN}
         self._lasting |= {"job/attempt": len(self.attempts), "job/world_size": record.world_size}
 
@@ -96,6 +98,7 @@ class RunFigures:
             "replicas/single_loss_survival": record.single_loss_survival,
         }
         for name, value in figures.items():
+            # A figure that the new placement does not have must not stay from the one before.
             self._lasting.pop(name, None)
             if value is not None:
                 self._lasting[name] = value

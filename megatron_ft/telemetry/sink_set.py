@@ -30,6 +30,7 @@ class SinkSet:
         """``sinks``: in the order they are written to and closed; a failure to close goes to those after it."""
         self._sinks = tuple(sinks)
         self._clock = clock
+        # Reentrant: while a record is delivered, the failure of a sink is delivered to the others.
         self._lock = threading.RLock()
         self._failed: dict[str, str] = {}
         self._num_lost: dict[str, int] = {}
@@ -61,6 +62,7 @@ class SinkSet:
     def _checked(self, report: Mapping[str, Any] | Record) -> Record:
         try:
             raw = report.to_record() if isinstance(report, Record) else report
+            # A record that has a time keeps it: it may have waited on its node while the controller was replaced.
             record = Record.from_record({"time_unix_seconds": self._clock()} | dict(raw))
             if isinstance(record, Metrics):
                 check_metrics(record.values)
@@ -77,6 +79,7 @@ class SinkSet:
 
     def _deliver(self, record: Record) -> None:
         for sink in self._sinks:
+            # A sink that retries gets every record: it keeps what it could not write, and reports when it works again.
             if sink.retries or sink.name not in self._failed:
                 self._offer(sink, record)
 
@@ -92,6 +95,7 @@ class SinkSet:
         if sink.name in self._failed:
             return
         self._num_lost[sink.name] = sink.num_lost_records
+        # ``_failure`` marks the sink first, so its own failure to take this report does not lead here again.
         self._deliver(self._failure(sink, error))
 
     def _mark_working(self, sink: Sink) -> None:
@@ -152,6 +156,7 @@ def open_sink(name: str, spec: Mapping[str, Any], context: SinkContext) -> Sink 
         raise ConfigError.of(f"{key}._target_", spec["_target_"], f"must name a subclass of {Sink.__qualname__}")
     options = {option: value for option, value in spec.items() if option != "_target_"}
     try:
+        # Before the call: a TypeError from inside ``open`` would be reported as an error of the configuration.
         inspect.signature(found.open).bind(context, **options)
     except TypeError as error:
         raise ConfigError.of(

@@ -97,6 +97,7 @@ class RunState:
         if len(self._recent) < 2:
             return None
         (start, first), (end, last) = self._recent[0], self._recent[-1]
+        # Iterations go back after a recovery, and wall clocks can be set back.
         if last <= first or end < start:
             return None
         return max(0, self.train_iterations - self.iteration) * (end - start) / (last - first)
@@ -122,6 +123,7 @@ class RunState:
         if self.first_loss is None:
             self.first_loss = loss
         self.final_loss = loss
+        # One NaN would blank its whole part of the curve.
         if math.isfinite(loss):
             position = self._bin_of(record.iteration)
             total, count = self._bins.get(position, (0.0, 0))

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from megatron_ft.config.checks.launch import check_launch
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.control.launcher import launch
 from megatron_ft.control.launchers.base import LaunchContext, NodeLauncher, launcher_class, open_launcher
 from megatron_ft.control.launchers.processes import Processes
 from megatron_ft.control.node import join_file
@@ -111,3 +113,15 @@ def test_the_controller_binds_to_its_interface(job: Job) -> None:
 def test_a_launcher_that_does_not_exist_is_refused_by_its_key(name: str) -> None:
     with pytest.raises(ConfigError, match="launch.node_launcher="):
         launcher_class(name)
+
+
+def test_a_fork_server_of_this_machine_is_refused_where_nodes_are_elsewhere(tmp_path: Path) -> None:
+    """For a launcher from outside the start decides, not the configuration's check: only its class knows."""
+    config = JobConfig()
+    config.run.dir = str(tmp_path / "runs")
+    config.launch.node_launcher = "megatron_ft.control.launchers.base:ProcessLauncher"
+    config.launch.forkserver_socket = str(tmp_path / "warm.sock")
+    check_launch(config.launch)
+    with pytest.raises(ConfigError, match=r"launch\.forkserver_socket=.*must be null .* other machines"):
+        launch(config, "", open_sinks=lambda *_, **__: pytest.fail("the job was started"))
+    assert not (tmp_path / "runs").exists()

@@ -15,8 +15,13 @@ from megatron_ft.telemetry.sink_set import open_sink
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 from tests.helpers.example_records import example_of
 
-SINKS = {**TelemetryConfig().sinks, "terminal-live": TelemetryConfig().sinks["terminal"]}
-"""Every sink of the project: a new one is a row of ``telemetry.sinks``."""
+OUTSIDE = Path(__file__).parents[1] / "helpers" / "counting_sink.yaml"
+SINKS = {
+    **TelemetryConfig().sinks,
+    "terminal-live": TelemetryConfig().sinks["terminal"],
+    **yaml.safe_load(OUTSIDE.read_text())["sinks"],
+}
+"""Every sink of the project, a row of ``telemetry.sinks`` each, and one from outside of the package."""
 EXAMPLES: list[Record] = [
     *(example_of(kind) for kind in events.RECORDS.values()),
     events.RunStarted(run_name="trial", model="moe_micro", world_size=2),

@@ -14,7 +14,9 @@ class WrappedLauncher(ProcessLauncher):
     is_local = True
 
     def start_process(self, node: int, spec: AgentSpec) -> "subprocess.Popen[bytes]":
-        """As the base has it."""
+        """See ``ProcessLauncher``."""
+        with (self.context.run_dir / "wrapped.txt").open("a") as nodes:
+            nodes.write(f"{node}\n")
         started = self.context.processes.start(
             "megatron_ft.control.node.agent", [], log_name(node), {}, through=["nice", "-n", "1"]
         )

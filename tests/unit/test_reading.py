@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import CheckpointError, ConfigError, DataError
-from megatron_ft.reading import read_bytes, reading
+from megatron_ft.reading import means_every_interface, read_bytes, reading
 
 PanicException = type("PanicException", (BaseException,), {})
 
@@ -48,3 +48,13 @@ def test_sizes_and_kinds_of_files_are_looked_at_before_they_are_read(tmp_path: P
     for name in ("pipe", "missing", "."):
         with pytest.raises(DataError, match=f"^{tmp_path / name}: "):
             read_bytes(tmp_path / name, max_bytes=5)
+
+
+@pytest.mark.parametrize("host", ["", "*", "0", "0x0", "0.0", "0.0.0.0", "::", "[::]", "::ffff:0.0.0.0"])
+def test_all_interfaces_are_recognised(host: str) -> None:
+    assert means_every_interface(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "[fd00::1]", "::1", "::ffff:10.0.0.7", "node1", "ib0"])
+def test_one_interface_is_not_all(host: str) -> None:
+    assert not means_every_interface(host)

@@ -28,6 +28,11 @@ def test_numbers_keep_their_type_unless_a_float_is_wanted() -> None:
     assert math.isnan(to_float("NaN")) and to_float("-Infinity") == -math.inf
 
 
+def test_an_integer_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="beyond the range of a float"):
+        to_float(10**400)
+
+
 @pytest.mark.parametrize(
     ("hint", "value", "name"),
     [

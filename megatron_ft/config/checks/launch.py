@@ -10,20 +10,22 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.run import RunConfig
 from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.reading import means_every_interface
 
+# The name becomes a folder: without separators and a leading dot it cannot leave ``run.dir``.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
 LONGEST_SOCKET_PATH = 107
 
 
 def check_launch(launch: LaunchConfig) -> None:
     """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
-    if ":" not in launch.node_launcher:  # else the class of a launcher from outside, which the start imports
+    wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
+    if ":" not in launch.node_launcher:  # else a class from outside: the start imports it and checks the socket
         one_of(("local", "srun", "none"), "launch.node_launcher", launch.node_launcher)
-    for key, value, wanted in (
-        ("launch.mode", launch.mode, "local"),
-        ("launch.forkserver_socket", launch.forkserver_socket, None),
-    ):
+        wanted_values.append(("launch.forkserver_socket", launch.forkserver_socket, None))
+    for key, value, wanted in wanted_values:
         constraint = (
             f"must be {show(wanted)} with launch.node_launcher={launch.node_launcher}: its nodes are other machines"
         )
@@ -107,6 +109,7 @@ def check_detector(detector: DetectorConfig) -> None:
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
+        # One late heartbeat must not count as a loss.
         timeout >= 2 * interval,
         "detector.heartbeat_timeout_seconds",
         timeout,
@@ -114,6 +117,7 @@ def check_detector(detector: DetectorConfig) -> None:
     )
     lost_controller = detector.lost_controller_seconds
     require(
+        # A controller that does not answer is replaced after that timeout: nodes have to wait for the next one.
         lost_controller > timeout,
         "detector.lost_controller_seconds",
         lost_controller,
@@ -125,18 +129,19 @@ def check_detector(detector: DetectorConfig) -> None:
 def _check_interface(interface: str) -> None:
     key = "launch.interface"
     require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
+    # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
+    every = means_every_interface(interface)
+    require(not every, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
     try:
-        address = ipaddress.ip_address(interface.strip("[]"))
+        ipaddress.ip_address(interface.strip("[]"))
     except ValueError:
         pattern = r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?"
         require(
-            re.fullmatch(pattern, interface) is not None and interface != "*",
+            re.fullmatch(pattern, interface) is not None,
             key,
             interface,
             "must be an IP address or a host name of one interface",
         )
-        return
-    require(not address.is_unspecified, key, interface, "must not be all interfaces; name one address, e.g. 127.0.0.1")
 
 
 def _check_socket(path: str | None) -> None:

@@ -130,6 +130,7 @@ def _check_dense(model: ModelConfig) -> None:
 
 
 def _check_has_mixture_layer(model: ModelConfig) -> None:
+    # The last layer that the frequency makes a mixture layer.
     last = model.num_layers - model.num_layers % model.moe_layer_freq
     require(
         last > model.moe_first_dense_layers,

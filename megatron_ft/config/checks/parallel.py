@@ -16,6 +16,7 @@ def check_parallel(config: JobConfig) -> None:
         True,
         "must be false: an iteration is committed only after its parameters are gathered",
     )
+    # It raises where the sizes do not divide the ranks.
     Topology.of(parallel, config.launch.num_nodes * config.launch.ranks_per_node)
     _check_pipeline(config)
     _check_tensor(config)
@@ -104,6 +105,7 @@ def _check_experts(config: JobConfig) -> None:
 def _check_context(config: JobConfig) -> None:
     cp = config.parallel.context_parallel_size
     if cp > 1:
+        # Megatron gives each rank a chunk from the front and one from the back: causal attention then costs them alike.
         divides(2 * cp, "model.seq_length", config.model.seq_length, "2 * parallel.context_parallel_size")
 
 

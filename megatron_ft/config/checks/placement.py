@@ -52,6 +52,7 @@ def _check_backend(config: JobConfig) -> None:
 
 
 def _check_unused(config: JobConfig) -> None:
+    # A key without effect is refused: the user would believe that experts have replicas.
     for name in ("rebalance_interval_iterations", "schedule", "loads_file", "state_copies", "num_slots_per_rank"):
         value = getattr(config.placement, name)
         if value:
@@ -105,6 +106,7 @@ def _stage(config: JobConfig) -> tuple[int, int]:
         {launch.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
         for stage in range(topology.pipeline_model_parallel_size)
     ]
+    # Every stage has to spread its replicas, so the one with the fewest domains decides.
     return topology.stage_size, min(len(names) for names in stages)
 
 

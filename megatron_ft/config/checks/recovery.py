@@ -23,6 +23,7 @@ def check_survival(config: JobConfig) -> None:
         f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
     )
     changes = _check_schedule(config)
+    # Slots are checked for the smallest membership that can occur, before the job starts.
     fewest = min(launch.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
     if launch.keep_layout:
         _check_keeps_layout(config)
@@ -39,6 +40,7 @@ def _check_schedule(config: JobConfig) -> list[MembershipChange]:
     changes: list[MembershipChange] = []
     nodes: tuple[int, ...] = tuple(range(launch.num_nodes))
     earliest, last = 1, config.training.train_iterations
+    # In order: whether a change is possible depends on the members that the earlier ones leave.
     for text in launch.membership_schedule:
         change = parse_membership_change(text)
         named = (*change.lose, *change.join)

@@ -118,5 +118,6 @@ def check_checkpoint(config: JobConfig) -> None:
     for name in ("save_interval_iterations", "keep_last", "keep_every_iterations"):
         at_least(0, f"checkpoint.{name}", getattr(config.checkpoint, name))
     interval, keep = config.checkpoint.save_interval_iterations, config.checkpoint.keep_every_iterations
+    # A multiple that no save ever hits would keep nothing.
     if keep and interval:
         divides(interval, "checkpoint.keep_every_iterations", keep, "checkpoint.save_interval_iterations")

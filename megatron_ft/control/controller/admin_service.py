@@ -34,6 +34,7 @@ class AdminService:
         """Name to method."""
         return {"status": self._status, "drain": self._drain, "add": self._add}
 
+    # ``State`` is immutable: a call reads a consistent one without a lock while the controller's thread replaces it.
     def _status(self, _request: Message) -> Message:
         state = self._read_state()
         return {
@@ -62,6 +63,7 @@ class AdminService:
     def _drain(self, request: Message) -> Message:
         node = self._known(request)
         self._refuse(refuse_drain(self._policy, self._read_state(), node))
+        # Returns once the request is in the journal, so an accepted request survives this controller.
         self._ask(DrainRequested(node))
         state = self._read_state()
         if state.nodes.is_member(node) and node not in state.nodes.draining:  # another request was faster

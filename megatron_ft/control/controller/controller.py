@@ -82,8 +82,10 @@ class Controller:
         """Arrival time of the event that is being processed."""
         self._launch_spec = launch_spec
         self._record_decision = record_decision
+        # Deadlines of the start count from the same moment in every reading of the journal.
         begin_seconds = clock() if journal is None else journal.first("begin_seconds", clock())
         self._state = machine.initial(policy, begin_seconds)
+        # All generations are kept: late reports are checked against the membership of their own generation.
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
@@ -142,6 +144,7 @@ class Controller:
         At a restart, and when a next membership begins, ``details`` are still those of the generation before. A
         controller that takes over makes its predecessors' decisions again first, for ``on_step`` to see.
         """
+        # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
         step = self._take_over(on_step)
         self._server.open()
         try:
@@ -162,6 +165,7 @@ class Controller:
     def _take_over(self, on_step: StepSink) -> Step | None:
         """Take in the journal again; the last decision."""
         entries = [] if self._journal is None else self._journal.entries
+        # Orders stand in the journal in the order of decisions, so each decision takes the next one.
         self._known_orders.extend(entry["order"] for entry in entries if "order" in entry)
         step = None
         for entry in entries:
@@ -176,6 +180,8 @@ class Controller:
                 return self._serve_item(item, on_record, on_step)
             case Posted(event, arrived_seconds, number):
                 about = messages.event_to_json(event) | ({} if number is None else {"posted": number})
+                # The launcher sends all its events again to a controller that takes over; those in the journal have a
+                # lower number.
                 if number is None or number == self._num_posted:
                     return self._take_in(self._journalled(about, arrived_seconds, event), on_step)
         return None
@@ -186,10 +192,12 @@ class Controller:
         if origin is None:
             step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
         elif self._server.expects(origin) and isinstance(item.report, (RecordWritten, Progress)):
+            # Neither is in the journal: no decision follows from them, and it would grow with each iteration.
             self._pass_on(item.report, origin, on_record)
             self._server.count(origin)
         elif self._server.expects(origin):
             about = {"item": item.content, "origin": origin}
+            # ``_take_in`` counts this report, so that a reading of the journal counts it, too.
             entry = self._journalled(about, item.arrived_seconds)
             step = self._take_in(entry, on_step, item.report)
         self._server.done(item)
@@ -208,10 +216,12 @@ class Controller:
         """An entry with its times, in the journal; a tick is an entry only where something follows from it."""
         entry = {"now": self._clock(), "arrived": arrived_seconds, "unix": time.time(), **about}
         if isinstance(event, Tick):
+            # The machine is pure, so the tick can be tried first. Ticks without effect would fill the journal.
             step = machine.advance(self._policy, self._state, event, entry["now"], arrived_seconds)
             if step.decision is Decision.WAIT and step.state == self._state:
                 return entry
         if self._journal is not None:
+            # Not synced: the entry has to survive this process. ``_settled`` syncs it before any order follows.
             self._journal.append(entry)
         return entry
 
@@ -225,12 +235,14 @@ class Controller:
             self._num_posted = entry["posted"] + 1
         if "origin" in entry:
             self._server.count(Origin(*entry["origin"]))
+        # Decisions carry the entry's time, not that of the reading: a controller that takes over writes equal lines.
         before, self._unix_seconds = self._state, entry["unix"]
         event = self._event_of(entry, report)
         step = machine.advance(self._policy, before, event, entry["now"], entry.get("arrived"))
         self._state = step.state
         self._members[step.state.generation] = step.state.members
         if step.decision is not Decision.WAIT or step.state.failed_starts:
+            # Reports come first: they need the details of the generation that ends, which ``_execute`` clears.
             on_step(step)
             self._execute(before, step)
         return step
@@ -243,6 +255,7 @@ class Controller:
             if not isinstance(found, NodeLost) or self._detector.seconds_since_word(found.node, self._clock()) is None:
                 return Posted(found, self._clock())  # else it has called meanwhile
         deadline = self._state.wake_seconds
+        # A deadline whose tick changed nothing stays in the state; it would return a tick without end.
         if deadline is None or deadline == self._past_deadline or deadline > self._check_at:
             return self._server.take(self._check_at)
         taken = self._server.take(deadline)
@@ -271,6 +284,7 @@ class Controller:
                 return self._joined(messages.decode_call(messages.Join, item["join"]))
         report = messages.decode_report(item) if report is None else report
         if report.start != self._starts.get(self._policy.node_of(report.rank)):
+            # An entry always yields an event, also without effect: the next reading makes the same steps.
             return Tick()  # of a process that ended before the present ones were started
         if isinstance(report, EndReport) and not (isinstance(report, messages.Broken) and report.planned):
             self._note(report.rank, report.generation, to_message(report))
@@ -280,6 +294,8 @@ class Controller:
     def _posted(self, event: MachineEvent) -> MachineEvent:
         match event:
             case NodeLost(node, process_id=process_id):
+                # The end of a replaced process may be reported late and must not end the session of the process in its
+                # place.
                 if not self._server.end(node, process_id):
                     return Tick()
                 self._detector.forget(node)
@@ -289,6 +305,7 @@ class Controller:
         return event
 
     def _joined(self, join: messages.Join) -> MachineEvent:
+        # An agent repeats the call when its answer was lost.
         if not self._server.admit(join.node, join.process_id):
             return Tick()  # it has asked again
         self._sidecars[join.node] = {name: sidecar.address for name, sidecar in join.sidecars.items()}
@@ -332,6 +349,7 @@ class Controller:
                     self._record(before, step, {"declined": reason, "lost_nodes": sorted(before.nodes.lost)})
                 self._order(messages.Stop(survivors_end=declines, reason=reason))
             case Decision.KILL:
+                # Nodes that are joining have ranks, too, and are no members.
                 self._order(messages.Kill(nodes=list(range(self._policy.most_nodes)), reason=reason))
             case Decision.END:
                 self._order(messages.End(reason=reason))
@@ -352,6 +370,8 @@ class Controller:
         following.validate()
         lost, left, joined = step.reform.lost, step.reform.leaving, step.reform.joining
         order = messages.Reform(next=following, lost=list(step.nodes), leaving=list(left), reason=step.reason)
+        # The journal's order counts: the port was drawn at random, and ranks may have it from an earlier controller.
+        # The decision is on disk before any agent can fetch the order.
         settled = self._settled(order)
         nodes = {"lost_nodes": list(lost), "left_nodes": list(left), "joined_nodes": list(joined)}
         self._record(before, step, {"next": settled["next"], **nodes})
@@ -389,6 +409,7 @@ class Controller:
         message = to_message(order)
         if self._journal is not None:
             self._journal.append({"order": message})
+            # On disk before an agent can fetch it: no rank follows an order that a power failure could undo.
             self._journal.sync()
         return message
 

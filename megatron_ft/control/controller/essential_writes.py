@@ -37,6 +37,7 @@ class StandingClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        # One tuple, replaced at once: threads that serve calls read it without a lock.
         self._stopped: tuple[float | None, float] = (None, 0.0)
         """Reading at which it was stopped, and how far it is behind."""
 
@@ -87,6 +88,7 @@ class EssentialWrites:
         if not isinstance(problem, OSError):
             return problem
         began = time.monotonic()
+        # Otherwise every heartbeat and deadline would be overdue when there is space again.
         self.clock.stop()
         self._on_wait(f"{self._run_dir}: {problem}")
         while isinstance(problem, OSError):
@@ -99,6 +101,7 @@ class EssentialWrites:
 
     def _try(self, write: Callable[[], Result]) -> Result | OSError:
         """The result of ``write``, or why there is no room for it."""
+        # A write through an open descriptor succeeds in a deleted folder, where no later process finds it.
         self.check_place()
         try:
             return write()
@@ -111,6 +114,7 @@ class EssentialWrites:
     def check_place(self) -> None:
         """Raise CannotDecide where the run's folder is gone."""
         try:
+            # Compared by inode: another folder may have taken the path.
             is_there = self._look() == self._place
         except FileNotFoundError:
             is_there = False

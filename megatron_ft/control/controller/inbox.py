@@ -41,6 +41,7 @@ class Item:
             sign: called every ``sign_seconds`` of the wait.
         """
         deadline = time.monotonic() + timeout_seconds
+        # A node whose call waits for a busy controller lives. Without signs the detector would lose it.
         while not self.has_effect.wait(min(sign_seconds, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return False
@@ -64,6 +65,7 @@ class Inbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queue: queue.SimpleQueue[Item | Posted] = queue.SimpleQueue()
+        # Held from reading the clock until the item is in the queue, so that times rise along the queue.
         self._arriving = threading.Lock()
         self._is_closed = False
         self._first: Item | Posted | None = None
@@ -73,6 +75,7 @@ class Inbox:
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
         """Put in an event; safe in signal handlers, too."""
+        # Without the lock, which the interrupted thread may hold. ``SimpleQueue.put`` is reentrant.
         self._queue.put(Posted(event, self._clock(), number))
 
     def put(self, items: Sequence[Item]) -> None:
@@ -95,6 +98,7 @@ class Inbox:
         all_taken_seconds = until_seconds
         if self._first is None:
             self._first, all_taken_seconds = self._wait(until_seconds)
+        # What arrived after the deadline waits at the front: the deadline expires first.
         if self._first is None or self._first.arrived_seconds >= until_seconds:
             return Posted(Tick(), all_taken_seconds if self._first is None else self._first.arrived_seconds)
         found, self._first = self._first, None
@@ -112,6 +116,7 @@ class Inbox:
 
     def close(self) -> None:
         """Nothing is taken any more: what is there, and what still comes, counts as taken."""
+        # Under the lock: an item that arrives now is either found below or released by ``put``.
         with self._arriving:
             self._is_closed = True
         left, self._first = [self._first], None

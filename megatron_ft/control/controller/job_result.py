@@ -9,6 +9,7 @@ from megatron_ft.serde import decode, encode
 
 _NOT_KEPT = ("op", "rank", "start", "generation", "position", "planned")
 _LONG = ("traceback", "log_tail")
+# The result travels in one frame (``framing.MAX_FRAME_BYTES``), which tracebacks of thousands of ranks exceed.
 _SHORT_LENGTH = 500
 _OF_FIRST_ERROR = ("error", "traceback", "exit_code")
 
@@ -56,6 +57,7 @@ def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -
     """
     if "error" in about:
         report = {name: value for name, value in report.items() if name not in _OF_FIRST_ERROR}
+    # An exception comes before the exit it causes. The earlier time orders ranks.
     failed_at_seconds = min(report["at_seconds"], about.get("at_seconds", report["at_seconds"]))
     about.update({name: value for name, value in report.items() if name not in _NOT_KEPT})
     about["at_seconds"] = failed_at_seconds

@@ -28,9 +28,7 @@ class Journal:
     """Appends entries to one file. One writer at a time, see ``lease``."""
 
     def __init__(self, path: Path, do: Do = _at_once) -> None:
-        """Open ``path``, or begin it; ``entries`` is what it holds.
-
-        The last line, where it was cut short, was never acted upon: it is removed.
+        """Open ``path``, or begin it, and remove a last line that was cut short; ``entries`` is what it holds.
 
         Args:
             do: carries out each write, again where it failed; see ``essential_writes``.
@@ -39,6 +37,7 @@ class Journal:
             ControlError: another line is no JSON object, or another version of this package wrote the journal.
         """
         content = path.read_bytes() if path.exists() else b""
+        # The writer of half a line died before anything could follow from it.
         whole = content[: content.rfind(b"\n") + 1]
         lines = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
         if lines and lines[0].get("format") != FORMAT:
@@ -47,6 +46,7 @@ class Journal:
                 "start the job again, which continues from its newest checkpoint"
             )
         self.entries = lines[1:]
+        # Not O_APPEND: a write that failed in part is repeated at the same offset.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._descriptor, len(whole))
         self._num_bytes = len(whole)
@@ -80,6 +80,7 @@ class Journal:
             os.lseek(self._descriptor, begin, os.SEEK_SET)
             write_whole(self._descriptor, content)
         except OSError:
+            # A full disk may have taken a part of the line, which a reader would take for damage.
             os.ftruncate(self._descriptor, begin)
             raise
 

@@ -28,7 +28,9 @@ def launch_spec(
     """
     store = stores.get(members[0])
     address = config.launch.interface if store is None else store.address
+    # Each generation gets another port where none is configured: the store of the last one may still be closing.
     port = config.launch.master_port or (free_port(address) if store is None else store.port_of(generation))
+    # Later generations continue this run, whatever ``run.resume`` was at its start.
     source = resume_from if generation == 0 else run_dir / "checkpoints"
     return LaunchSpec(
         entry=entry,

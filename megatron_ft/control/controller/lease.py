@@ -29,6 +29,7 @@ class Lease:
     def is_stale(self) -> bool:
         """Whether a later controller has the lease."""
         try:
+            # Read again each time: on a file system that has lost the lock a later controller has written its epoch.
             return _read(self._path) != self.epoch
         except FileNotFoundError:
             return True
@@ -52,10 +53,12 @@ def acquire_lease(folder: Path) -> Lease:
         os.close(descriptor)
         raise ControlError(f"{path}: another controller of this run lives; only one may at a time") from None
     try:
+        # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one stays.
         epoch = _read(path) + 1
         os.pwrite(descriptor, b"%d\n" % epoch, 0)
         os.fsync(descriptor)
     except BaseException:
+        # On a full disk ``EssentialWrites`` tries again, and this lock would refuse it.
         os.close(descriptor)
         raise
     return Lease(epoch, path, descriptor)

@@ -25,6 +25,7 @@ from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
 """Controllers in a row that end without anything having come from them."""
+# A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
 _EXIT_SECONDS = 10.0
@@ -75,12 +76,14 @@ class ControllerLink:
         """Tell an event; safe in any thread and in signal handlers."""
         self._events.append(event)
         with contextlib.suppress(BlockingIOError):
+            # A signal handler must not block, and a full socket wakes the loop as well.
             self._wake_send.send(b"\0", socket.MSG_DONTWAIT)
 
     def begin(self) -> None:
         """Start the controller."""
         self._log_begin_bytes = 0 if self._log is None else size_of(self._log)
         mine, its = socket.socketpair()
+        # Only the controller keeps its end, so that its death closes the connection.
         with its:
             self._process = self._start(its)
         self._reader, self._num_told = FrameReader(mine), 0
@@ -95,6 +98,8 @@ class ControllerLink:
             try:
                 return self._serve(on_record, on_event)
             except _Gone as gone:
+                # It is dead before the rest is read: nothing can follow what is in the socket, and two never run at the
+                # same time.
                 self._give_up(str(gone))
                 end = self._read_rest(on_record, on_event)
                 if end is not None:
@@ -158,13 +163,17 @@ class ControllerLink:
                     self._grant_access(message)
                 case "record":
                     node, *item = message["origin"]
+                    # Nodes deliver again what the last controller passed on without an acknowledgement.
                     if item > self._last_record.get(node, []):
                         self._last_record[node] = item
                         self._num_fruitless_starts = 0
                         on_record(message["record"])
+                # Without a number: they follow from no decision, so no other controller repeats them.
                 case "waits" | "goes_on":
                     on_event({"event": message["op"], **message})
                 case "event" if message["number"] >= self._num_events:
+                    # Only a new number counts as progress. A controller that repeats the journal and dies would be
+                    # started for ever.
                     self._num_events, self._num_fruitless_starts = message["number"] + 1, 0
                     if message["event"] == "ended":
                         return JobResult.from_json(message["end"])

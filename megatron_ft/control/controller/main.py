@@ -75,6 +75,7 @@ class _Launcher:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        # The controller's thread sends records and events, the listener answers pings.
         self._lock = threading.Lock()
         self._num_events = 0
 
@@ -104,6 +105,7 @@ class _Launcher:
             messages, closed = reader.pump()
             for message in messages:
                 if message["op"] == "ping":
+                    # Answered in this thread: a controller that waits for disk space must not be taken for dead.
                     self.send({"op": "pong"})
                 else:
                     post(event_from_json(message["event"]), message["number"])
@@ -120,6 +122,7 @@ class ControllerProcess:
         self._writes.do(lambda: folder.mkdir(mode=0o700, exist_ok=True))
         self._access_path = run_dir / CONTROLLER_FILE
         self._use = None if spec.runtime_dir is None else Use(Path(spec.runtime_dir))
+        # Before the journal is opened, which cuts off half a line: only the holder of the lease may change it.
         self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
@@ -146,6 +149,7 @@ class ControllerProcess:
         )
         self._num_recorded = _num_lines(self._decisions_path)
         """Decisions in the file, by earlier jobs of the run, too."""
+        # Earlier jobs of the run have lines in the file. Every controller of this job counts from the same line.
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 
     def run(self) -> None:
@@ -166,6 +170,7 @@ class ControllerProcess:
 
     def _post(self, event: events.MachineEvent, number: int) -> None:
         if isinstance(event, events.KillRequested):
+            # While a write waits for space no event is taken from the queue, so a second Ctrl-C has to reach the write.
             self._writes.request_end()
         self._controller.post(event, number)
 
@@ -192,9 +197,11 @@ class ControllerProcess:
 
     def _record_decision(self, decision: Message) -> None:
         """Record a decision, unless the controller before has; one with a stale lease must not decide."""
+        # First: where the folder is gone the lease looks stale, too, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
             raise ControlError(f"stale epoch {self._lease.epoch}: another controller has taken over")
+        # A controller that takes over repeats the decisions of the journal, which the file has in the same order.
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"
             self._writes.do(lambda: append_line(self._decisions_path, line))
@@ -222,6 +229,7 @@ def clock_after(entries: list[Message]) -> Callable[[], float]:
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
     if last is None:
         return time.monotonic
+    # The wall clock may have been set back meanwhile; the journal's clock must not go back.
     offset_seconds = last["now"] + max(0.0, time.time() - last["unix"]) - now_seconds
     return lambda: time.monotonic() + offset_seconds
 

@@ -18,6 +18,7 @@ from megatron_ft.framing import Message
 from megatron_ft.serde import encode
 
 _MAX_POLL_SECONDS = 30.0
+# Below the 60 s that agents wait for an answer: a call ends with a reason to try again, not with a timeout.
 _ACCEPT_SECONDS = 20.0
 _LAST_ORDER_SECONDS = 5.0
 
@@ -73,6 +74,7 @@ class ControllerServer:
             interface=interface,
             token=token,
             port=port,
+            # A long poll and a delivery of each node hold a thread each, and so do calls that their agent has given up.
             num_threads=4 * policy.most_nodes + 4,
             certificates=certificates,
         )
@@ -80,6 +82,7 @@ class ControllerServer:
 
     def open(self) -> None:
         """Begin to serve: also agents that an earlier controller has admitted."""
+        # Agents have the whole timeout to call the new controller.
         for node in self._sessions.inherit():
             self._sign_of_life(node)
         self._server.start()
@@ -135,6 +138,7 @@ class ControllerServer:
     def give(self, order: Message) -> None:
         """Let agents fetch an order."""
         with self._new_order:
+            # The lock covers both lists, which a poll reads together.
             self._orders.append(order)
             self._encoded_orders.append(json.dumps(order).encode())
             self._new_order.notify_all()
@@ -163,11 +167,13 @@ class ControllerServer:
         """Register an agent, also with a controller that takes over: its session, and the orders before it."""
         join = decode_call(Join, request)
         node, process_id = self._known(join.node), join.process_id
+        # Refused before the journal has it: what is there reaches every node and every later controller.
         if (num_bytes := len(json.dumps(request))) > MAX_JOIN_BYTES:
             raise ControlError(f"node {node} registers with {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}")
         self._sign_of_life(node)
         replaced = self._sessions.replaced(node, process_id)
         if replaced is not None:
+            # Into the queue before the registration: the old process is lost first.
             self.post(NodeLost(node, time.time(), "another process has taken its place", replaced))
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
@@ -193,13 +199,17 @@ class ControllerServer:
         """Take reports not taken before; the number of the next: all before it are in the journal."""
         call = decode_call(Deliver, request)
         node, first, session = self._known(call.node), call.first, self._session(call)
+        # An agent whose connection broke delivers again while its first call still waits: one call at a time numbers.
         with session.delivery:
             expected = max(session.next_item, session.next_arrival)
+            # A gap means that reports are lost, except records that a predecessor passed on: they are in no journal.
             if first > expected and call.items and not session.is_inherited:
                 raise ControlError(f"report {first} of node {node}: must be at most {expected}, the next")
             items = []
             for number, content in enumerate(call.items, start=first):
                 if number >= expected:
+                    # Checked before the journal has it: what ends this controller there would end each of its
+                    # successors.
                     report = check_report(self._policy, self._members, node, content)
                     items.append(Item(Origin(node, session.number, number), content, report))
             if items:
@@ -207,6 +217,7 @@ class ControllerServer:
                 session.is_inherited = False
                 self._inbox.put(items)
             if session.newest_item is not None and call.items:
+                # A lost node must not count as alive because its last call still waits.
                 sign = lambda: None if session.is_over else self._sign_of_life(node)  # noqa: E731
                 session.newest_item.wait(_ACCEPT_SECONDS, self._sign_seconds, sign)
             return {"next": session.next_item}
@@ -233,6 +244,7 @@ def check_report(policy: MembershipPolicy, members: Members, node: int, content:
     rank, generation = report.rank, report.generation
     if rank not in policy.ranks_of(node):
         raise ControlError(f"rank {rank} is not of node {node}")
+    # Before a rank's first membership is announced to it, it reports the generation in which it was started.
     is_member = node in members.get(generation, ())
     if not is_member and (isinstance(report, messages.Broken) or generation not in members):
         raise ControlError(f"rank {rank}: node {node} is not of generation {generation}")

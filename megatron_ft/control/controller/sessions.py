@@ -34,6 +34,7 @@ class AgentSessions:
     """The newest session of each node. One thread changes them, any may ask."""
 
     def __init__(self) -> None:
+        # Without a lock: one thread replaces whole entries, and readers use the entry that they found.
         self._sessions: dict[int, AgentSession] = {}
 
     # --- the thread that changes them ------------------------------------------------------------------------------
@@ -43,6 +44,7 @@ class AgentSessions:
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
+        # The number fences: calls of the process before carry a lower one and are refused.
         number = 0 if earlier is None else earlier.number + 1
         self._sessions[node] = AgentSession(number, process_id, num_orders)
         return True

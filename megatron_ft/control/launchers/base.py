@@ -138,6 +138,7 @@ class ProcessLauncher:
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
         if node in self._nodes:
+            # It may still live: a node also counts as lost when its agent is only cut off.
             kill(self._nodes[node].process, term_seconds=self.term_seconds)
             self._nodes[node].watcher.join()  # its end is reported before the new agent can register
         log = self.context.processes.log_dir / log_name(node)
@@ -170,5 +171,6 @@ def log_name(node: int) -> str:
 def _watch(process: "subprocess.Popen[bytes]", log: Path, log_begin_bytes: int, on_end: OnEnd) -> None:
     returncode = process.wait()
     detail = f"its process {describe_returncode(returncode)}" if returncode else "its process ended"
+    # A process that was killed has written no reason.
     last = last_line(log, log_begin_bytes) if returncode > 0 else ""
     on_end(detail + (f": {last}" if last else ""), process.pid)

@@ -48,6 +48,7 @@ class Processes:
                 stdout=output,
                 stderr=output,
                 env=_environment(environment),
+                # Ctrl-C in the terminal reaches the launcher alone, and ``killpg`` reaches all that the process starts.
                 start_new_session=True,
                 pass_fds=descriptors,
             )
@@ -71,11 +72,13 @@ def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> No
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=term_seconds)
+    # Not reaped yet, so the number still names this group.
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.stdin is not None:
+        # Closing writes what is left in the buffer.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 

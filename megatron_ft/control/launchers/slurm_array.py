@@ -58,6 +58,7 @@ class SlurmArrayLauncher:
     def finish(self, exit_code: int, reason: str) -> None:
         """Leave the marker by which the array's tasks end."""
         assert self._run_dir is not None, "publish comes first"
+        # Another job of the chain would end with the same error.
         is_final = exit_code in {EXIT_OK, *FINAL_EXIT_CODES}
         leave_marker(self._run_dir, self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final)
 

@@ -71,6 +71,7 @@ def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
     Raises:
         ConfigError: it does not.
     """
+    # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
     if environment.store_is_served or not (environment.max_restarts or environment.attempt):
         return
     reason = (
@@ -130,6 +131,7 @@ def _torchrun(variables: Mapping[str, str]) -> RankEnvironment:
 
 
 def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
+    # The step's own variables come first: a step can be smaller than its job.
     nodes = expand_nodelist(*_read(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
@@ -145,6 +147,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         local_rank=_number(variables, "SLURM_LOCALID"),
         local_world_size=per_node[0],
         master_addr=nodes[0],
+        # Every task computes the same port without a message, and the next step of the job another one.
         master_port=master_port or _FIRST_PORT + (int(job) * 16 + int(step)) % _NUM_PORTS,
         job_id=f"{job}.{step}",
         attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),
@@ -162,6 +165,7 @@ def _check(environment: RankEnvironment) -> None:
     require(local >= 1 and world_size % local == 0, f"world size {world_size} must be a multiple of {local} per node")
     require(0 <= environment.local_rank < local, f"local rank {environment.local_rank} must be below {local} per node")
     require(
+        # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
         rank % local == environment.local_rank,
         f"rank {rank} with local rank {environment.local_rank}: must be dealt node by node (block), {local} per node",
     )

@@ -21,6 +21,7 @@ class NodeLost:
     """A node's agent is gone, and its ranks with it."""
 
     node: int
+    # Clocks of nodes differ. These times order deaths for reports; deadlines use the controller's clock.
     at_seconds: float
     detail: str = ""
     process_id: int | None = None
@@ -117,6 +118,8 @@ class KillRequested:
 
 
 @dataclass(frozen=True, slots=True)
+# The machine reads no clock: a deadline passes only with an event. So a second reading of the journal meets the same
+# deadlines.
 class Tick:
     """Time passed."""
 

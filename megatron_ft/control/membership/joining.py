@@ -33,6 +33,7 @@ def register(policy: MembershipPolicy, state: State, node: int) -> State:
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
     """Take in that an operator wants a node to join, however often it was lost before."""
+    # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
     nodes = state.nodes.change(node, joined_iteration=0, num_losses=0)
     return replace(state, nodes=_want(policy, nodes, node))
 
@@ -40,12 +41,14 @@ def add(policy: MembershipPolicy, state: State, node: int) -> State:
 def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
     if not policy.may_lose_nodes or nodes.is_member(node) or node in nodes.waiting:
         return nodes
+    # LEFT keeps a node out of restarts of all ranks. A new registration or an operator's request ends that.
     has_left = nodes[node].state is NodeState.LEFT
     return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
     """Losses in a row of a node, once it is left behind after ``iteration``."""
+    # A node that has trained for so long was lost for a new reason. Only losses in quick succession are repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
 
@@ -66,12 +69,17 @@ def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *
 def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
     """Take in that a node's agent is gone, and its ranks with it."""
     record = state.nodes[node]
+    # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
+    # started for ever.
     never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
     if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
         state = fail_start(policy, state, node, reason)
+    # ``_start`` would start a process for each node that is still wanted.
     elif not policy.restart_lost_nodes:
         state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
     nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
+    # Ranks of a node that is only cut off may live. Its session is refused, so they cannot report any more and end with
+    # their agent.
     return replace(state, nodes=nodes, gone=state.gone | set(policy.ranks_of(node)))
 
 
@@ -111,6 +119,7 @@ def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | Non
         return "launch.keep_layout=true: every place of the layout is needed, and only a lost node is replaced"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
+    # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
         return f"{num_left} nodes would be left, launch.min_nodes={policy.fewest_nodes}"
@@ -151,10 +160,12 @@ def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
     """Set when ``decide`` has its next step."""
     if state.phase not in TRAINING:
         return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
+    # An event yields one step. Where another step is due already, a tick makes it at once.
     if decide(policy, state, now) is not None:
         return replace(state, wake_up_seconds=now.arrived_seconds)
     waits = {NodeState.STARTING: policy.start_timeout_seconds, NodeState.READY: policy.join_window_seconds}
     times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
+    # ``decide`` has seen all times that have passed. As wake-ups they would wake the controller without end.
     return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
 
@@ -179,6 +190,7 @@ def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
+    # Two processes with one rank number would report for each other: the last old rank has to be gone first.
     startable = [record for record in wanted if not _has_living_rank(policy, state, record)]
     present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
     if present:
@@ -221,9 +233,12 @@ def _begin(policy: MembershipPolicy, state: State, started: tuple[int, ...], now
 def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     if state.phase is Phase.CHANGING:
         return None
+    # A loss since the request may have used up the margin. Then nodes wait to leave until others have joined.
     num_spare = len(state.members) - policy.fewest_nodes
     leaving = tuple(sorted(state.nodes.draining)[: max(0, num_spare)])
     joining = admitted(policy, state, len(state.members) - len(leaving))
+    # Each change stops training once. The window lets nodes that come together join in one change; a node that leaves
+    # does not wait for it.
     since = [record.since_seconds for record in state.nodes.joining if record.node in joining]
     if not leaving and (not since or now.arrived_seconds < min(since) + policy.join_window_seconds):
         return None

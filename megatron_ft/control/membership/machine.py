@@ -69,6 +69,7 @@ def advance(
     now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
         return Step(state, Decision.WAIT, "the job has ended")
+    # Failed starts belong to one step: the controller reports them with it.
     observed = _observe(policy, replace(state, failed_starts=()), event, now)
     step = Step(observed, Decision.WAIT, observed.phase.value)
     for transition in TRANSITIONS:
@@ -132,6 +133,7 @@ def _observe_rank(
             failure = Failure(
                 rank=rank, at_seconds=at_seconds, iteration=iteration, final=final, detail=f"{name} raised"
             )
+            # On a lost node an error follows from the loss.
             return state if is_lost else _fail(state, failure)
         case RankHung(_, at_seconds, detail, iteration):
             failure = Failure(
@@ -155,6 +157,7 @@ def _observe_rank(
 
 def _fail(state: State, failure: Failure) -> State:
     """Add a death; those that the controller caused do not count, and a rank dies once."""
+    # A rank that raises reports its error and later its exit: both are one death.
     known = any(old.rank == failure.rank and old.node == failure.node for old in state.failures)
     if state.phase is Phase.KILLING or known:
         return state
@@ -163,12 +166,14 @@ def _fail(state: State, failure: Failure) -> State:
 
 def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
     """Start all ranks again once the last one is gone, where enough nodes live and another try may succeed."""
+    # While one old rank lives, it can still write to the run's folder and answer its peers: none may start beside it.
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
         return None
     members = _restartable(policy, state)
     if len(members) < policy.fewest_nodes or state.num_restarts_without_progress >= policy.max_restarts:
         return None
+    # The new state drops every report about the old generation; only the counters that limit restarts survive.
     restarted = State(
         phase=Phase.STARTING,
         generation=state.generation + 1,
@@ -193,8 +198,10 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     live = {record.node for record in nodes.records if record.agent is not AgentState.LOST} & set(state.members)
     if policy.may_lose_nodes:
         live = {node for node in nodes.registered if nodes[node].state is not NodeState.LEFT}
+    # A node that was asked to leave is used again only where the others do not suffice.
     staying = {node for node in live if nodes[node].state is not NodeState.DRAINING and not nodes[node].was_draining}
     live = staying if len(staying) >= policy.fewest_nodes else live
+    # Living members first: their snapshot servers hold the newest windows.
     ordered = sorted(live, key=lambda node: (node not in living_members, node not in nodes.waiting, node))
     return tuple(sorted(ordered[: policy.most_members]))
 
@@ -241,6 +248,8 @@ def _end_without_exits(policy: MembershipPolicy, state: State, event: MachineEve
     """Wait no longer for the exits of ranks that were killed."""
     if state.phase is not Phase.KILLING or not is_late(state, now):
         return None
+    # SIGKILL does not end a process that the kernel holds in an uninterruptible wait, e.g. for a file server that is
+    # gone.
     missing = sorted(ranks_of_all(policy, state.nodes.with_ranks) - state.gone)
     return _ended(state, f"timed out waiting {policy.kill_timeout_seconds} s for the exit of killed ranks {missing}")
 
@@ -250,6 +259,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
         return None
     waits_for_change = state.phase is Phase.CHANGING and state.interrupted
     overdue = (state.phase is Phase.STOPPING or waits_for_change) and is_late(state, now)
+    # Ranks that are starting have no iteration to finish and no state that is not saved.
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
@@ -301,6 +311,7 @@ def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: 
         ranks = ranks_of_all(policy, state.members) - state.connected
         missing = f"ranks {sorted(policy.number_among(state.members, rank) for rank in ranks)}"
     detail = f"launch.start_timeout_seconds={policy.start_timeout_seconds:g}: timed out waiting for {missing}"
+    # Final: what does not come within the whole time would not come to a restart either.
     state = replace(state, failures=(Failure(at_seconds=now.seconds, final=True, detail=detail),))
     return _ended(state, detail) if state.phase is Phase.FORMING else _killing(policy, state, now, detail)
 
@@ -326,10 +337,12 @@ def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, 
 
 
 TRANSITIONS: tuple[Transition, ...] = (
+    # Both rules that follow the last exit come first: ``_end`` would end each job that may be started again.
     _restart,  # all ranks are gone after a failure: start them again, where that may help
     _end,  # all ranks are gone, or none was started
     _end_without_exits,  # ranks were killed, and their exits are overdue
     _kill,  # a stop is overdue, or an operator wants the end at once
+    # ``reconfigure`` decides about deaths that the job may survive; after ``_stop`` it would not see any.
     _continue_without,  # the job may lose nodes: break the membership, collect positions, begin the next one
     _stop,  # a death that the job does not survive, or an operator wants the job to stop
     _shorten_stop,

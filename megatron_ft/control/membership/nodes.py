@@ -73,6 +73,7 @@ _JOINING = (NodeState.STARTING, NodeState.READY)
 _ALIVE = (NodeState.MEMBER, NodeState.DRAINING)
 
 
+# No slots: ``cached_property`` keeps its values in the dictionary of the instance.
 @dataclass(frozen=True)
 class Nodes:
     """The records of all nodes, and which of them are members. Immutable; what follows from them is computed once."""
@@ -106,6 +107,7 @@ class Nodes:
         found = self
         for node in nodes:
             record = found[node]
+            # A member whose ranks were started again is lost already; LOST would take it out of the queue.
             if record.state in _ALIVE:
                 was_draining = record.state is NodeState.DRAINING
                 found = found.change(node, state=NodeState.LOST, was_draining=was_draining)

@@ -34,6 +34,7 @@ from megatron_ft.planning.recovery.target import Position, choose_target
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
     """Count a node with a death as lost, in phases in which the job can continue without it."""
+    # Otherwise the node stays a member, and its failure stops the job.
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return state
     return replace(state, nodes=state.nodes.lose([node]))
@@ -42,6 +43,8 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
     """Take in the report of a rank; None where the job does not wait for others and the error is a failure."""
     node, rank = policy.node_of(event.rank), event.rank
+    # A report of an earlier generation may arrive late. Beside the new positions it would be a contradiction, which
+    # stops the job.
     is_stale = event.position.generation != state.generation
     if is_stale or rank in state.has_reported or rank in state.gone or node in state.nodes.lost:
         return state
@@ -65,6 +68,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return _wait_for_others(policy, state, now) if state.broken else None
     state = replacing.give_up_late(policy, state, now)
     obstacle = _obstacle(policy, state)
+    # All ranks that are left have to report: the missing one may be the only one that knows the newest complete vote.
     if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
         try:
             if replacing.are_filled(policy, state):
@@ -72,6 +76,8 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
             return _fill(policy, state, now)
         except RecoveryError as error:
             obstacle = str(error)
+    # Each loss is announced, also a further one: agents kill what is left of the lost node, and the other ranks get
+    # time again.
     if obstacle is None and state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
     if obstacle is None and is_late(state, now):
@@ -104,6 +110,8 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
     if last is None or now.arrived_seconds >= last:
         return _give_up(policy, state, now, _describe_unresponsive(policy, state))
     wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "ranks report how far they are")
+    # No rank has reported, so a slow iteration is more likely than an unresponsive rank: the limit counts after others
+    # have reported.
     if not state.has_reported:
         return wait
     latest = max(failure.at_seconds for failure in state.failures)  # on the clock of the deaths, not on that of ``now``
@@ -145,6 +153,7 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
         except RecoveryError as error:
             obstacle = str(error)
     if obstacle is None:
+        # The first report sets the deadline; later ones must not extend it.
         deadline = state.deadline_seconds or now.seconds + policy.reform_timeout_seconds
         return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks stand at the boundary")
     state = replace(state, failures=(Failure(at_seconds=now.seconds, detail=obstacle),))
@@ -154,6 +163,8 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Take errors without a death as failures of their own ranks, once a death had time to become known."""
     if not is_late(state, now):
+        # The error of a peer often arrives before the exit that caused it. Without a death in this time the error is
+        # the rank's own.
         grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
         return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks failed, none has died yet")
@@ -179,10 +190,12 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     """Why the job cannot continue without the nodes it lost; None if it can."""
     for failure in state.failures:
         node = failure.node if failure.rank is None else policy.node_of(failure.rank)
+        # No loss of a node explains this failure, so to leave a node out does not remove it.
         if node not in state.nodes.lost:
             return failure.detail
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
+        # It cannot report a position or take part in the next membership, and its state has ended with it.
         return f"rank {policy.number_among(state.members, ended[0])} had done its work"
     if policy.keeps_layout:
         return replacing.obstacle(policy, state)
@@ -197,6 +210,7 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
 def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     first = state.first_failure
     assert first is not None, "a node was lost"
+    # The limit of all reports counts from the first loss: a chain of losses must not extend it.
     last = now.seconds + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
     state = replace(
         state,
@@ -205,6 +219,8 @@ def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         deadline_seconds=min(last, now.seconds + policy.position_timeout_seconds),
         reform_by_seconds=last,
     )
+    # Agents kill all ranks of the nodes named here, also new ones. Nodes whose ranks were started again are therefore
+    # left out.
     nodes = tuple(sorted(state.nodes.lost - state.nodes.waiting))
     return Step(state, Decision.BREAK, first.detail, nodes=nodes)
 
@@ -287,6 +303,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
 def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
     """Position of each rank that is left, in rank order."""
     left = remaining_ranks(policy, state)
+    # A rank may have died after its report. What only it had completed is gone with it and must not become the target.
     positions = {event.rank: event.position for event in state.broken if event.rank in left}
     return tuple(sorted(positions.values(), key=lambda position: position.rank))
 

@@ -32,6 +32,7 @@ def filled(state: State) -> tuple[int, ...]:
     ready = _ready(state)
     others = iter(node for node in ready if node not in state.members)
     stays = set(state.members) - state.nodes.lost | set(ready)
+    # A node at its former place finds the windows that its own snapshot server has kept.
     return tuple(node if node in stays else next(others) for node in state.members)
 
 
@@ -66,7 +67,9 @@ def obstacle(policy: MembershipPolicy, state: State) -> str | None:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Count this generation's lost members as losses of their nodes, each once; the job goes on after ``iteration``."""
+    """Count this generation's lost members as losses of their nodes, each once; ``iteration`` is the target."""
+    # A place that waits needs the count before the next membership counts losses; ``is_counted`` keeps that from
+    # counting them again.
     nodes = state.nodes
     for node in state.members:
         record = nodes[node]
@@ -82,6 +85,7 @@ def give_up_late(policy: MembershipPolicy, state: State, now: Moment) -> State:
         return state
     reason = f"it did not begin (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
     expected = _expected(policy, state)
+    # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
     for node in sorted(state.nodes.wanted | expected):
         state = fail_start(policy, state, node, reason, num_losses=policy.max_node_restarts + 1)
     nodes = state.nodes.change(state.nodes.wanted, is_wanted=False)
@@ -101,6 +105,7 @@ def fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
         return Step(state, Decision.WAIT, f"places {list(lost_places(state))} wait for nodes to be ready")
     if step.decision is Decision.KILL_NODES:
         return step
+    # Each ordered start has the whole time; steps that only wait keep the deadline.
     return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
 
@@ -109,6 +114,7 @@ def set_wake_up(policy: MembershipPolicy, step: Step, now: Moment) -> State:
     starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
     times = [record.since_seconds + policy.start_timeout_seconds for record in starting]
     due = min((at for at in times if at > now.arrived_seconds), default=None)
+    # An order leaves the next step to a tick, which may be due at once.
     wake_up = due if step.decision is Decision.WAIT else now.arrived_seconds
     return replace(step.state, wake_up_seconds=wake_up)
 

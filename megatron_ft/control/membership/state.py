@@ -11,6 +11,8 @@ from megatron_ft.control.membership.events import RankBroken
 from megatron_ft.control.membership.nodes import Nodes
 from megatron_ft.planning.recovery.target import Position, Target
 
+# Times of deaths come from the clocks of several nodes, and a peer can report its error before the exit that caused it
+# is seen.
 SAME_TIME_SECONDS = 1.0
 SETTLED_ITERATIONS = 10
 """Iterations after which an earlier loss of a member no longer counts."""
@@ -37,6 +39,7 @@ class Phase(Enum):
 
 TRAINING = (Phase.RUNNING, Phase.CHANGING)
 """Ranks train."""
+# STARTING is not among them: ranks that have not all connected have no common state to continue from.
 BREAKABLE = (*TRAINING, Phase.REFORMING, Phase.FILLING)
 """The job can continue without a node that is lost now."""
 
@@ -206,6 +209,7 @@ class State:
     """Failed starts of the last step alone."""
     broken: tuple[RankBroken, ...] = ()
     """Reports of living ranks of this generation, which is ending."""
+    # Kept beside ``broken``: a set that is built for each report makes a loss cost the square of the number of ranks.
     has_reported: frozenset[int] = frozenset()
     """Ranks of ``broken``."""
     has_errors: bool = False
@@ -313,6 +317,7 @@ def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
     return _ranks_of_all(policy.ranks_per_node, state.members, state.nodes.lost)
 
 
+# These sets change with memberships, not with events. Computed for each event, a loss among 8,192 ranks took minutes.
 @functools.lru_cache(maxsize=32)
 def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int]) -> frozenset[int]:
     firsts = (node * ranks_per_node for node in nodes if node not in lost)

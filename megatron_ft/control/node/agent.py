@@ -95,7 +95,8 @@ class Agent:
         self._use = Use(Path(spec.runtime_dir))
         remove_stale_sockets(Path(spec.runtime_dir), spec.node)
         self._forkserver = FrameReader(_connect(spec.forkserver_socket))
-        self._sidecars = _start_sidecars(spec)  # before this process has threads
+        # Forked by this thread before there are others, and before gRPC is imported, which does not survive a fork.
+        self._sidecars = _start_sidecars(spec)
         from megatron_ft.control.certificates import read_certificates
         from megatron_ft.control.node.controller_client import ControllerClient
 
@@ -180,6 +181,7 @@ class Agent:
         while True:
             request = {**who, "after": after, "wait_seconds": self._spec.heartbeat_interval_seconds}
             try:
+                # The controller answers after ``wait_seconds`` at most; the rest is for a busy controller.
                 orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
                 if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
@@ -213,6 +215,8 @@ class Agent:
                 if error.refused:
                     self._order(_Lost(str(error), is_refused=True))
                     return
+                # Repeated without a limit: ``_ask_for_orders`` decides when the controller is lost, and no report is
+                # dropped before.
                 self._retry_pause.wait(0.2)
 
     def _order(self, order: Order | _Lost) -> None:
@@ -244,6 +248,7 @@ class Agent:
             case messages.Reform():
                 self._reform(order)
             case messages.Stop():
+                # Ranks that wait for a next membership do not see SIGTERM: the order ends their wait.
                 if order.survivors_end:
                     self._broadcast({"op": "end", "reason": order.reason})
                 self._signal(self._ranks.numbers, signal.SIGTERM)
@@ -280,7 +285,9 @@ class Agent:
 
     def _spawn(self, number: int, spec: Message) -> None:
         log = Path(spec["run_dir"]) / "logs" / f"rank-{number:05d}.log"
+        # Before the request: the rank may connect before the fork server has answered.
         self._ranks.expect(number, start=spec["start"], generation=spec["generation"], log=log)
+        # A variable that the user has set for this cluster wins.
         environment = {**rank_environment(from_dict(spec["config"]), number), **os.environ}
         spec = {**spec, "agent_socket": str(self._socket_path), "environment": environment}
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -305,6 +312,7 @@ class Agent:
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in ranks:
+            # The parent of the rank sends it: only there is the process id certain not to belong to another process.
             send(self._forkserver.sock, {"op": "signal", "rank": rank, "signal": int(number)})
 
     def _read_forkserver(self) -> None:

@@ -153,6 +153,7 @@ class AgentClient:
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
+        # The controller would drop such a position as stale and wait for this rank until its limit.
         if (position.rank, position.generation) != (self._rank, self._generation):
             raise ControlError(f"rank {self._rank} of generation {self._generation} must not report {position}")
         self._send({"op": "broken", "position": encode(position), **about})
@@ -202,12 +203,14 @@ class AgentClient:
                 case other:
                     raise ControlError(f"unknown message {other!r} of the node's agent")
             self._changed.notify_all()
+        # Without holding the condition, which the rank's calls need: sending blocks while the agent is behind.
         if message["op"] == "ping":
             self._send({"op": "pong"})
         if abort is not None:
             _call_in_thread(abort, message["reason"])
 
     def _concerns_us(self, message: Message) -> bool:
+        # An order of an earlier generation would abort the groups of the present one.
         return self._rank is not None and message["generation"] == self._generation
 
     def _begin(self, following: NextMembership) -> None:
@@ -227,14 +230,15 @@ class AgentClient:
 
 
 def _call_in_thread(abort: Abort, reason: str) -> None:
-    """Break connections without blocking the listener's thread: NCCL takes seconds to abort, and a rank that
-    answers no ping meanwhile is killed."""
+    # NCCL takes seconds to abort. In the listener's thread no ping would be answered meanwhile, and the agent would
+    # kill the rank.
     threading.Thread(target=abort, args=(reason,), name="abort", daemon=True).start()
 
 
 def _describe(error: BaseException | str) -> Record:
     if isinstance(error, str):
         return _failure(error, error.strip().splitlines()[-1] if error.strip() else "", None)
+    # Only text is kept: the frames of an exception hold process groups, which must not outlive the membership.
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None
     last_line = "".join(traceback.format_exception_only(error)).strip()
     return _failure("".join(traceback.format_exception(error)), last_line, own_code)

@@ -29,6 +29,7 @@ class ControllerClient:
         """
         answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
         epoch = int(answer["epoch"])
+        # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
         if epoch < self._epoch:
             message = f"Controller.{method} at {self._client.address}: of epoch {epoch}, which {self._epoch} has ended"
             raise RpcError(message, refused=False)

@@ -110,12 +110,14 @@ class ForkServer:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(client))
 
     def _read(self, client: _Client) -> None:
+        # An event of this round of ``select`` may belong to a client that was dropped in it.
         if client not in self._clients:
             return
         try:
             messages, closed = client.reader.pump()
             for message in messages:
                 self._obey(client, message)
+        # One bad client must not end the server: its end kills the ranks of all others.
         except (ControlError, OSError, KeyError, TypeError, ValueError) as error:
             print(f"fork server: dropping a client: {error!r}", file=sys.stderr, flush=True)
             closed = True
@@ -124,6 +126,7 @@ class ForkServer:
 
     def _drop(self, client: _Client) -> None:
         for child in list(client.children.values()):
+            # All are killed before the first is waited for, so that they end at the same time.
             self._kill_group(child)
         for child in list(client.children.values()):
             self._reap(child, notify=False)
@@ -146,6 +149,7 @@ class ForkServer:
             if child.rank == rank and number == signal.SIGKILL:
                 self._kill_group(child)
             elif child.rank == rank:
+                # Safe for a rank that has just ended: until it is reaped no other process gets its number.
                 os.kill(child.process_id, number)
 
     def _spawn(self, client: _Client, message: Message) -> None:
@@ -168,6 +172,7 @@ class ForkServer:
     def _become_rank(self, message: Message, log: int, parent: int) -> None:
         code = 1
         try:
+            # A process group of its own, so that everything the rank starts is killed with it.
             os.setsid()
             die_with_parent(parent)
             self._leave_server(log)
@@ -180,8 +185,10 @@ class ForkServer:
 
     def _leave_server(self, log: int) -> None:
         for key in list(self._selector.get_map().values()):
+            # A rank that kept a client's connection open would hide the end of this server from that client.
             if key.fd > 2:
                 os.close(key.fd)
+        # A copy of the lock file's descriptor would keep the runtime folder in use.
         for descriptor in self._own_descriptors:
             os.close(descriptor)
         self._selector.close()
@@ -196,6 +203,7 @@ class ForkServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process_id, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
+            # A child that was just forked may not be the leader of its group yet.
             os.kill(child.process_id, signal.SIGKILL)
 
     def _reap(self, child: _Child, *, notify: bool) -> None:
@@ -203,6 +211,7 @@ class ForkServer:
             return
         at_seconds = time.time()
         if notify:
+            # Before the rank is reaped: its number still names its group.
             self._kill_group(child)
         _, status = os.waitpid(child.process_id, 0)
         del child.client.children[child.process_id]
@@ -221,6 +230,7 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # The parent may have died before the call, which then does nothing.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -241,6 +251,7 @@ def preload(modules: Sequence[str]) -> float:
     if len(names) > 1:
         raise SoftwareError(f"importing {', '.join(modules)} left {len(names)} threads ({names}): cannot fork")
     gc.collect()
+    # The collector would write to every object and so copy the pages that ranks share.
     gc.freeze()
     return time.monotonic() - begin
 
@@ -248,6 +259,7 @@ def preload(modules: Sequence[str]) -> float:
 def listen(path: Path) -> socket.socket:
     """A listening unix socket at ``path``, readable by this user only."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # ``bind`` makes the file. To change its mode afterwards would leave a moment in which others can connect.
     previous = os.umask(0o177)
     try:
         listener.bind(str(path))

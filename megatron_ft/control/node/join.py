@@ -86,6 +86,7 @@ class _Node:
         """Whether the launcher is of this job, lives, and has no living agent of this number."""
         if found.job_id != self.job_id or found.agent.token in self._ended:
             return False
+        # Asked before registering, which would push out a living process of this number.
         present = _nodes_of(found)
         return present is not None and self.number not in present
 
@@ -104,6 +105,7 @@ class _Node:
         spec = NodeSpec(agent=found.spec_of(self.number, secrets.randbelow(_PROCESS_IDS)), preload=found.preload)
         process: _Process = processes.start("megatron_ft.control.node.main", [], f"node-{self.number:03d}.log", {})
         try:
+            # The spec has the token. Other users can read command lines, and children inherit environments.
             tell(process, spec.to_line())
             return self._await_end(process, found)
         finally:

@@ -66,6 +66,7 @@ def run(spec: NodeSpec) -> int:
         try:
             _await_socket(forkserver, path, processes.log_dir / log)
             here = {"runtime_dir": str(runtime_dir), "forkserver_socket": str(path), "interface": address}
+            # As late as possible: nothing keeps these ports until a store binds them.
             store = find_store_endpoint(address)
             return agent.serve(dataclasses.replace(spec.agent, **here, store=store))
         finally:

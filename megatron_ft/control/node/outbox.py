@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from megatron_ft.framing import Message
 
+# Two limits: with one, ranks would be paused and resumed for each item.
 HIGH_WATER_ITEMS = 2000
 LOW_WATER_ITEMS = 500
 _BATCH_ITEMS = 500
+# Well below ``rpc.MAX_MESSAGE_BYTES``. A larger item, of at most 16 MiB, travels alone.
 _BATCH_BYTES = 4 * 1024 * 1024
 
 

@@ -29,8 +29,10 @@ def run(spec: Message) -> int:
     faulthandler.enable()
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A stop request that arrived since the fork is delivered when the signal is unblocked, to this handler.
     stop.install(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    # The fork server's environment keeps libraries to one thread; ranks have their own.
     os.environ.clear()
     os.environ.update(spec["environment"])
     os.chdir(spec["working_dir"])
@@ -65,8 +67,9 @@ def _report_failure(worker: AgentClient, error: BaseException) -> int:
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, RankLost):
         return (
+            # An exit without a report is a death, which others survive. An error that a rank reports ends the job.
             error.exit_code
-        )  # an exit without a report is a death, which others survive; an error that a rank reports ends the job
+        )
     if isinstance(error, SystemExit) and error.code in (0, None):
         text = "the rank called sys.exit() before its work was done\n" + text
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None

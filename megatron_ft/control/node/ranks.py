@@ -18,6 +18,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 _LOG_TAIL_BYTES = 8192
+# The agent has one thread for all ranks. A rank that is stopped takes nothing and must not hold it up for long.
 _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
 """The longest first message of a connection."""
@@ -126,6 +127,7 @@ class Ranks:
         hung = []
         for rank in self._signs.silent(now):
             state = self._ranks[rank]
+            # While ranks are not read their answers wait in the sockets.
             if self._paused or processor_seconds(state.process_id) > state.processor_seconds + _BUSY_SECONDS:
                 self._owe_nothing(state, now)
             else:
@@ -138,6 +140,7 @@ class Ranks:
         return hung
 
     def _check_life(self, state: _Rank, now: float) -> None:
+        # Progress is forwarded once per check, not per phase: the controller takes that of all ranks.
         if not state.is_passed_on:
             state.is_passed_on = True
             self._put(state, {"op": "progress", "step": state.step, **state.last})
@@ -154,6 +157,7 @@ class Ranks:
     def exited(self, message: Message) -> None:
         """A rank's process has ended. Its messages come first: they wait in sockets of this process."""
         state = self._ranks[message["rank"]]
+        # What the rank sent last explains its end, so it is reported before the exit.
         self.accept()
         for reader in list(self._unnamed):
             self._read_first(reader)
@@ -193,6 +197,7 @@ class Ranks:
             return
         self._leave(reader)
         state = self._named(messages[0]) if messages else None
+        # Only a process of the present start may be the rank, and only one connection.
         if state is None or state.reader is not None or not _greets(messages[0], state):
             reader.close()
             return
@@ -217,6 +222,7 @@ class Ranks:
         self._selector.register(reader.sock, selectors.EVENT_READ, lambda: self._read_rank(state, reader))
 
     def _read_rank(self, state: _Rank, reader: FrameReader, *, until_empty: bool = False) -> None:
+        # The exit may have been handled in this round of ``select``, which closed the reader.
         if state.reader is None:
             return
         while True:
@@ -246,6 +252,7 @@ class Ranks:
         state.reader = None
 
     def _receive(self, state: _Rank, message: Message) -> None:
+        # Every message shows that the rank lives, not only the answer to a ping.
         self._owe_nothing(state, time.monotonic())
         match message["op"]:
             case "record":
@@ -274,6 +281,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 def processor_seconds(process_id: int | None) -> float:
     """Processor time that a process has used so far; 0 for one that is gone."""
     try:
+        # The name of the command, in parentheses, may hold spaces and parentheses itself (proc(5)).
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0

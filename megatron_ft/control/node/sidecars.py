@@ -57,6 +57,7 @@ class Sidecar:
         """
         assert self.process.stdout is not None, "a service's standard output is a pipe"
         data = os.read(self.process.stdout.fileno(), _READ_BYTES)
+        # Read and dropped: a full pipe would block the service.
         if self.address is not None:
             return bool(data)
         self.line += data
@@ -171,6 +172,7 @@ class Sidecars:
 
     def close(self) -> None:
         """Ask all to end and wait for it; one that does not is killed."""
+        # All are asked first, so that they share the time.
         for service in self._all:
             with contextlib.suppress(BrokenPipeError):
                 service.process.stdin.close()  # type: ignore[union-attr]
@@ -188,6 +190,7 @@ def _start(name: str, module: str, socket_path: Path, log: Path, line: bytes) ->
             stdout=subprocess.PIPE,
             stderr=errors,
             bufsize=0,
+            # The kernel watches the thread that forks, not its process (prctl(2)): here the agent's main thread.
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     service = Sidecar(name, process, os.pidfd_open(process.pid), socket_path, log, log_begin_bytes)

@@ -19,6 +19,7 @@ class StoreEndpoint:
 
     def port_of(self, generation: int) -> int:
         """The port of the store of a generation."""
+        # A port comes again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
         return self.ports[generation % len(self.ports)]
 
 

@@ -141,6 +141,7 @@ class StopFlag:
             signal.signal(number, self._set)
 
     def _set(self, _number: int, _frame: FrameType | None) -> None:
+        # Nothing else: a handler runs between any two instructions of the rank. The vote decides when to stop.
         self._requested = True
 
     def __bool__(self) -> bool:

@@ -86,8 +86,10 @@ def add_attempt(run_dir: Path, attempt: Attempt) -> None:
     """
     path = run_dir / FOLDER / _FILE
     path.parent.mkdir(exist_ok=True)
+    # The subfolder may be new: if its entry is lost in a power failure, so are its files.
     fsync_folder(run_dir)
     content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
+    # Appended to half a line, this attempt would make the file unreadable.
     num_whole_bytes = _num_whole_bytes(path)
     with path.open("ab") as file:
         file.truncate(num_whole_bytes)

@@ -41,6 +41,7 @@ def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None
                 complaint = str(error)
                 report(f"Slurm cannot be asked for job {job_id}: {error}")
             continue
+        # Another node has requeued it, or an operator has ended it.
         if job.state != "RUNNING":
             return False
         if not job.has_batch_host:

@@ -148,6 +148,7 @@ class BatchJob:
             hosts = in_order_of_trust(hosts, attempts)
             attempt = self._attempt(hosts, is_first=is_first)
             if self._run_dir.is_dir():
+                # On disk before Slurm is asked for anything: a requeue ends this process.
                 add_attempt(self._run_dir, attempt)
             attempts.append(attempt)
             is_first = False
@@ -192,6 +193,7 @@ class BatchJob:
         if self._asked is not None:
             return self._attempt_of(witness, EXIT_INTERRUPTED)
         with subprocess.Popen(command, env=_environment(hosts)) as self._console:
+            # A signal that arrived before this line found no process.
             self._forward()
             with watch_drains(self._run_dir, hosts, poll_seconds=self._site.drain_poll_seconds):
                 exit_code = self._console.wait()
@@ -211,6 +213,7 @@ class BatchJob:
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         """A signal: the first lets ranks finish their iteration and write a checkpoint."""
+        # A later warning must not turn an order to end into a requeue.
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
         self._has_to_forward = True
@@ -234,6 +237,7 @@ class BatchJob:
                 reason=verdict.reason,
                 is_final=verdict.is_final,
             )
+        # After the marker: a call of Slurm may take a minute or fail, and the result must not depend on it.
         if verdict.is_final and self._site.is_chained:
             self._cancel_chain()
         return exit_code
@@ -271,6 +275,7 @@ class BatchJob:
             calls.exclude(self._site.job_id, exclude)
         except calls.SlurmError as error:
             print(f"job {self._site.job_id}: may get {', '.join(exclude)} again: {error}", file=sys.stderr, flush=True)
+        # The job stays alive until Slurm ends it: its exit code would end the job instead.
         while True:
             signal.pause()
 

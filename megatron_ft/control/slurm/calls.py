@@ -93,6 +93,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
         SlurmError: Slurm refuses, e.g. because the job runs.
     """
     if hosts:
+        # ``ExcNodeList`` replaces the list, also the hosts that the user had excluded.
         every = dict.fromkeys([*view_job(job_id).excluded, *hosts])
         _call(["scontrol", "update", f"jobid={job_id}", f"ExcNodeList={','.join(every)}"])
 
@@ -157,6 +158,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
         return subprocess.run(
             command,
             env=environment,
+            # The standard input of a node is its lifeline: a command must not read from it.
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -58,6 +58,7 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
                 _say(f"which nodes are drained is unknown for now: {error}")
             is_silent = True
             continue
+        # A node whose drain was taken back is asked for again when it is drained again.
         leaving.intersection_update(drained)
         for node, host in drained.items():
             if node in leaving:

@@ -38,9 +38,13 @@ class Allocation:
             "--nodes=1",
             "--ntasks=1",
             "--ntasks-per-node=1",
+            # The job's own ``--no-kill`` does not hold for its steps.
             "--no-kill",
+            # Sites change the default, ``KillOnBadExit``.
             "--kill-on-bad-exit=0",
+            # Without it the step of a node that is started again waits for the CPUs of the old one.
             "--overlap",
+            # One task has the whole node: the ranks are its descendants.
             "--cpu-bind=none",
             "--mem=0",
             "--mpi=none",
@@ -90,6 +94,7 @@ def address_of(interface: str) -> str:
     found = psutil.net_if_addrs().get(interface)
     address = interface
     if found is not None:
+        # IPv4 first; gloo and NCCL get the interface by name and choose for themselves.
         ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
         if not ours:
             raise ConfigError.of("launch.interface", interface, "must have an address of IPv4 or IPv6; it has none")

@@ -26,6 +26,7 @@ def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
         return EXIT_OK  # it came to nothing that could be counted
     gone = Attempt(job_id=array, hosts=(), exit_code=None, asked=None, iteration=newest_iteration(run_dir))
     attempts = [attempt for attempt in read_attempts(run_dir) if attempt.job_id == array]
+    # Counted before the decision, so that a launcher that dies here is not forgotten.
     add_attempt(run_dir, gone)
     hopeless = why_hopeless([*attempts, gone], max_fruitless)
     if hopeless is None:

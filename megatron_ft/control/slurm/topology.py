@@ -44,6 +44,7 @@ def read_topology(variables: Mapping[str, str]) -> str:
     Raises:
         ConfigError: it cannot be run, fails, does not answer, or has nothing to say: there is no topology plugin.
     """
+    # ``SLURM_TOPO_LEN`` cuts the lines, and so the list of nodes.
     whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
     try:
         done = calls.run(_COMMAND, environment=whole_lines)
@@ -73,6 +74,7 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
         switch = _SWITCH.match(line)
         if switch is None:
             raise _refused(f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm says: {line}")
+        # Switches of higher levels list the nodes of all leaves below them.
         if switch["level"] == "0" and switch["nodes"]:
             for host in _nodes_below(switch["name"], switch["nodes"]):
                 found.get(host, []).append(switch["name"])

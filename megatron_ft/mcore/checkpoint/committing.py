@@ -35,6 +35,7 @@ def commit_files(
     entries.append(write_file(directory, METADATA_NAME, content))
     form = json.dumps(asdict(CheckpointingConfig(BACKEND, BACKEND_VERSION))).encode()
     entries.append(write_file(directory, FORMAT_NAME, form))
+    # The names of all files are durable before the manifest, whose existence makes the directory a checkpoint.
     fsync_directory(directory)
     write_manifest(directory, make_manifest(tuple(sorted(entries, key=lambda entry: entry.name))))
     return sum(entry.num_bytes for entry in entries)

@@ -46,6 +46,7 @@ class CheckpointFinder:
         while True:
             found = [entry.path for entry in checkpoints.list_checkpoints(folder) if entry.complete]
             names = [path.name for path in found if path not in self.foreign]
+            # Rank 0's list counts: a shared file system may show ranks different folders for a moment.
             name: str | None = self._collectives.from_first(names[-1] if names else None)
             if name is None:
                 return None
@@ -158,6 +159,7 @@ class CheckpointFinder:
                 f"{directory}: no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
                 "set checkpoint.trust=true only if you know who wrote it"
             )
+        # Good for one load: the files may change afterwards.
         verified, self._verified = self._verified, None
         if verified is not None and verified[0] == directory:
             return verified[1]

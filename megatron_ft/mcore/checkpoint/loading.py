@@ -42,6 +42,7 @@ def load_shards(
         )
     except (CheckpointingException, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
+    # Generators are requested at the layout of the save only.
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:
         raise CheckpointError(

@@ -134,6 +134,7 @@ class CheckpointManager:
 
     def poll(self) -> None:
         """Complete a save whose writing has ended on all ranks; returns at once otherwise."""
+        # Every rank has the same save pending: all enter this collective, and all commit after the same iteration.
         if self._pending is not None and self._collectives.all(self._pending.job.done):
             self._complete(self._pending)
 
@@ -158,6 +159,7 @@ class CheckpointManager:
     def _await_given_up(self) -> None:
         """Wait until no rank writes for an abandoned save: it may use the folder that is about to be created again."""
         WriteJob.await_given_up()
+        # A barrier: once every rank is here, no thread of any rank writes for the abandoned save.
         self._collectives.all(True)
 
     def _open_directory(self, iteration: int) -> Path | None:
@@ -176,6 +178,7 @@ class CheckpointManager:
 
     def _start(self, state: TrainingState, directory: Path) -> WriteJob:
         metadata = self._metadata()
+        # A process group cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
             **build_shards(state, metadata, is_loading=False),
@@ -183,6 +186,7 @@ class CheckpointManager:
             RANK_STATE_KEY: rank_state(),
             "content_metadata": content_metadata,
         }
+        # Megatron's check would gather the metadata of all tensors as pickled objects at every save.
         shards, common = save_preprocess(tree, validate_access_integrity=False)
         whole_files = {}
         if self._collectives.rank == 0:
@@ -193,6 +197,7 @@ class CheckpointManager:
         return {
             **SHARDING_METADATA,
             "dp_cp_group": self._dp_cp_group,
+            # One stored tensor for each expert, so that ranks may hold any subset of them.
             "singleton_local_shards": True,
             "non_homogeneous_layers": True,
         }
@@ -219,6 +224,7 @@ class CheckpointManager:
                 blocked_seconds=pending.blocked_seconds + time.monotonic() - began,
             ).to_record()
         )
+        # Only after the commit: until then the checkpoints before are all there is.
         if self._collectives.rank == 0:
             self._clean(pending)
 
@@ -250,6 +256,7 @@ class CheckpointManager:
         )
 
     def _discard(self, pending: _Pending, error: str) -> None:
+        # With a manifest the checkpoint is complete, and only ``latest`` could not be moved: the files stay.
         if self._collectives.rank == 0 and not (pending.directory / MANIFEST_NAME).exists():
             try:
                 checkpoints.delete(pending.directory)
@@ -306,9 +313,11 @@ class CheckpointManager:
         not hold exactly what this model and optimizer need.
         """
         began = time.monotonic()
+        # First: ``.metadata`` and ``common.pt`` are pickle, which can run code when Megatron opens them.
         manifest = self._finder.check(directory, trust=self._config.trust)
         same_layout = manifest is not None and manifest.topology == self._topology
         frame = build_shards(state, self._metadata(), is_loading=True)
+        # Generators belong to ranks: in another layout no rank is the one that saved them.
         wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state(empty=True)} if same_layout else {}
         loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
         install(state, frame, loaded)

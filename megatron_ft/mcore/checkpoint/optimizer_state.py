@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 SHARDING_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
+    # True would gather to one rank of each data-parallel group, over gloo groups beside NCCL's.
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
@@ -31,6 +32,7 @@ def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Create moments and step counts that the first update would create: zeros, so no bit changes."""
     for member in sub_optimizers(optimizer):
+        # Megatron's function makes moments without a step count, and AdamW then adds none.
         member.init_state_fn(member.optimizer, member.config)
         if isinstance(member.optimizer, torch.optim.Adam):  # AdamW is one as well
             for state in member.optimizer.state.values():

@@ -80,6 +80,7 @@ def install(state: TrainingState, frame: dict[str, Any], loaded: dict[str, Any])
         unwrap(chunk).load_state_dict(loaded[key], strict=True)
     tree = optimizer_state.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
     optimizer_state.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
+    # The position only: ``load_state_dict`` would also take rates and lengths from the checkpoint.
     state.scheduler.num_steps = 0
     state.scheduler.step(increment=loaded["opt_param_scheduler"]["num_steps"])
     state.iteration = loaded["iteration"]

@@ -121,6 +121,7 @@ class WriteJob:
         self._directory = directory
         self._whole_files = whole_files
         self._cancelled = threading.Event()
+        # A daemon: a process that ends with an error does not wait for storage.
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
@@ -159,6 +160,7 @@ class WriteJob:
         except BaseException as error:  # noqa: BLE001 - whatever it was, finalisation reports it
             self.error = f"{type(error).__name__}: {error}"
         finally:
+            # The copies are freed once they are on disk, before other ranks have finished.
             self.planned.files = []
             self._whole_files = {}
 

@@ -77,6 +77,7 @@ class BatchReader:
             self.plan.first_sample(iteration, self.data_parallel_rank, number)
             for number in range(self.plan.num_microbatches)
         )
+        # Inner stages read nothing, but must know which microbatches are padding.
         if not self.needs_tokens:
             yield from (Microbatch(None, None, None, first is None) for first in samples)
         elif self.device.type == "cuda":

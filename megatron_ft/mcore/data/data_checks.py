@@ -109,11 +109,13 @@ def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first:
         raise error
     if trainer.context.rank in strangers:
         _end_alone(_other_data(trainer.job, trainer.context.rank, first))
+    # Like the error of a broken collective: the others then form the next membership.
     raise RuntimeError(f"ranks {strangers} do not join: {error}")
 
 
 def _end_alone(error: DataError) -> NoReturn:
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    # As a killed rank ends: an exception would be reported, and would end the job.
     os._exit(error.exit_code)
 
 

@@ -37,6 +37,7 @@ class Samples:
         span = self.plan.spans[place.source]
         start = span.first_token + place.sample * self.plan.seq_length
         tokens = self._read(place.source, start, self.plan.seq_length + 1)
+        # As unsigned numbers negative tokens exceed every vocabulary: one comparison checks both ends.
         if tokens.view(np.uint64).max() >= self.vocab_size:
             raise self._foreign_token(span, start, tokens)
         return tokens
@@ -63,6 +64,7 @@ class Samples:
         """
         digest = hashlib.blake2b(repr((self.plan.seq_length, self.plan.order)).encode(), digest_size=8)
         for source, span in enumerate(self.plan.spans):
+            # The ends only: every start of every rank computes this, whatever the size of the sources.
             edge = min(4096, span.num_tokens)
             digest.update(f"{span.first_token} {span.num_tokens}".encode())
             digest.update(self._read(source, span.first_token, edge).tobytes())

@@ -109,6 +109,7 @@ def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats"):
         setattr(cuda, name, _no_op(name))
+    # Megatron passes the result on as ``device=``.
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
     cuda.current_stream = lambda device=None: _ONE_STREAM
@@ -123,6 +124,7 @@ def _patch_torch_cuda() -> None:
 
 
 def _patch_tensor_methods() -> None:
+    # Megatron compares names of types, such as ``torch.cuda.FloatTensor``.
     original_type = torch.Tensor.type
 
     def named_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +185,7 @@ def _patch_megatron() -> None:
 
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
 
+    # Megatron leaves a tensor that is on the CPU as it is, and gloo's all-to-all refuses split sizes in a tensor.
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 

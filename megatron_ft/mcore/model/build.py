@@ -41,6 +41,7 @@ def build_model(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        # The vote answers values that are not finite; this check would raise on one rank in the middle of a reduction.
         check_for_nan_in_grad=False,
     )
     return [

@@ -47,6 +47,7 @@ def _draw(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> torch
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     std = output_layer_std(config) if name.endswith(_RESIDUAL_WRITERS) else config.init_method_std
+    # On the CPU whatever the device: CUDA's generator gives other numbers for the same seed.
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 

@@ -50,9 +50,11 @@ def migrate(
         State of the experts that this rank had and has no more: with it, it could go back once this has returned.
     """
     state = take_state(engine.model_chunks, engine.optimizer)
+    # A copy of the dict: the move adds experts to ``state``.
     if keep is not None:
         keep(dict(state))
     move_experts(state, migration, engine.pg.ep)
+    # From here until ``put_state`` returns there may be no model: only what ``keep`` has received is sound.
     engine.rebuild(replicas)
     put_state(engine.model_chunks, engine.optimizer, state)
     held = migration.placement.of_rank(engine.pg.ep.rank())
@@ -76,6 +78,7 @@ def move_experts(
     like = {name: state[name] for name in next(iter(names.values()))} if like is None else like
     outgoing: list[list[torch.Tensor]] = [[] for _ in position]
     incoming: list[list[torch.Tensor]] = [[] for _ in position]
+    # Senders and receivers follow the plan's order, and names in sorted order: tensors travel without names.
     for transfer in migration.transfers:
         expert = (transfer.layer_number, transfer.expert)
         if transfer.source_rank == me:

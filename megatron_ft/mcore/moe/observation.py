@@ -18,6 +18,7 @@ def take_auxiliary_losses() -> tuple[float, float]:
     """Return (sum of balancing losses, sum of z-losses) since the last call, unweighted, over layers and
     microbatches."""
     balancing = z = 0.0
+    # Values of this rank: Megatron reduces them in its own report only, and the vote adds them up in rank order.
     for name, entry in get_moe_layer_wise_logging_tracker().items():
         total = float(entry["values"].sum())
         entry["values"].zero_()

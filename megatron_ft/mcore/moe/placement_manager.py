@@ -179,6 +179,7 @@ class PlacementManager:
             return self._change([self._migration(stage, plan) for stage, plan in enumerate(plans)], "scripted", 0.0)
         if self.loads is None or not self._policy.due(iteration - 1):
             return None
+        # Every rank plans all stages: whether a placement changes is one decision of the whole job.
         migrations = [self._replan(stage) for stage in range(len(self.plans))]
         verdicts = [
             self._policy.decide(plan, migration, loads)
@@ -186,6 +187,7 @@ class PlacementManager:
         ]
         if not any(verdict.pays for verdict in verdicts):
             return None
+        # A stage that would gain too little keeps its plan, and its migration moves nothing.
         kept = [
             migration if verdict.pays else self._migration(stage, self.plans[stage])
             for stage, (migration, verdict) in enumerate(zip(migrations, verdicts, strict=True))

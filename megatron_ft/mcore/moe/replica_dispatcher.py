@@ -74,5 +74,6 @@ class ReplicaTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Weigh and sum each token's rows [S, H] -> [sequence, batch, H]."""
         output = self.backend.unpermute(rows, self._probs, self._handle).view(self._shape)
+        # Autograd keeps what the backward pass needs; these would keep the rest until the next microbatch.
         del self._probs, self._handle
         return output

@@ -37,6 +37,7 @@ class ReplicaExperts(SequentialMLP):
 
     def _mark_copies(self) -> None:
         """Let each expert count once in the gradient norm: on the first rank that holds it."""
+        # Megatron leaves parameters with ``shared`` out of the norm (``param_is_not_shared``).
         for expert, copy_number in zip(self.local_experts, self.copy_numbers, strict=True):
             for parameter in expert.parameters():
                 parameter.shared = copy_number > 0
@@ -46,6 +47,7 @@ class ReplicaExperts(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         """Run ``tokens`` [rows, H], grouped by expert; probabilities are applied where the tokens came from."""
         outputs = []
+        # Experts without rows run too: a bucket is reduced once each of its parameters has a gradient.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
             output, bias = expert(self._padded(rows))
             outputs.append((output if bias is None else output + bias)[: len(rows)])
@@ -70,6 +72,7 @@ class ReplicaExperts(SequentialMLP):
             local = f"{prefix}local_experts.{number}."
             of_expert = expert.sharded_state_dict(local, sharded_offsets, metadata)
             replace_prefix_for_sharding(of_expert, local, f"{prefix}experts.{self.expert_ids[number]}.")
+            # Of all copies Megatron writes the one whose ``replica_id`` is zero.
             for tensor in of_expert.values():
                 tensor.replica_id = (*tensor.replica_id[:2], self.copy_numbers[number])
             state.update(of_expert)

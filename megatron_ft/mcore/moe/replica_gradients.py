@@ -51,6 +51,7 @@ class ReplicaGradients:
 
     def sum(self) -> None:
         """Replace each gradient by the sum over all copies; collective over the stage."""
+        # One exchange for all experts, instead of a group for each set of holders, which changes with the placement.
         flats = [torch.cat([p.main_grad.reshape(-1) for p in expert.parameters]) for expert in self._experts]
         parts = [flat.split(expert.pieces()) for flat, expert in zip(flats, self._experts, strict=True)]
         contributions = self._exchange(
@@ -71,6 +72,7 @@ class ReplicaGradients:
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
+        # Not an all-reduce: its order of additions depends on the backend, the sizes and the number of ranks.
         total = terms[0].clone()
         for term in terms[1:]:
             total += term
@@ -86,6 +88,7 @@ class ReplicaGradients:
         ranks = range(self._group.size())
         outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
         incoming: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        # Two ranks list the experts they share in the same order, by layer and number: no counts have to be exchanged.
         for number, (pieces, expert) in enumerate(parts):
             sizes, me = expert.pieces(), expert.holders.index(self._rank)
             for place, holder in enumerate(expert.holders):

@@ -20,8 +20,7 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend
 class ReplicaMixtureLayer(MixtureLayer):
     """Megatron's MoE layer over a placement.
 
-    Megatron's constructor needs the same number of contiguous experts on every rank; this one takes the placement and
-    leaves everything after construction to Megatron.
+    Its constructor takes the placement; everything after construction is left to Megatron.
 
     Args:
         slots: for each rank of ``pg_collection.ep``, the expert of each of its slots. Several copies of an expert on
@@ -39,6 +38,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         backend: DispatchBackend,
         pg_collection: ProcessGroupCollection,
     ) -> None:
+        # Not ``MoELayer.__init__``, which asserts that EP divides the experts and gives each rank a contiguous block.
         MegatronModule.__init__(self, config)
         rank = utils.get_pg_rank(pg_collection.ep)
         assert len(slots) == utils.get_pg_size(pg_collection.ep), "one row of slots for each rank of the stage"
@@ -48,6 +48,7 @@ class ReplicaMixtureLayer(MixtureLayer):
         self.local_expert_indices = sorted(set(slots[rank]))
         self.num_local_experts = len(self.local_expert_indices)
         self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
+        # The overlap is a feature of Megatron's own dispatchers (``set_shared_experts``).
         self.shared_expert_overlap = False
         selective = config.recompute_granularity == "selective"
         self.moe_layer_recompute = selective and "moe" in config.recompute_modules

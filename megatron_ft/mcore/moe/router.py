@@ -49,6 +49,8 @@ class PaddingAwareRouter(TopKRouter):
             return logits
         z_loss = z_loss_func(logits, coefficient / self._num_shares())
         save_to_aux_losses_tracker("z_loss", z_loss / coefficient, self.layer_number, self.config.num_layers)
+        # Gradients are divided by the tokens of the iteration later (``calculate_per_token_loss``): a mean over this
+        # microbatch has to be multiplied by its tokens first.
         return MoEAuxLossAutoScaler.apply(logits, z_loss * (logits.shape[0] * self._num_shares()))
 
     def attach_and_log_load_balancing_loss(
@@ -71,6 +73,7 @@ class PaddingAwareRouter(TopKRouter):
         if self.is_padding:
             return activation
         num_shares = self._num_shares()
+        # More than one for ``global_aux_loss`` only, whose group spans data-parallel ranks.
         num_microbatches = reduce_group.size() // num_shares
         return super().attach_and_log_load_balancing_loss(
             activation,

@@ -71,6 +71,7 @@ class TraceRouter(PaddingAwareRouter):
         loads = self.trace.loads(self._iteration, self.layer_number)
         counts = expert_token_counts(loads, num_tokens * num_parts, self.topk)
         key = f"{self.seed}/iteration {self._iteration}/layer {self.layer_number}/microbatch {microbatch}"
+        # Of the whole microbatch, then cut: ranks that hold its parts must route them by one assignment.
         experts = forced_experts(counts, num_tokens * num_parts, key)
         return torch.from_numpy(experts[part * num_tokens : (part + 1) * num_tokens].copy())
 

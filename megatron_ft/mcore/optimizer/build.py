@@ -69,5 +69,6 @@ def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> Optimize
 
 def set_position(scheduler: OptimizerParamScheduler, consumed_samples: int) -> None:
     """Set learning rate and weight decay for the iteration that follows ``consumed_samples``."""
+    # ``step`` adds to the position: from zero, the result does not depend on earlier calls.
     scheduler.num_steps = 0
     scheduler.step(increment=consumed_samples)

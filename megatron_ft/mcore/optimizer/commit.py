@@ -51,9 +51,11 @@ def prepare_known(
         if scaler is None:
             part.prepare_grads()
         else:
+            # Megatron's own method all-reduces the overflow flag, also over stages that do not replay.
             _unscale(part, scaler)
             scaler.update(found_inf)
         for parameter, master in masters_of(part):
+            # A zero gradient would still decay weights and moments.
             if parameter in without:
                 master.grad = None
 
@@ -76,6 +78,7 @@ def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> 
     """Clip with the voted norm and update master weights, moments and this rank's compute weights."""
     for part in parts(optimizer):
         parameters = part.get_parameters()
+        # In a replay all parameters of a part may be frozen: there is nothing to clip.
         if clip_grad > 0.0 and any(parameter.grad is not None for parameter in parameters):
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
         if isinstance(part, DistributedOptimizer):

@@ -90,6 +90,7 @@ class StateCopies:
         incoming = self._by_rank({kept.owner: [p.grad for p in kept.parameters] for kept in self.kept})
         sent_bytes = exchange_tensors(outgoing, incoming, self._group)
         for kept in self.kept:
+            # AdamW works element by element: however parameters are grouped, the same gradients give the owner's bits.
             for group in kept.optimizer.param_groups:
                 group["lr"] = learning_rate
             kept.optimizer.step()
@@ -114,6 +115,7 @@ class StateCopies:
 
     def _receive(self, config: OptimizerConfig) -> list[Kept]:
         mine = {str(lent.keeper): [_describe(master) for master in lent.masters] for lent in self._lent}
+        # Only owners know the shapes: Megatron cuts the distributed optimizer's flat buffers anywhere.
         offers = Collectives(self._group).gather(mine)
         kept = []
         for position, owner in enumerate(self._ranks):
@@ -143,6 +145,7 @@ def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int
         by_rank = placement.slots[placement.layer_numbers.index(operator.layer_number)]
         holders = [rank for rank, experts in zip(placement.ranks, by_rank, strict=True) if operator.expert in experts]
         others = sorted({rank for owners in operator.owners for rank in owners} - set(holders))
+        # All holders of an expert have the same state: the first one sends it.
         if holders[0] == me and others:
             found[operator.layer_number, operator.expert] = tuple(others)
     return found
@@ -170,6 +173,7 @@ def _make_room(owner: int, described: Sequence[Mapping[str, Any]], config: Optim
         eps=config.adam_eps,
     )
     for parameter in parameters:
+        # Made here, not by the first step: moments and step count of the owner are received into them.
         zeros = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     return Kept(owner=owner, names=[item["name"] for item in described], parameters=parameters, optimizer=optimizer)

@@ -48,6 +48,7 @@ class Boundaries:
         log.begin(iteration, generation)
         try:
             yield
+            # Not in ``finally``: an iteration that broke has not sent everything, and is left out of the log.
             log.end()
         finally:
             log.abandon()

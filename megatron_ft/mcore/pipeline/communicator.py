@@ -58,6 +58,7 @@ class LoggingCommunicator(StagedCommunicator):
     def _communicate(
         self, *, tensor_send_next: torch.Tensor | None, tensor_send_prev: torch.Tensor | None, **others: Any
     ) -> Received:
+        # First: once an output is sent, the schedule may free its memory (``deallocate_pipeline_outputs``).
         self.keep(tensor_send_next, tensor_send_prev)
         received: Received = super()._communicate(
             tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **others
@@ -109,6 +110,7 @@ class ReplayCommunicator(LoggingCommunicator):
         wait_on_reqs: bool = True,
     ) -> Received:
         self.keep(tensor_send_next, tensor_send_prev)
+        # Not ``super()``, which would log a second time. Healthy neighbours have received these messages already.
         from_previous, from_next, requests = StagedCommunicator._communicate(
             self,
             tensor_send_next=tensor_send_next if self._replays_next else None,
@@ -122,6 +124,7 @@ class ReplayCommunicator(LoggingCommunicator):
             from_previous = self._from_log("forward", self.prev_rank, tensor_shape)
         if recv_next and not self._replays_next:
             from_next = self._from_log("backward", self.next_rank, tensor_shape)
+        # The interleaved schedule waits for each message by name, also for one that did not travel.
         if isinstance(requests, dict):
             wanted = {
                 "send_next": tensor_send_next is not None,
@@ -136,6 +139,7 @@ class ReplayCommunicator(LoggingCommunicator):
         dtype = self.config.pipeline_dtype
         tensor = torch.empty(shape, requires_grad=True, device=current_device(), dtype=dtype)
         received = torch.empty(shape, dtype=dtype) if self.is_staged else tensor.data
+        # The log is sent in the order of the schedule, and the same schedule asks here: no key has to travel.
         group, tag = route(self.pp_group, direction)
         dist.recv(received, src=rank, group=group, tag=tag)
         if self.is_staged:
@@ -161,6 +165,7 @@ def serve(
     requests, num_bytes = [], 0
     route_group, tag = route(group, direction)
     is_on_host = dist.get_backend(group) == "gloo"
+    # All are begun before the first is awaited: this rank has collectives of its own to reach meanwhile.
     for iteration in iterations:
         for _, tensor in log.entries(iteration, direction):
             sent = tensor if is_on_host else tensor.to(current_device(), non_blocking=True)

@@ -1,1 +1,1 @@
-"""The training loop, from a rank's start to its end."""
+"""Recovery of a rank: from one membership to the next, and from stored state at a start."""

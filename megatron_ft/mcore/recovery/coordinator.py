@@ -27,6 +27,7 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
     """
     _check(trainer, history)
     worker, owes_save = trainer.context.worker, False
+    # All groups of such a job use gloo: ``_check`` has refused other devices.
     if worker.can_survive:
         waits.install()
     if trainer.context.is_joining:
@@ -44,6 +45,7 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
         elif scripted is None:
             following = _planned(trainer)
         else:
+            # Before ranks leave: each has its share of the files to write.
             trainer.checkpoints.finish()
             following = history.begin()
         if following is None:
@@ -88,6 +90,7 @@ def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | 
         owes_save: a save was given up here when the membership before ended; one is made of the present state.
     """
     try:
+        # One rank that has given a save up is enough: saving is collective.
         if trainer.context.generation > 0 and trainer.collectives.any(owes_save):
             trainer.save()
         trainer.run(before=before)
@@ -99,6 +102,7 @@ def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | 
 
 
 def _survive(trainer: Trainer, failure: str) -> NextMembership:
+    # First: others may wait for this rank in a collective, and report their positions only once they have left it.
     trainer.hang_up("this rank's iteration failed")
     try:
         position = position_of(trainer.engine, trainer.context.rank)
@@ -143,10 +147,12 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
                 raise
             if _is_own(error):
                 raise RankLost(f"this rank cannot form generation {following.generation}: {error!r}") from error
+            # It failed while it took out its state, before it entered ``following``: it has nothing sound to continue.
             if trainer.context.generation != following.generation:
                 raise
             failure = traceback.format_exc()
         trainer.hang_up("this membership did not form")
+        # Nothing was committed in this membership: the rank is where it began, without a vote of its own.
         position = Position(
             rank=trainer.context.rank,
             generation=following.generation,

@@ -70,6 +70,7 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     resumed = None if kept is None or window_plan is None else (kept, window_plan)
     trainer.snapshots = take_snapshots(trainer, client, resumed)
     vote = votes.get(plan.target)
+    # The recovery has dropped the window in progress: without this, the next failure would go back as far again.
     if resumed is not None and vote is not None and kept is not None and kept.start_iteration < plan.target:
         trainer.snapshots.capture_whole(vote)
     trainer.membership_start = MembershipStart(iteration=target, carried=carried or Carried.of(trainer))
@@ -105,6 +106,7 @@ def _share(
     """
     needed = set(plan.iterations)
     able = [rank for rank, standing in enumerate(standings) if standing.has_state]
+    # The same choice on every rank, from the same reports.
     first = max(able, key=lambda rank: (len(needed & set(standings[rank].voted)), -rank))
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
@@ -138,6 +140,7 @@ def _recover(
         circle = form_region_groups(trainer, plan, [standing.stage for standing in standings])
         if region is None or circle is None:
             assert carried is not None, "a healthy rank has state"
+            # Sending begins before this rank restores its own state: the region waits for the first message.
             requests, num_bytes = _serve(trainer, plan)
             kept = _put_back(trainer, carried, plan, client)
         else:
@@ -146,9 +149,11 @@ def _recover(
             _compare(trainer, carried)
     except RecoveryError as failure:
         error = str(failure)
+    # Every rank comes here, also one that failed: the others wait for it in this collective.
     error = trainer.collectives.errors(error)
     if error is not None:
         raise RecoveryError(f"generation {trainer.context.generation}: a localized recovery has failed: {error}")
+    # The sends read the log's own memory: training must not log over it before they are done.
     for request in requests:
         request.wait()
     is_healthy = region is None
@@ -212,6 +217,7 @@ def _compare(trainer: "Trainer", carried: Carried | None) -> None:
     if carried is None:
         return
     now = take_state(trainer.engine.model_chunks, trainer.engine.optimizer)
+    # An iteration that was finished alone has updated this rank's shard only: its other weights are of the one before.
     names = [name for name in now if "/" in name or carried.has_whole_weights]
     other = [name for name in names if not _same_bits(now[name], carried.state[name])]
     other += trainer.engine.train_state().differences(carried.host)

@@ -59,9 +59,11 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
         for region in plan.regions:
             rows = [[rank for rank, stage in enumerate(stages) if stage == of_region] for of_region in region]
             members = sorted(rank for row in rows for rank in row)
+            # All stages replay: the groups of the job serve, and no rank forms any.
             if len(members) == len(stages):
                 return RegionGroups(everybody=groups.vote, line=pg.pp)
             everybody = _add(trainer, members)
+            # One stage needs a group of this rank alone in place of ``pp``: where the layout has one, none is formed.
             alone = next((group for group in (pg.cp, pg.tp) if len(region) == 1 and group.size() == 1), None)
             lines = [] if alone is not None else [_add(trainer, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
@@ -119,6 +121,7 @@ class Region:
         """
         engine = self._engine
         window = self._find()
+        # The replay logs again what it sends, for the next failure: there must be room before it starts.
         for needed in (window.plan_in_force, plan or window.plan_in_force):
             keep_room(self._trainer, needed)
         replay = window.replay_plan(until=self._plan.target, votes=votes)
@@ -163,8 +166,10 @@ class Region:
         is_last_here = self._plan.num_stages - 1 in self._stages
 
         def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
+            # Megatron broadcasts the count from the last rank of ``pp``: here another stage, which sees no labels.
             if num_tokens is not None and not is_last_here:
                 num_tokens.fill_(self._num_own_tokens())
+            # A copy: the schedule still uses the group of the whole pipeline.
             scoped = copy.copy(pg_collection)
             scoped.pp = self._line
             finalize(model, num_tokens, pg_collection=scoped, **others)

@@ -42,9 +42,8 @@ def frozen(
 ) -> Iterator[Callable[[], None]]:
     """No gradients for ``parameters`` until the callable this gives is called; at the latest at the end.
 
-    Its caller calls it after backward and before gradients are reduced: in the buckets the parameters keep their place,
-    with zeros, because the order of summation depends on it. Megatron's linear layers read ``requires_grad`` of the
-    weight they are given, and reduce input gradients in the same way without it.
+    Its caller calls it after backward and before gradients are reduced. Megatron's linear layers read ``requires_grad``
+    of the weight they are given, and reduce input gradients in the same way without it.
     """
     taken = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [_keep_gradients_flowing(chunk) for chunk in model_chunks if hasattr(unwrap(chunk), "embedding")]
@@ -142,6 +141,7 @@ class Replayer:
         """
         captured = self._slices[index]
         self._view.restore(self._window, index, captured.payload)
+        # Later slices bring tensors only: generators, buffers and history have been computed by the replay since.
         if index == 0:
             error = self._collectives.errors(self._restore(captured.train_state))
             if error is not None:
@@ -192,6 +192,7 @@ class Replayer:
         with synchronous_reduction(engine.model_chunks, config), frozen(engine.model_chunks, skipped) as thaw:
 
             def thaw_and_finalize(*args: Any, **kwargs: Any) -> None:
+                # In the buckets frozen parameters keep their place, with zeros: the order of sums depends on it.
                 thaw()
                 finalize(*args, **kwargs)
 

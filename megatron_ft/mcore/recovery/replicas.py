@@ -59,6 +59,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     """
     began = time.monotonic()
     carried = carry(trainer, following.target)
+    # From here on a failure finds what this rank has carried, however far the membership has come.
     trainer.membership_start = MembershipStart(iteration=following.target.iteration, carried=carried)
     _let_go(trainer)
     trainer.config = trainer.engine.config = config = config_of(trainer.job, following.nodes)
@@ -97,6 +98,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
         trainer.report_placement("membership")
     if carried is None:
         return False
+    # Rank 0 may have just joined, and know nothing of the finished iteration.
     trainer.reporting_rank = _first(previous)
     owes_save = _account(trainer, carried, time.monotonic() - began)
     trainer.reporting_rank = 0
@@ -180,6 +182,7 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
     failpoints.hit("reform_build", engine.iteration)
     engine.build(groups, keeper.replicas())
     put_state(engine.model_chunks, engine.optimizer, state)
+    # Before ``restore``: the state that a joining rank has received holds no generators, and leaves these.
     if carried is None:
         seed_newcomer(trainer.job.training.seed, engine.iteration, groups)
     engine.restore(host)
@@ -208,6 +211,7 @@ def _in_common(
     carried: Carried | None, key: Key, previous: Previous, groups: Groups
 ) -> tuple[TrainState, Holding, list[tuple[str, str, str, list[int]]] | None]:
     """Broadcast the common state and, where ranks join, the shapes of its tensors; collective."""
+    # The same on every rank: all skip the broadcast, or none does.
     if None not in previous:
         assert carried is not None, "everybody has state"
         return carried.host, _held(carried, key), None
@@ -269,6 +273,7 @@ def drain_experts(trainer: Trainer, leaving: Sequence[int]) -> None:
     staying = [rank for rank, node in enumerate(trainer.nodes) if node not in leaving]
     config = config_of(trainer.job, [trainer.nodes[rank] for rank in staying])
     moves = placement.evacuation(config, staying)
+    # A pure function of what all ranks know: all return here, or none does.
     if moves is None:
         return
     trainer.context.worker.progress(engine.iteration + 1, "migrate")

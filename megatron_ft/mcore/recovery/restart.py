@@ -39,11 +39,13 @@ def select_restore_source(
                 "checkpoint.load=<path> begins another run from one of them on purpose, run.start_over=true begins "
                 "this run at iteration 0"
             )
+        # After the refusal above: where nothing else is left, nothing is renamed.
         checkpoints.set_foreign_aside()
         if window is not None:
             restorer.report_start(None, context.generation)
             return None, window
         unusable = () if found is not None else (*checkpoints.unusable(folder), *restorer.unusable)
+        # A restart may come before the run's first save: only the job's own start has to find a checkpoint.
         if found is None and run.resume == "must" and context.generation == 0:
             raise CheckpointError(
                 f"run.resume=must: {folder} must hold a checkpoint that verifies; it holds none{_listed(unusable)}"

@@ -85,6 +85,7 @@ class ScriptedHistory:
         return membership.rank_on(self._context.node, self._context.local_rank) is not None
 
     def _say(self, what: str, membership: NextMembership, word: str = "") -> None:
+        # Every rank sets the same value: the first one wakes those that wait.
         if self.store is not None:
             self.store.set(_key(what, membership), word)
 

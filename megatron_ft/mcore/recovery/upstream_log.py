@@ -36,6 +36,7 @@ def keep_log(trainer: "Trainer") -> None:
     log, kept = trainer.engine.boundaries.log, snapshots.kept
     assert log is not None, "there is room"
     if kept is not None:
+        # By the job's committed window, which all ranks learn from the same vote: no neighbour needs anything older.
         log.trim(kept.start_iteration)
     gap = log.take_gap()
     if gap is not None:
@@ -64,6 +65,7 @@ def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:
     log = engine.boundaries.log
     if log is not None and log.num_iterations >= needed:
         return
+    # Before memory is taken, and from the configuration alone: all ranks refuse, or none does.
     node_bytes = largest_node_bytes(config, needed)
     check_limit(node_bytes, config.upstream_log.memory_limit_bytes)
     shape, stage = pipeline_shape(config), engine.pg.pp.rank()

@@ -154,6 +154,7 @@ class Snapshotter:
         self._begin(iteration, capture)
         header = {"vote": json.dumps(vote.to_record()), PLAN: json.dumps(opened.plan.to_json()), **self._header(0)}
         capture.begin_slice(self._buffers.held[iteration], 0, iteration=iteration, header=header)
+        # At once: ``before_update`` waits for slices of the planned capture, not for this one.
         capture.settle()
         return None
 
@@ -240,6 +241,7 @@ class Snapshotter:
             self._client.committed(self._buffers.committed)
             self._kept_generation = self._engine.groups.generation
             self._report_committed(iteration)
+        # Given up by some rank: all leave it at the same vote, because the bits of later votes count the windows held.
         for start in before.held:
             if start > self._buffers.committed and start not in self._buffers.held:
                 self._client.abandon(start)
@@ -248,6 +250,7 @@ class Snapshotter:
 
     @property
     def _can_plan(self) -> bool:
+        # Iterations are counted from when this object was made, so that all ranks plan after the same one.
         known = self._plan is not None or self._config.snapshot.iteration_seconds is not None
         return known or len(self._iteration_seconds) >= _MEASURED_ITERATIONS
 
@@ -339,6 +342,7 @@ class Snapshotter:
     def _context(self) -> SnapshotContext:
         snapshot = self._config.snapshot
         bandwidth, seconds = snapshot.bandwidth_bytes_per_second, snapshot.iteration_seconds
+        # The smallest of all ranks: there is one plan for the job, and no rank may exceed its budget.
         if bandwidth is None:
             bandwidth = min(self._collectives.gather(capture_bandwidth(self._engine.device, self._copier)))
         if seconds is None:

@@ -1,1 +1,1 @@
-"""The training loop, from a rank's start to its end."""
+"""State of a rank at an iteration boundary: captured, carried, compared and restored."""

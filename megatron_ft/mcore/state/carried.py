@@ -136,6 +136,7 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
     """State of a rank that has formed its membership; ``changes`` of ``Holding``."""
     placement, engine = trainer.placement, trainer.engine
     finished = resolve_iteration(engine, target)
+    # Ranks that completed the iteration have observed its loads: all plan the next placement from the same ones.
     if finished is not None:
         trainer.observe(finished)
     former, trainer.previous_placement = trainer.previous_placement, None
@@ -190,10 +191,12 @@ def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int
     Returns:
         Tensors like those of one expert.
     """
+    # With replicas the expert group is the whole stage, and only jobs of one stage hand state over.
     group = groups.pg_collection.ep
     rows = {name: row for name, *row in shapes}
     dense = {name: _num_bytes(row) for name, row in rows.items() if expert_of(name) is None}
     with_state = [rank for rank, former in enumerate(previous) if former is not None]
+    # Senders and receivers compute the same shares from the same rows: tensors travel without names.
     shares = share_out(dense, with_state)
     outgoing: list[list[torch.Tensor]] = [[] for _ in previous]
     incoming: list[list[torch.Tensor]] = [[] for _ in previous]

@@ -14,6 +14,7 @@ from megatron_ft.mcore.model.names import named_parameters, unwrap
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Hexadecimal xxh3_128 of the tensor's bytes, its dtype and its shape."""
+    # Equal bytes are not equal tensors: zeros of two dtypes differ.
     digest = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     digest.update(content.numpy().data)
@@ -50,11 +51,13 @@ def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
     """(model parameter, the tensor the inner optimizer updates for it)."""
     for parameters, masters in _group_pairs(member):
         for parameter, master in zip(parameters, masters, strict=True):
+            # None with Megatron's precision-aware optimizer, which keeps masters in the inner one.
             if master is not None:
                 yield parameter, master
 
 
 def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
+    # Megatron keeps parameters and the tensors that are updated for them in parallel lists, one pair for each group.
     if isinstance(member, DistributedOptimizer):
         yield from zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
         yield from zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True)

@@ -64,9 +64,11 @@ class OperatorView:
         self.group = groups.vote
         self.rank: int = groups.vote.rank()
         self._held = _held(model_chunks, optimizer, groups.pg_collection)
+        # Gathered once: from then on every rank lays out the slices of all ranks without messages.
         mine = [_holding(part, held) for part, held in self._held.items()]
         self.holdings_by_rank = tuple(from_record(record) for record in Collectives(self.group).gather(to_record(mine)))
         self.shards_by_rank = cut_shards(self.holdings_by_rank, num_layers)
+        # An element that no rank captures would be missed by a replay only, long after the window was committed.
         check_shards(self.shards_by_rank, sizes(self.holdings_by_rank))
         self.shards = self.shards_by_rank[self.rank]
 
@@ -119,6 +121,7 @@ def _held(
         for parameter, master in masters_of(member):
             known = member.optimizer.state[master]
             # Always this order, whatever the optimizer's is: a window outlives the process that captured it.
+            # A fused optimizer counts steps for each group: ``TrainState.group_steps`` has those.
             state = {kind: known[kind].view(-1) for kind in (*MOMENTS, STEP) if torch.is_tensor(known.get(kind))}
             bounds = range_of(member, parameter)
             found[parts[parameter]].states[bounds] = {MASTER: master.detach().view(-1), **state}

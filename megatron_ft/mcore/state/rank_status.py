@@ -122,12 +122,14 @@ def choose_holding(
     if not known:
         raise RecoveryError(f"generation {generation} has no rank with state: all that had any are lost")
     keys = sorted({key for presence in known for key, _, _ in presence.holdings})
+    # Every rank with state has formed such a membership, so nothing that it transferred is missing.
     shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
     order = [*reversed(shared), *(key for key in keys if key not in shared)]
     found = {key: _previous(present, nodes, key) for key in order}
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
         raise RecoveryError(f"generation {generation} has no node whose ranks all have state")
+    # ``is_whole`` is collective: all ranks have the same reports, so they ask about the same holdings in order.
     if len(order) > 1:
         order = [key for key in order if is_whole(key, found[key])] or order
     _check_alike(present, order[0], generation)
@@ -136,6 +138,7 @@ def choose_holding(
 
 def _previous(present: Sequence[RankStatus | None], nodes: Sequence[int], key: Key) -> Previous:
     ranks = [None if presence is None else presence.rank_in(key) for presence in present]
+    # A node joins as a whole: the entry of a schedule that repeats this history names nodes.
     lacking = {node for node, rank in zip(nodes, ranks, strict=True) if rank is None}
     return tuple(None if node in lacking else rank for node, rank in zip(nodes, ranks, strict=True))
 

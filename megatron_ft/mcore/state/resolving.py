@@ -17,8 +17,10 @@ def position_of(engine: TrainingEngine, rank: int) -> Position:
     completed, contributed, vote = engine.iteration, engine.iteration, engine.newest_vote
     in_progress = engine.in_progress
     if in_progress is not None:
+        # Some masters are updated and others are not, and the rollback record has neither.
         if in_progress.update == "begun":
             raise RecoveryError(f"rank {rank}: iteration {in_progress.iteration} broke in the middle of its update")
+        # Own state is complete; only parameters may not be gathered yet, which needs the others.
         if in_progress.update == "done":
             completed = in_progress.iteration
         if in_progress.contributed:
@@ -43,9 +45,11 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
         if in_progress is not None:
             engine.abort(in_progress)
         return None
+    # A target without a vote was completed by all, by this rank with its own vote.
     vote = target.vote or in_progress.vote
     assert vote is not None and in_progress.contributed, f"no gradients or no vote of iteration {target.iteration}"
     result = replace(engine.decide(vote), pass_seconds=())  # ranks have other numbers when it is reported
+    # A skip or a stop may have been applied before the break: both put back recorded values, so twice is once.
     if in_progress.update == "none":
         engine.apply(result)
     if result.decision.action != "stop":

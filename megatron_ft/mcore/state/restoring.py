@@ -45,6 +45,7 @@ def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) 
         captured = content[piece.offset : piece.offset + piece.num_bytes]
         for component, targets in _deliveries(piece, holders[part]):
             tensor = captured
+            # Rounded by the sender: all ranks that compute with the weight get the same bits, and fewer of them travel.
             if component != piece.component:
                 tensor = _rounded(captured, piece.dtype, holders[part][view.rank])
             for target in targets:
@@ -90,6 +91,7 @@ def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str
 
 def _rounded(captured: torch.Tensor, dtype: str, holding: Holding) -> torch.Tensor:
     """Round a captured master to the optimizer's compute weight."""
+    # A copy: ``view`` needs an offset that is a multiple of the dtype's size, and a piece may begin anywhere.
     master = captured.clone().view(getattr(torch, dtype))
     return master.to(getattr(torch, holding.frozen[0].dtype))
 

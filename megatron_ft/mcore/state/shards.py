@@ -70,6 +70,7 @@ def _cut(by_rank: Mapping[int, Holding]) -> Iterable[tuple[int, int, int]]:
     """(rank, start, stop); ranks may hold ranges that overlap in part, as stages do that share the embedding."""
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
+        # In rank order on every rank, so that all compute the same cut; even parts let holders capture in parallel.
         holders = [rank for rank, holding in by_rank.items() if holding.covers(start, stop)]
         for place, rank in enumerate(holders):
             first = start + (stop - start) * place // len(holders)

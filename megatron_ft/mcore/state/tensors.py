@@ -27,6 +27,7 @@ def put_state(
     """
     with torch.no_grad():
         for name, tensor in _distinct_state(model_chunks, optimizer):
+            # In place: gradient buffers, hooks and the optimizer refer to these very tensors.
             tensor.copy_(state[name])
 
 
@@ -37,6 +38,7 @@ def _distinct_state(
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):
+        # ``named_state`` lists weights before their masters.
         if tensor.dtype is torch.float32 and "/" not in name:
             own_masters.add(f"{name}/master")
         if name not in own_masters:

@@ -161,6 +161,7 @@ def _copied(value: Any) -> Any:
 def encode(value: Any) -> Any:
     """Turn nested values with tensors into plain ones: dtype, shape and base64 of the bytes of each tensor."""
     if torch.is_tensor(value):
+        # Bytes, not numbers: JSON has no NaN, and a decimal number has no dtype.
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: base64.b64encode(content).decode(), "dtype": dtype, "shape": list(value.shape)}

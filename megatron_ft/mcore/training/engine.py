@@ -110,6 +110,7 @@ class TrainingEngine:
     @property
     def is_built(self) -> bool:
         """Whether there is a model, whose state can be carried elsewhere."""
+        # Of what carries state the scheduler is built last: where it is, model and optimizer are complete.
         return "scheduler" in self.__dict__
 
     def rebuild(self, replicas: Replicas | None) -> None:
@@ -168,6 +169,7 @@ class TrainingEngine:
         self.boundaries.release()
         for name in (*_BUILT, *_OPTIONAL, *others):
             self.__dict__.pop(name, None)  # what a build that broke has not made is not there
+        # Modules and hooks refer to each other: only the collector frees them, and the groups that they hold.
         gc.collect()
 
     def _connect_schedule(self) -> None:
@@ -187,6 +189,7 @@ class TrainingEngine:
 
     def run_iteration(self, iteration: int) -> IterationResult:
         """Run iteration ``iteration`` (counted from 1) to its end, whatever the vote decides."""
+        # Until the vote is settled, nothing changes that the rollback record cannot put back.
         vote = self.vote(self.prepare(iteration))
         result = self.decide(vote)
         self.apply(result)
@@ -229,6 +232,7 @@ class TrainingEngine:
         self.iteration = vote.iteration
         self.newest_vote = vote
         self.in_progress = None
+        # Only now may a replay read what was logged: an attempt that broke has sent a part of it.
         self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Prepared:
@@ -236,8 +240,11 @@ class TrainingEngine:
         undo = RollbackRecord.take(self.model_chunks, self.optimizer)
         self.in_progress = in_progress = IterationState(iteration=iteration, undo=undo)
         reports = self.accumulate(iteration)
+        # Summed before the vote: a survivor that finishes the iteration later has no others to sum with, and all
+        # survivors must plan placements from the same loads.
         if self.wants_load(iteration):
             in_progress.expert_load = self.expert_load()
+        # Read first: ``prepare`` updates the scale, and the vote logs the one that these gradients have.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
         ballot = self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
@@ -246,6 +253,7 @@ class TrainingEngine:
     def accumulate(self, iteration: int) -> list[torch.Tensor]:
         """Forward, backward and gradient reduction of all microbatches: reports of the last stage, float64 [2] each."""
         failpoints.hit("data", iteration)
+        # A function of the iteration: a rank that has rolled back, replayed or joined gets the same learning rate.
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
         self._start_iteration(iteration)
         for chunk in self.model_chunks:
@@ -279,6 +287,8 @@ class TrainingEngine:
         iteration = prepared.ballot.iteration
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
+        # Before the exchange: once the ballot may have left, others may settle the vote, and this rank must be able to
+        # finish the iteration.
         in_progress.contributed = True
         ballots = exchange(prepared.ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(ballot.pass_seconds for ballot in ballots)
@@ -298,8 +308,10 @@ class TrainingEngine:
     def commit(self, vote: Vote) -> None:
         """Update master weights, moments and this rank's compute weights with the voted values."""
         failpoints.hit("update", vote.iteration)
+        # A slice under way still copies the tensors that are about to change.
         if self.before_update is not None:
             self.before_update()
+        # A replay has no iteration in progress: where it breaks, it starts again from its window.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
             commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
@@ -307,6 +319,7 @@ class TrainingEngine:
         """Bring every rank's compute weights up to date, and the copies of its optimizer state."""
         failpoints.hit("gather", self._current_iteration)
         commit.gather(self.optimizer, self.model_chunks)
+        # Holders repeat the update from the clipped gradients, which are there until the next iteration begins.
         if self.state_copies is not None:
             self.state_copies.follow(self._learning_rate())
 
@@ -337,7 +350,7 @@ class TrainingEngine:
         totals = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for batch in range(1, self.config.training.eval_iterations + 1):
-                # Told for each: forced routing counts microbatches, and layouts differ in their padding.
+                # For each batch: forced routing counts microbatches, and layouts differ in their padding.
                 self._start_iteration(0)
                 reports = self._run_microbatches("valid", batch, forward_only=True)
                 totals += torch.tensor(self._own_share(reports), dtype=torch.float64)
@@ -386,6 +399,7 @@ class TrainingEngine:
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         failpoints.hit("grad_sync", self._current_iteration)
         finalize_model_grads(*args, **kwargs)
+        # After Megatron has reduced and scaled ``main_grad``: with ``overlap_grad_reduce`` it changes until then.
         if self.replica_gradients is not None:
             self.replica_gradients.sum()
 

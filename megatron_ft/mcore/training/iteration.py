@@ -37,6 +37,7 @@ class RollbackRecord:
             cpu_rng=torch.get_rng_state(),
             device_rng=torch.cuda.get_rng_state(),
             tracker_rng=get_cuda_rng_tracker().get_states(),
+            # Megatron updates the bias in ``finalize_model_grads`` and the scale in ``prepare_grads``: before the vote.
             expert_bias=[bias.clone() for bias in _expert_biases(model_chunks)],
             grad_scalers=[_copied(scaler.state_dict()) for scaler in grad_scalers(optimizer)],
         )
@@ -47,6 +48,7 @@ class RollbackRecord:
         torch.cuda.set_rng_state(self.device_rng)
         get_cuda_rng_tracker().set_states(self.tracker_rng)
         self.restore_expert_bias(model_chunks)
+        # ``finalize_model_grads`` empties these counts; an iteration that broke may not have reached it.
         for counts in _expert_counts(model_chunks):
             counts.zero_()
         for router in _routers(model_chunks):
@@ -128,5 +130,6 @@ class IterationState:
     def updating(self) -> Iterator[None]:
         """Update in a block; an exception inside leaves the state of no iteration."""
         self.update = "begun"
+        # No ``finally``: after an exception it stays ``begun``, and this rank's state must not be used.
         yield
         self.update = "done"

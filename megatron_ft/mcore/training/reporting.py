@@ -218,6 +218,7 @@ class StragglerTimer:
 
         An iteration without a forward pass does not count.
         """
+        # Read for the ballot: the gradient norm has made the host wait for the stream, so these marks are passed.
         passes, self._passes = self._passes, []
         if passes:
             self._iterations.append(statistics.median(self._clock.seconds(*marks) for marks in passes))

@@ -126,6 +126,7 @@ class Trainer:
         client = open_snapshot_client(self)
         restorer = open_restorer(self, client)
         source, window = select_restore_source(self.config, self.context, self.checkpoints, restorer)
+        # Before the engine is built: the placement says which experts this rank has.
         if self.placement is not None and (source is not None or window is not None):
             self.placement.restore(recorded_placement(self.checkpoints, source, window))
         self.engine.build(groups, None if self.placement is None else self.placement.replicas())
@@ -133,6 +134,7 @@ class Trainer:
             load(self, source)
         if window is not None:
             replay_window(self, restorer, window)
+        # After the state is loaded: a start that cannot load it renames no window.
         restorer.set_aside_later(self.engine.iteration, is_new_job=self.context.generation == 0)
         self.engine.newest_vote = None  # what a replayed iteration was asked for, no one asks of this run
         self.rounded_off = self.engine.iteration
@@ -142,10 +144,12 @@ class Trainer:
         self.report(run_started(self.config, self.context, self.device, resumed))
         if self.placement is not None:
             self.report_placement("resumed" if source is not None or window is not None else "first")
+        # After the replay: memory for new windows may free that of the window which was just read.
         if client is not None:
             self.snapshots = take_snapshots(
                 self, client, None if window is None else (window.stored, window.plan_in_force)
             )
+        # Also a barrier: the job is ready once its slowest rank has loaded its state.
         process_ids = tuple(self.collectives.gather(os.getpid()))
         seconds = time.monotonic() - started
         self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
@@ -176,6 +180,7 @@ class Trainer:
         """
         training = self.config.training
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
+        # Evaluations and saves are collective: where one rank has not finished them, all repeat them.
         if self.collectives.any(self.rounded_off < self.engine.iteration):
             self.round_off(self.engine.iteration)
         while self.engine.iteration < last and not self._stop_is_voted():
@@ -195,10 +200,12 @@ class Trainer:
 
     def _change_is_voted(self) -> bool:
         vote = self.engine.newest_vote
+        # A vote of an earlier membership asked for the change that has led to this one.
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self) -> None:
         """Let go of everything that holds the groups, as far as it is there. Other ranks need not be there any more."""
+        # First: a slice under way still reads tensors that the engine is about to free.
         if self.snapshots is not None:
             self.snapshots.close()
             self.snapshots = None
@@ -221,6 +228,7 @@ class Trainer:
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
         if result.decision.action != "stop":
+            # A later loss cannot go back before this iteration: the states kept for that are freed.
             self.previous_placement = self.membership_start = None
         self.observe(result)
         seconds = time.perf_counter() - began
@@ -239,6 +247,7 @@ class Trainer:
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
             self.save()
         self._digest(due=_due(iteration, self.config.training.digest_interval_iterations))
+        # Only now: a rank that breaks before this repeats all of it after the recovery.
         self.rounded_off = iteration
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
@@ -274,6 +283,7 @@ class Trainer:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)
 
     def _wants_load(self, iteration: int) -> bool:
+        # The same on every rank: loads are summed over the job.
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
@@ -289,9 +299,11 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "migrate")
         began = time.perf_counter()
+        # Slices copy from fixed addresses, and a move builds new tensors.
         if self.snapshots is not None:
             self.snapshots.pause()
         self.move(self.placement.part_of(change), iteration)
+        # After the move, which notes the plans in force as those to return to if it breaks.
         self.placement.adopt(change)
         self.keep_copies()
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
@@ -307,6 +319,7 @@ class Trainer:
             self.previous_placement = former(state=state, host=self.engine.train_state())
 
         replicas = self.placement.replicas(migration.placement)
+        # While experts move, all of this rank's state is kept; afterwards only that of the experts it has given away.
         self.previous_placement = former(state=migrate(self.engine, replicas, migration, keep=keep))
 
     def keep_copies(self) -> None:
@@ -349,6 +362,7 @@ class Trainer:
     def save(self) -> None:
         """Save the state as it is, unless that is saved already; a save of it that failed is tried again."""
         iteration = self.engine.iteration
+        # The same state is being written: only if that fails is it written again.
         if self.checkpoints.pending_iteration == iteration:
             self.checkpoints.finish()
         if iteration == 0 or self.checkpoints.last_saved_iteration == iteration:

@@ -62,6 +62,7 @@ def memory_of_stage(
 def expert_state_bytes(config: JobConfig) -> int:
     """Weights, master weights, moments and step counts of one routed expert of one layer."""
     expert = next(operator for operator in operators_of(config.model, 1) if operator.id.kind == "expert")
+    # PyTorch's Adam keeps one FP32 step count for each tensor.
     num_tensors = 2 if not config.model.add_bias_linear else 4
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     master_bytes = 0 if value_bytes == FP32_BYTES else FP32_BYTES
@@ -91,6 +92,7 @@ def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int,
     layers = topology.stage_layers(model.num_layers, pipeline_stage)
     values = sum(_layer_values(model, layer, recompute) for layer in layers)
     num_microbatches = -(-config.training.global_batch_size // config.training.micro_batch_size)
+    # A stage cannot have more microbatches in flight than there are.
     per_rank = -(-num_microbatches // topology.data_parallel_size)
     in_flight = min(per_rank, _microbatches_in_flight(topology, pipeline_stage))
     kept = values * num_tokens * value_bytes // ranks_per_sequence * in_flight
@@ -115,6 +117,7 @@ def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
     if recompute == "full":
         return model.hidden_size
     queries, keys = _attention_widths(model)
+    # Selective recomputation drops what grows with the square of the sequence.
     scores = 0 if recompute == "selective" else 2 * model.num_attention_heads * model.seq_length
     attention = 2 * model.hidden_size + 2 * queries + 2 * keys + scores
     return attention + 2 * model.hidden_size + _mlp_values(model, layer)

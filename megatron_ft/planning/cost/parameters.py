@@ -33,6 +33,7 @@ def parameters_of_stage(
 
     With replica slots a rank is counted with ``num_slots_per_rank`` experts per layer, the most that it can hold.
     """
+    # All experts of a layer have the same size: the first ones stand for those that a rank holds.
     num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
     if num_slots_per_rank is not None:
         num_local_experts = min(num_slots_per_rank, model.num_moe_experts or 0)

@@ -104,6 +104,7 @@ class _Run:
             for stage, passes in waiting.items():
                 while passes and (there := self._arrival(stage, passes[-1])) is not None:
                     free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
+            # A round without any pass means a cycle of waits: the order of passes is not one that Megatron could run.
             assert sum(map(len, waiting.values())) < before, f"stages {sorted(self._own)} wait for each other"
         return free
 
@@ -122,6 +123,7 @@ class _Run:
             return 0.0
         if source[0] in self._own:
             return self._sent.get((direction, microbatch, source))
+        # A healthy stage has everything in its log: it sends without waiting for the replay.
         return self._logged[direction, microbatch, (stage, chunk)]
 
     def _log(self) -> Iterator[tuple[tuple[Direction, int, Place], float]]:

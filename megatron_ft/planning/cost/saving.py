@@ -44,6 +44,7 @@ def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Top
     written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
     written = -(-parameters.num_dense // written_dense) + -(-parameters.num_expert // written_expert)
     if not config.parallel.use_distributed_optimizer:
+        # FP32 weights are their own master weights.
         own_master = 0 if value_bytes == FP32_BYTES else FP32_BYTES
         snapshot = written * (value_bytes + own_master + 2 * FP32_BYTES)
         return SavingMemory(gathered_bytes=0, gathering_bytes=0, snapshot_bytes=snapshot, device_bytes=0)
@@ -64,6 +65,7 @@ def _shards(topology: Topology) -> tuple[int, int]:
 def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, int]]:
     """(parameters, ranks they are sharded over) of each flat buffer, in the order of gathering."""
     dense, expert = _shards(topology)
+    # Without expert parallelism Megatron keeps experts in the buffer of the dense parameters.
     if topology.expert_model_parallel_size == 1 and dense == expert:
         return [(parameters.total, dense)]
     return [(parameters.num_dense, dense), (parameters.num_expert, expert)]

@@ -137,6 +137,7 @@ def fill_vacancies(
     left = totals - result.sum(axis=1)
     for expert in sorted(np.nonzero(left)[0].tolist(), key=lambda expert: (-left[expert], expert)):
         while left[expert] > 0:
+            # The most vacant first: a domain that stays empty might have to take several replicas of one expert.
             order = np.lexsort((sums, -vacant))
             new = order[(vacant[order] > 0) & (result[expert, order] == 0)]
             chosen = (new if new.size else order[:1])[: left[expert]]
@@ -168,6 +169,7 @@ def _spread_once(result: Counts, expert: int, goals: Counts) -> bool:
         for target in np.nonzero(result[expert] == 0)[0].tolist():
             held = result[:, target]
             support = (result > 0).sum(axis=1)
+            # The partner keeps its number of domains, or has one more than it needs.
             spare = (held > 1) | (result[:, source] == 0) | (support > goals)
             partners = np.nonzero((held > 0) & spare)[0]
             if partners.size:

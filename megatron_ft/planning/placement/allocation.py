@@ -73,6 +73,7 @@ def allocate(
     if not any(tokens):
         tokens = [1] * len(tokens)
     counts, slots, total = [0] * len(tokens), num_slots, sum(tokens)
+    # The lightest first: what the minimum gives them beyond their share is taken from all heavier ones in proportion.
     for expert in sorted(range(len(tokens)), key=lambda expert: (tokens[expert], expert)):
         counts[expert] = max(tokens[expert] * slots // total, floor) if total else floor
         slots -= counts[expert]
@@ -91,6 +92,7 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
             raise ConfigError.of(f"loads[{expert}]", load, "must be a finite number of tokens, 0 or more")
     if all(int(load) == load for load in loads):
         return [int(load) for load in loads]
+    # Every float is a fraction with a power of two below the line, so nothing is rounded.
     exact = [Fraction(float(load)) for load in loads]
     scale = math.lcm(*(load.denominator for load in exact))
     return [int(load * scale) for load in exact]

@@ -33,6 +33,7 @@ def pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequen
         while left:
             fitting = [domain for domain, room in enumerate(vacant) if room >= left]
             if fitting:
+                # The tightest fit leaves large gaps for experts with many replicas.
                 domain = min(fitting, key=lambda domain: (vacant[domain], domain))
             else:
                 domain = max(range(len(vacant)), key=lambda domain: (vacant[domain], -domain))

@@ -151,6 +151,7 @@ class _Ring:
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
         """Domains of holders in order; if they are too few, followed by others, rotated by ``turn``."""
         assert self.num_copies is not None
+        # Computing ranks come first: they have the state at hand, so their copies cost no transfer.
         own = list(dict.fromkeys(self.domains[position] for position in holders))
         others = [name for name in self.members if name not in own]
         start = turn % len(others) if others else 0
@@ -163,6 +164,7 @@ class _Ring:
         for step in range(1, self.num_copies):
             members = self.members[cycle[(start + step) % len(cycle)]]
             candidates = [position for position in members if position in holders] or members
+            # The same position in every domain where all ranks hold the part: then all own equally much.
             place = (
                 self.members[self.domains[holder]].index(holder) if len(holders) == len(self.ranks) else turn + shard
             )

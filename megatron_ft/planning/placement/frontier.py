@@ -8,6 +8,7 @@ losses that lead to it, by number of lost domains.
 import math
 from collections.abc import Iterable, Sequence
 
+# Each state has a list of weights: with more of them, counting would take too much memory.
 MAX_STATES = 4096
 
 
@@ -79,7 +80,9 @@ def _sweep(masks: Sequence[int], union: int, max_lost: int, odds: Sequence[float
         weight = 1 if odds is None else odds[domain]
         following: dict[int, list[float]] = {}
         for unhit, weights in states.items():
+            # The domain survives, and with it all sets that it holds.
             _add(following, unhit & ~members[domain], weights)
+            # The domain is lost: that is survived only if no set without a survivor ends with it.
             if not unhit & closing[domain]:
                 _add(following, unhit, [0, *(value * weight for value in weights[:max_lost])])
         if len(following) > MAX_STATES:

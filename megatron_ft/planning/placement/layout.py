@@ -104,6 +104,7 @@ class Layout:
         sums = dict.fromkeys(positions, 0.0)
         for expert in experts:
             free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
+            # Among equal loads the rank with fewest replicas: without loads all sums would decide by position alone.
             chosen = min(free, key=lambda position: (sums[position], len(slots[position]), position))
             slots[chosen].append(expert)
             sums[chosen] += weights[expert]
@@ -113,4 +114,5 @@ def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDAr
     """Tokens of one replica of each expert, ``[E]``; ones without ``loads``."""
     if loads is None:
         return np.ones(counts.shape[0])
+    # The dispatcher gives the replicas of an expert equal shares of its tokens.
     return np.asarray(np.asarray(loads, dtype=np.float64) / np.maximum(counts.sum(axis=1), 1))

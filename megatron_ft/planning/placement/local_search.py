@@ -53,6 +53,7 @@ class Search:
         vacant = np.asarray(capacities, dtype=np.int64) - counts.sum(axis=0)
         self.counts: Counts = np.vstack((counts, vacant))
         self.losses = losses
+        # Empty slots may lie anywhere, so their goal is 0, and no loss can take them.
         self.goals = np.append(np.minimum(np.minimum(counts.sum(axis=1), floor), counts.shape[1]), 0)
         self.weights = np.append(weights, 0.0)
         self._refresh()
@@ -113,6 +114,7 @@ class Search:
         return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
 
     def _keeps_floor(self, experts: Masks, source: int, target: int) -> Bools:
+        # Domains that the expert leaves, less those that are new to it.
         lost = (self.counts[experts, source] == 1).astype(np.int64) - (self.counts[experts, target] == 0)
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 
@@ -120,6 +122,7 @@ class Search:
         """``[experts, M]``: change of ``cover`` when one replica of each expert moves."""
         single = self.counts[experts, source] == 1
         after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
+        # The two experts of an exchange are different, so their changes add up.
         change = self.losses.dead(after).astype(np.int16) - self.dead[experts]
         change[experts == len(self.counts) - 1] = 0
         return change

@@ -49,6 +49,7 @@ def overlap_groups(
     first_expert = first_domain = 0
     for size in sizes:
         group = order[first_expert : first_expert + size]
+        # The rarest expert of the group decides: the group lives as long as its rarest expert has a domain left.
         num_domains = min(replica_counts[group[0]], len(capacities) - first_domain)
         counts[np.asarray(group), first_domain : first_domain + num_domains] = 1
         first_expert += size

@@ -107,6 +107,7 @@ def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequ
     sent = dict.fromkeys(plan.ranks, 0)
     transfers = []
     for layer, (by_rank, owned, size) in enumerate(zip(plan.slots, held, sizes, strict=True)):
+        # Only holders from before the migration send: a rank that receives an expert in it has nothing to send yet.
         owners: list[list[int]] = [[] for _ in range(plan.num_experts)]
         for rank, has in zip(plan.ranks, owned, strict=True):
             for expert in has:
@@ -149,6 +150,7 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
     for position, name in enumerate(plan.domains):
         members.setdefault(name, []).append(position)
     mapping = [0] * len(plan.ranks)
+    # Slots of a domain move as a whole: otherwise replicas of one expert could meet in a domain.
     for size in sorted({len(positions) for positions in members.values()}):
         alike = [positions for positions in members.values() if len(positions) == size]
         if size == 1:
@@ -176,6 +178,7 @@ def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) ->
     costs = np.zeros((len(plan.ranks), len(plan.ranks)), dtype=np.int64)
     for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
         wants = _incidence(by_rank, plan.num_experts)
+        # As floats, which BLAS multiplies; counts of experts are exact in them.
         has = _incidence(owned, plan.num_experts)
         costs += size * (wants.sum(axis=1)[None, :] - has @ wants.T).astype(np.int64)
     return costs

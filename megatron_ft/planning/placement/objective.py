@@ -63,6 +63,7 @@ class SurvivalObjective:
         for lost in range(1, len(weights)):
             if not weights[lost]:
                 continue
+            # All sets of one size or none: a part of them would favour the domains that it leaves out.
             if len(masks) + math.comb(num_domains, lost) > limit:
                 break
             sets = list(combinations(range(num_domains), lost))
@@ -79,6 +80,7 @@ class SurvivalObjective:
         """
         weights, odds = self.weights(num_domains), self.odds()
         last = len(weights) - 1
+        # State on more domains than can be lost always survives.
         minimal = [mask for mask in minimal_masks(masks) if mask.bit_count() <= last]
         survive = surviving_weights(minimal, num_domains, last, odds)
         possible = surviving_weights([], num_domains, last, odds)

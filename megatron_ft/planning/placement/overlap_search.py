@@ -69,6 +69,7 @@ class OverlapSearch(PlacementBase):
         layers = [
             self.assign(counts, capacities, load, losses) for counts, load in zip(replica_counts, loads, strict=True)
         ]
+        # One layer has no other to be aligned with, and for very many domains there are no losses to guide the search.
         if losses is not None and len(layers) > 1:
             layers = self._joint(layers, replica_counts, capacities, loads, losses)
         return layers
@@ -102,6 +103,7 @@ class OverlapSearch(PlacementBase):
         search = Search(evened, capacities, floor, losses, per_replica_loads(evened, loads))
         search.even_out(search.score)
         polished = search.result()
+        # The search is guided by some losses only, so its result may be worse under all of them.
         return polished if self._score([polished]) >= self._score([evened]) - EPSILON else evened
 
     def _looser(
@@ -145,6 +147,7 @@ class OverlapSearch(PlacementBase):
         if losses is None:
             return starts[0]
         found = self._improve(starts, capacities, floor, losses)
+        # The class promises never to survive less often than maximum rank overlap.
         return found if self._score([found]) >= self._score([start]) - EPSILON else start
 
     def _known_best(self, replica_counts: Sequence[int], capacities: Sequence[int]) -> bool:
@@ -159,11 +162,13 @@ class OverlapSearch(PlacementBase):
 
     def _solve(self, replica_counts: Sequence[int], capacities: Sequence[int], floor: int, start: Counts) -> Counts:
         """Best of all placements; ``start`` if none is better."""
+        # All sets of lost domains: enumeration of placements is exact only if their scores are.
         losses = self._losses(len(capacities), limit=1 << len(capacities))
         assert losses is not None, "a small layer has few losses"
         best, best_score = start, losses.score(start)
         for counts in placements(replica_counts, capacities[0], len(capacities), floor):
             score = losses.score(counts)
+            # Equal sums of floats in another order differ in the last bits: they must not replace the best placement.
             if score > best_score + EPSILON:
                 best, best_score = counts, score
         return best
@@ -185,11 +190,13 @@ class OverlapSearch(PlacementBase):
         options = {tuple(sizes) for sizes in others} - {tuple(full)}
         built = [overlap_groups(replica_counts, capacities, sizes, loads) for sizes in sorted(options)]
         starts = [start, *(spread_to_floor(counts, floor) for counts in built)]
+        # Rounded, so that equal scores keep their order on every machine.
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
 
     def _improve(self, starts: Sequence[Counts], capacities: Sequence[int], floor: int, losses: Losses) -> Counts:
         """Best placement that exchanges find from any start, then from perturbed best placements."""
         weights = np.ones(len(starts[0]))
+        # A generator of its own: every rank searches by itself and has to find the same placement.
         draw = random.Random(self.seed)
         best = Search(starts[0], capacities, floor, losses, weights)
         best.descend()
@@ -226,6 +233,7 @@ class OverlapSearch(PlacementBase):
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
+        # Losses of single domains alone cannot guide a search whose objective has larger ones.
         single_only = not (masks & (masks - 1)).any() and any(self.objective.weights(num_domains)[2:])
         return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
@@ -273,6 +281,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
     smallest = next(expert for expert, count in enumerate(left) if count)
     for position in range(first, len(columns)):
         column = columns[position]
+        # Columns are ascending, and so is their order: from here on none has the smallest expert that is left.
         if column[0] > smallest:
             return
         if any(column.count(expert) > left[expert] for expert in set(column)):
@@ -296,6 +305,7 @@ def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -
     for _ in range(MAX_SWEEPS):
         changed = False
         for position in range(len(result)):
+            # Only losses that all other layers survive can be gained or lost by this one.
             others = (cover - lethal[position]) == 0
             improved = _turn(result[position], others, pairs, losses)
             if improved is not None:
@@ -349,6 +359,7 @@ def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EX
     overlaps = held @ held.T
     distances = overlaps[left, left] + overlaps[right, right] - 2 * overlaps[left, right]
     along = held @ (weights @ held)
+    # Gains of rounding errors would continue without end.
     enough = -NEGLIGIBLE * float((weights @ held).sum()) ** 2
     expert_of = np.arange(len(totals))  # expert of each row
     for _ in range(max_exchanges):
@@ -359,6 +370,7 @@ def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EX
         if change[best] >= enough:
             break
         first, second = left[best], right[best]
+        # Updated, not computed again: with hundreds of experts each exchange would cost as much as the first.
         along += moved[best] * (overlaps[first] - overlaps[second])
         expert_of[[first, second]] = expert_of[[second, first]]
     result = np.empty_like(counts)

@@ -109,6 +109,7 @@ class PlacementPlan:
         """``R[E, N]``: replicas of each expert on each rank, for the dispatcher."""
         matrix = np.zeros((self.num_experts, len(self.ranks)), dtype=np.int64)
         for position, experts in enumerate(self.slots[layer]):
+            # A rank may hold an expert in several slots: ``+=`` with repeated indices would count one.
             np.add.at(matrix[:, position], list(experts), 1)
         return matrix
 

@@ -63,6 +63,7 @@ class RebalancePolicy:
         """Compare the present plan with ``migration`` under ``loads`` [layers][experts] of one iteration."""
         before, after = critical_tokens(now, loads), critical_tokens(migration.placement, loads)
         gain = 1.0 - after / before if before else 0.0
+        # The move is paid once and saves tokens until the next one.
         saved = (before - after) * self.interval_iterations
         budget = saved * self.bytes_per_saved_token
         if gain < self.min_gain:

@@ -111,6 +111,7 @@ def report_placement(config: JobConfig, inputs: JobInputs, num_dense: Sequence[i
         ConfigError, DataError: loads or placements that do not fit the job.
     """
     requests = stage_requests(config, config.launch.num_nodes * config.launch.ranks_per_node)
+    # Also those of late iterations: a file that does not fit must not end a run after days.
     for scheduled in inputs.schedule.values():
         scripted_plans(requests, scheduled)
     plans = tuple(first_plans(config, requests, inputs))
@@ -191,6 +192,7 @@ class _Stage:
             if self.sharded:
                 yield from (frozenset((name,)) for name in self.plan.domains)
             return
+        # ``plan_copies`` lists experts in the same order: layer by layer, then by id.
         holders = iter(self.plan.all_expert_domains())
         for operator in self.copies.operators:
             held = frozenset[str]() if operator.expert == NON_EXPERT else next(holders)

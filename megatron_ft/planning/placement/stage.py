@@ -45,6 +45,7 @@ def place_stage(
         ConfigError: loads, slots and failure domains do not fit each other.
     """
     num_slots = request.num_slots_per_rank * len(request.ranks)
+    # Layers share ranks but not slots: each has its own.
     allocations = tuple(
         allocate(load, num_slots, request.min_replicas, num_domains=request.num_domains) for load in loads
     )
@@ -138,6 +139,7 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
     plans = []
     for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
         try:
+            # The file is the user's: any error in it is an error of the data, not of this program.
             plan = PlacementPlan.from_json(dict(content))
             check_fit(plan, request)
         except ConfigError as error:

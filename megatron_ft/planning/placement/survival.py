@@ -83,6 +83,7 @@ def single_loss_survival(plans: Sequence[PlacementPlan], *, min_ranks: int = 0) 
     """
     num_ranks = Counter(domain for plan in plans for domain in plan.domains)
     alone = {next(iter(held)) for plan in plans for held in plan.all_expert_domains() if len(held) == 1}
+    # Experts that survive are of no use to a job that ends for lack of ranks.
     too_large = {domain for domain, count in num_ranks.items() if num_ranks.total() - count < min_ranks}
     return 1.0 - len(alone | too_large) / len(num_ranks) if len(num_ranks) > 1 else None
 
@@ -119,12 +120,14 @@ def lethal(masks: Iterable[int], num_domains: int) -> npt.NDArray[np.bool_]:
     bad = np.zeros(1 << num_domains, dtype=np.bool_)
     bad[list(masks)] = True
     for bit in range(num_domains):
+        # Sets with the bit are lethal if they are without it: n passes over all sets instead of one for each mask.
         view = bad.reshape(-1, 2, 1 << bit)
         view[:, 1] |= view[:, 0]
     return bad
 
 
 def _monte_carlo(masks: Sequence[int], num_domains: int, lost: int, num_samples: int, seed: int) -> Survival:
+    # A generator of its own: the same question has the same answer everywhere.
     draw = random.Random(seed)
     good = 0
     for _ in range(num_samples):

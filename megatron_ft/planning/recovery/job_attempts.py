@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
+# One failure can be chance.
 MOST_FAILURES = 2
 """A node with this many failures in the newest attempts is not used while there are enough others."""
 MEMORY = 10
@@ -84,15 +85,18 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
     assert last.exit_code is not None, "the last attempt has ended"
     if last.exit_code == EXIT_OK:
         return Verdict(Next.END, "the run has ended as planned", is_final=True)
+    # Before anything else that could start it again: a configuration that is refused now is refused on every node.
     if last.exit_code in FINAL_EXIT_CODES:
         return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end alike", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
         return Verdict(Next.END, "it was asked to end", is_final=True)
+    # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
     no_progress = why_hopeless(attempts, policy.max_fruitless)
     if no_progress is not None:
         return Verdict(Next.END, no_progress, is_final=True)
     if last.asked is Asked.TO_GO_ON_LATER:
         return Verdict(policy.on_warning, "it was warned that its nodes will be taken away")
+    # ``hosts`` may still contain those that the last attempt lost.
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
     how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
     if usable >= policy.num_nodes:

@@ -80,6 +80,7 @@ def choose_layout(
         living: processes that continue: members of ``former``, its spares, and new ones, without leaving ones.
         node_of: node of every process, lost ones included.
     """
+    # Everything below depends on sorted numbers only: each rank computes the layout by itself, and all must agree.
     alive = set(living)
     free = sorted(alive - set(former.ranks), key=lambda rank: (node_of[rank], rank))
     groups = [
@@ -96,6 +97,7 @@ def choose_layout(
     left = [rank for rank in alive if rank not in placed]
     whole += _formed(former, left, node_of)
     possible = min(limits.most, len(whole) // former.num_stages)
+    # Lanes beyond a multiple would leave an expert group without some of its experts.
     num_lanes = possible - possible % limits.multiple
     if num_lanes < max(1, limits.fewest):
         return Declined(reason=_too_few(former, len(whole), len(alive), limits))
@@ -125,6 +127,7 @@ def _substitutes(
     for rank in lost:
         if by_node.get(node_of[rank]):
             found[rank] = by_node[node_of[rank]].pop(0)
+    # The layout cannot stay, so spare nodes are not scattered over groups: they form whole groups of their own.
     if len(free) < len(lost):
         return found
     lost_by_node: dict[int, list[int]] = {}
@@ -132,6 +135,7 @@ def _substitutes(
         if rank not in found:
             lost_by_node.setdefault(node_of[rank], []).append(rank)
     for ranks in lost_by_node.values():
+        # One node for one lost node, so that groups that lay within a node still do.
         wide = (node for node, spares in sorted(by_node.items()) if len(spares) >= len(ranks))
         chosen = next(wide, None)
         pool = by_node[chosen] if chosen is not None else [rank for spares in by_node.values() for rank in spares]
@@ -231,6 +235,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
         for new in range(max(0, first), min(num_lanes, last)):
             weight = overlap.weight(lane, new) if new % period == offset else 0
             if weight:
+                # Lanes rise with former lanes, so each chain continues below ``new``.
                 total, chain = best.below(new)
                 found.append((total + weight, new, chain))
         for total, new, chain in found:  # after all were asked: a group has one lane

@@ -112,10 +112,12 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
     targets = {standing.iteration for standing in standings if standing.iteration is not None}
     assert len(targets) == 1, f"surviving ranks are at different iterations: {sorted(targets)}"
     target = targets.pop()
+    # The whole stage goes back: its other ranks have to compute beside the new one in every collective of the replay.
     behind = sorted({standing.stage for standing in standings if not standing.has_state})
     windows = [standing.window for standing in standings if standing.window is not None]
     if behind and not windows:
         return Declined(rung=RUNG, reason="no window has been committed yet")
+    # The vote commits a window for the whole job: if one rank knows the newest, every rank has its part.
     window = max(windows, key=lambda kept: kept.start_iteration, default=None)
     plan = LocalizedPlan(
         num_stages=num_stages,
@@ -124,10 +126,12 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
         target=target,
         regions=_regions(behind, num_stages, is_ring),
     )
+    # Votes are the same on every rank, so one that has kept them can share them with all.
     unknown = sorted(set(plan.iterations).difference(*(standing.voted for standing in standings))) if behind else []
     if unknown:
         return Declined(rung=RUNG, reason=f"no rank has kept the votes of iterations {_span(unknown)}")
     for rank, standing in enumerate(standings):
+        # Only logs at the edges of a region are read; stages inside it send each other what they compute.
         lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
         if lacking:
             reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
@@ -139,6 +143,7 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
 def _neighbours(stage: int, num_stages: int, is_ring: bool) -> dict[Direction, int]:
     found: dict[Direction, int] = {}
     if num_stages > 1 and (is_ring or stage + 1 < num_stages):
+        # With virtual stages the last stage sends its output to the next chunk of the first one.
         found["forward"] = (stage + 1) % num_stages
     if num_stages > 1 and (is_ring or stage > 0):
         found["backward"] = (stage - 1) % num_stages

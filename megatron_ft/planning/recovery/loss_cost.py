@@ -51,6 +51,7 @@ class LossCost:
         assert self.rung in RUNGS, f"unknown strategy {self.rung}"
         earlier = RUNGS[: RUNGS.index(self.rung)]
         found = tuple(declined.rung for declined in self.declined)
+        # Jobs that do not keep their layout never try this one.
         without = tuple(rung for rung in earlier if rung != "localized")
         assert found in (earlier, without), f"{self.rung} after {found}: every earlier strategy declines, in order"
         if self.rung == "replicas":

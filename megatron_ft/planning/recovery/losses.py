@@ -166,6 +166,7 @@ def cost_of_loss(
         lost_operators=() if rung == "replicas" else missing,
         max_iterations=found.max_iterations,
         moved_bytes=found.moved_bytes,
+        # Fewer ranks add the same numbers in another order.
         is_bitwise=rung == "localized" or (rung != "replicas" and restart != "fewer"),
         stages=_stages_of(means, gone) if rung == "localized" else (),
         max_windows=_persists(means) + 1 if rung == "persisted" else 2,
@@ -210,6 +211,7 @@ def _replicas(
         reason = "no node is left"
     if reason:
         return Declined(rung="replicas", reason=reason)
+    # Joint over all operators: the loss of one expert of one layer is enough to end this strategy.
     if missing:
         return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
     if place is None:
@@ -230,6 +232,7 @@ def _localized(
 ) -> _Served | Declined:
     # The windows of lost ranks are in the memory of their own node, if only ranks have died, or of a peer.
     reason = ""
+    # A copy on a node that is lost as well serves nothing.
     alone = [node for node in lost if not set(means.peers[node]) & set(remaining)] if means.peers else list(lost)
     if not means.is_running:
         reason = NOT_RUNNING
@@ -279,6 +282,7 @@ def _store(
             reason = (
                 "" if start is not None or bound else "checkpoint.save_interval_iterations=0: saves at the end only"
             )
+        # Starting over loses every iteration so far.
         case _:
             return _Served(means.train_iterations if stored is None else stored.iteration)
     if reason:
@@ -329,4 +333,5 @@ def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
     if means.window_iterations is None:
         return None
     assert means.interval_iterations is not None, "both are of the same plan"
+    # In the worst case the failure comes just before the commit of the window that would have served.
     return num_windows * means.interval_iterations + means.window_iterations

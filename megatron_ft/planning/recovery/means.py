@@ -38,6 +38,7 @@ def means_of(
     launch = config.launch
     present = tuple(range(launch.num_nodes) if nodes is None else nodes)
     size = launch.ranks_per_node
+    # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
     of_present = config if len(present) == launch.num_nodes else config_of(config, present)
     topology = Topology.of(of_present.parallel, len(present) * size)
     return RecoveryMeans(
@@ -48,6 +49,7 @@ def means_of(
         operators=tuple(_held(of_present, topology, plans)),
         min_nodes=launch.min_nodes if launch.may_lose_nodes else None,
         uncovered=_uncovered(config),
+        # Continuing by replicas needs one pipeline stage.
         placement=plans[0] if len(plans) == 1 else None,
         num_slots_per_rank=config.placement.num_slots_per_rank or 0,
         expert_bytes=expert_state_bytes(config) if config.model.num_moe_experts else 0,
@@ -149,6 +151,7 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
     """Yield every operator with the ranks that hold its state: weights, moments and master weights together."""
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
+    # The size of the vocabulary changes how much state there is, not which ranks hold it.
     for operator in operators_of(config.model, 1):
         stage = stage_of[operator.id.layer]
         if operator.id.kind == "expert":
@@ -156,6 +159,7 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
             sharded_here = sharded and not plans
         else:
             groups, sharded_here = _dense_groups(topology, stage), sharded
+        # Each shard of the distributed optimizer is on one rank; otherwise every rank of a group has all of it.
         parts = [frozenset((rank,)) for group in groups for rank in sorted(group)] if sharded_here else groups
         yield HeldOperator(operator=operator.id, holders=tuple(parts))
 
@@ -185,6 +189,7 @@ def _expert_groups(
         plan = plans[stage]
         by_rank = plan.slots[plan.layer_numbers.index(operator.layer)]
         return [frozenset(rank for rank, held in zip(plan.ranks, by_rank, strict=True) if operator.expert in held)]
+    # Megatron gives each expert-parallel rank a contiguous range of experts.
     each = (config.model.num_moe_experts or 1) // topology.expert_model_parallel_size
     first = topology.stage_ranks(stage)[0]
     size = topology.expert_tensor_parallel_size

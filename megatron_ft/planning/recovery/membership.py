@@ -43,6 +43,7 @@ class NextMembership:
         """Assert that ranks and nodes are in order and that at least one rank has state."""
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
+        # Sums are taken in rank order: a scheduled history repeats one of failures only if nodes decide that order.
         assert staying == sorted(set(staying)), "ranks keep their order"
         assert len(self.nodes) == self.world_size, "a node for each rank"
         together = [node for node, _ in groupby(self.nodes)]
@@ -57,6 +58,7 @@ class NextMembership:
 
     def rank_on(self, node: int, local_rank: int) -> int | None:
         """Rank of the process ``local_rank`` (from 0) of a node; None if it is not a member."""
+        # Ranks of a node are adjacent, which ``validate`` asserts.
         rank = self.nodes.index(node) + local_rank if node in self.nodes else self.world_size
         return rank if rank < self.world_size and self.nodes[rank] == node else None
 

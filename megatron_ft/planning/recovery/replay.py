@@ -78,8 +78,6 @@ def plan_replay(
 ) -> ReplayPlan:
     """Plan the replay of a window whose slice 0 was captured after ``start_iteration``.
 
-    An operator with one captured part computes all its gradients, because parts are ranges of the same tensors.
-
     Args:
         votes: logged votes by iteration, for all iterations to run.
         until: last iteration to run, at or after the window's last; None for the window's last.
@@ -99,9 +97,11 @@ def plan_replay(
         if iteration <= last and iteration not in votes:
             raise RecoveryError(f"vote of iteration {iteration} is not logged; logged are iterations {sorted(votes)}")
         active = {unit.operator for unit in window.active(slice_index)}
+        # Parts are ranges of the same tensors: an operator with one captured part computes all its gradients.
         frozen = {unit.operator for unit in window.frozen(slice_index)} - active
         steps.append(
             ReplayStep(
+                # Behind the window all state is dense, and iterations run as in training.
                 load=index if index == slice_index else None,
                 active=tuple(sorted(active, key=str)),
                 frozen=tuple(sorted(frozen, key=str)),

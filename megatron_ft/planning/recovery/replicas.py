@@ -55,6 +55,7 @@ def plan_replicas(
     """
     if missing := lost_experts(plan, previous_ranks):
         return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
+    # Declined here: the planner of placements would raise, and the next strategy would not be tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
     if num_slots < plan.num_experts:
         return Declined(
@@ -85,6 +86,7 @@ def plan_drain(
     """
     if not lost_experts(plan, staying):
         return None
+    # Only the staying ranks are rearranged: leaving ones compute with their experts until they have left.
     wanted = remap(place(), holdings(plan, staying), expert_bytes)
     position = {rank: index for index, rank in enumerate(staying)}
     slots: Slots = tuple(
@@ -105,6 +107,7 @@ def share_out(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, tuple
     """
     shares: dict[int, list[str]] = {rank: [] for rank in ranks}
     num_bytes = dict.fromkeys(ranks, 0)
+    # The largest first keeps shares even; ties by name and rank, because every rank computes the shares by itself.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = min(ranks, key=lambda rank: (num_bytes[rank], rank))
         shares[rank].append(name)

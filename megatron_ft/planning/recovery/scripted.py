@@ -25,6 +25,7 @@ def _following(
     following = NextMembership(
         generation=generation,
         previous_ranks=tuple(
+            # A node that is lost and joins in one change comes back without state: it counts as joining.
             before.index(node) * ranks_per_node + local if node in staying else None
             for node in after
             for local in ranks

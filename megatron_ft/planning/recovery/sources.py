@@ -51,6 +51,7 @@ class StoredWindow:
     @classmethod
     def from_json(cls, content: JsonValue) -> "StoredWindow":
         """Inverse of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        # Inventories come from other nodes: every field is checked before it is used.
         names = {entry.name: entry.type for entry in fields(cls)}
         if not isinstance(content, dict) or content.keys() != names.keys() or content["where"] not in get_args(Where):
             raise ValueError(f"{content!r:.100}: must be an object of {', '.join(names)}")
@@ -96,15 +97,18 @@ def choose_source(
         reasons: reasons why windows that are not listed cannot be used.
     """
     declined = list(reasons)
+    # Of captures of the same iteration the one of the newest generation comes first; generations are never mixed.
     candidates = sorted({window.key for windows in windows_by_rank for window in windows}, reverse=True)
     for key in candidates:
         start = key.start_iteration
+        # Memory first: it has the same bytes and is read without waiting for storage.
         for kind in ("memory", "persisted"):
             places, reason = _places(windows_by_rank, key, kind)
             if places is None:
                 declined += [reason] if reason else []
                 continue
             last = places[0].last_iteration
+            # A checkpoint is dense already; a window would have to be replayed first.
             if checkpoint_iteration is not None and checkpoint_iteration >= last:
                 declined.append(f"{kind} window of iteration {start}: the checkpoint is as new")
                 continue
@@ -121,6 +125,7 @@ def _places(
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
         same = [window for window in windows if window.key == key and window.complete]
+        # Peers may still have a part that this rank's own node has lost.
         usable = [window for window in same if (window.where == "persisted") == (kind == "persisted")]
         if usable:
             found.append(min(usable, key=lambda window: (_NEARNESS[window.where], window.node)))

@@ -91,15 +91,19 @@ def choose_target(positions: Sequence[Position]) -> Target:
     for position in positions:
         position.validate()
     _check_alike("generation", [position.generation for position in positions])
+    # A settled vote proves that every rank had contributed, lost ones included: no rank can be further than one
+    # iteration behind it, and each has kept what it needs to finish.
     settled = {position.vote.iteration: position.vote for position in positions if position.vote is not None}
     target = max([position.completed for position in positions] + list(settled))
     for position in positions:
+        # Positions that contradict this come from different histories: continuing would mix them.
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
                 f"rank {position.rank} has completed iteration {position.completed} and has no gradients of iteration "
                 f"{target}, whose vote another rank has settled"
             )
     votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
+    # As text, which is exact for floats and equal for NaN.
     _check_alike("vote", [repr(vote) for vote in votes])
     if all(position.completed == target for position in positions):
         return Target(iteration=target, vote=None)

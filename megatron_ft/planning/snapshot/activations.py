@@ -69,6 +69,7 @@ class ReorderTrigger:
         """Whether the order made from ``before`` is outdated."""
         if now is None:
             return False
+        # Before the next check: the first order stays, even if it was made without any activations.
         if self.min_share > 1:
             return False
         if before is None or before.layers != now.layers:
@@ -79,6 +80,7 @@ class ReorderTrigger:
             for pair in zip(*rows, strict=True)
         ]
         num_moved = sum(abs(new - old) > self.min_change * old for old, new in pairs)
+        # With a share of 0 equal frequencies must not count as changed.
         return num_moved > 0 and num_moved >= self.min_share * len(pairs)
 
 

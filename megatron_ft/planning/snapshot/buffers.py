@@ -49,16 +49,20 @@ class WindowBuffers:
         The newest window that every rank has replicated is committed, and older ones are released. A newer one that
         some rank has given up cannot be committed and is released as well.
         """
+        # Bits of the vote count the held windows. These change by votes and by iterations alone, so they are the same
+        # on every rank; buffers are each rank's own.
         starts = sorted(self.held)
         replicated = [start for index, start in enumerate(starts) if vote.replicated_windows >> index & 1]
         after = self.after_commit(max(replicated, default=-1))
         for index, start in enumerate(starts):
+            # The committed window stays: it is the state that a restart would use.
             if vote.given_up_windows >> index & 1 and start > after.committed:
                 after = after.abandon(start)
         return after
 
     def after_commit(self, committed: int) -> "WindowBuffers":
         """Return the windows after the commit of the window that started at ``committed``; older ones are released."""
+        # The committed window is still held, and every later vote names it again.
         if committed <= self.committed:
             return self
         held = {start: buffer for start, buffer in self.held.items() if start >= committed}

@@ -30,6 +30,7 @@ class UnitBytes:
 
     def distinct_ranks(self) -> "UnitBytes":
         """Merge the columns of ranks that capture the same bytes of every unit."""
+        # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
         return UnitBytes(
@@ -80,6 +81,7 @@ class Demand:
         num_elements = sizes * (part[rows] + 1) // num_parts[rows] - sizes * part[rows] // num_parts[rows]
         shape = (len(units), self.num_ranks)
         full, frozen = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        # A rank may have several shards of an operator: ``+=`` with repeated indices would count one of them.
         np.add.at(full, (rows, ranks), num_elements * table[:, 2] + (num_elements > 0) * table[:, 3])
         np.add.at(frozen, (rows, ranks), num_elements * table[:, 4] + (num_elements > 0) * table[:, 5])
         return UnitBytes(full=full, frozen=frozen)
@@ -88,6 +90,7 @@ class Demand:
         """(rows of units, shards) for all shards of each unit's operator."""
         row_of = {operator: row for row, operator in enumerate(self.operators)}
         of_unit = np.array([row_of[unit.operator] for unit in units], dtype=np.intp)
+        # Without a loop in Python: a large job has millions of pairs of units and shards.
         by_operator = np.argsort(self._table.operators, kind="stable")
         bounds = np.searchsorted(self._table.operators[by_operator], np.arange(len(row_of) + 1))
         counts = np.diff(bounds)[of_unit]
@@ -100,6 +103,7 @@ class Demand:
         units = [unit for units in plan.slices for unit in units]
         bounds = np.cumsum([0, *(len(units) for units in plan.slices)])
         table = self.bytes_of(units)
+        # For an empty range ``reduceat`` returns the next element; a valid plan has no empty slice.
         full = np.add.reduceat(table.full, bounds[:-1], axis=0)
         frozen = np.add.reduceat(table.frozen, bounds[:-1], axis=0)
         later: Matrix = frozen.sum(axis=0) - np.cumsum(frozen, axis=0)
@@ -122,6 +126,7 @@ def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence
     sizes: dict[int, tuple[int, int]] = {}
 
     def bytes_of(components: tuple[Component, ...]) -> tuple[int, int]:
+        # By identity: a million shards share a few tuples, whose hash would be computed each time.
         if id(components) not in sizes:
             sizes[id(components)] = component_bytes(components)
         return sizes[id(components)]

@@ -68,6 +68,7 @@ def _groups(
             spans = _spans_of_chunk(config, topology, operators, stage, chunk)
             dense = [span for span in spans if span[0].id.expert is None]
             experts = [span for span in spans if span[0].id.expert is not None]
+            # Buckets are cut at other places where experts and dense parameters share a buffer.
             if _in_one_buffer(config, topology):
                 dense, experts = spans, []
             size = topology.tensor_model_parallel_size
@@ -112,10 +113,12 @@ def _spans_of_chunk(
     layers |= {model.num_layers + 1} if is_last else set()
     spans = [(operator, 0, operator.num_parameters) for operator in operators if operator.id.layer in layers]
     is_tied = not model.untie_embeddings_and_output_weights and last_stage > 0
+    # Both stages hold the whole matrix, and state that several ranks hold is divided among them.
     if is_tied and is_first:
         spans[0] = (operators[0], operators[0].num_split_parameters // 2, operators[0].num_parameters)
     if is_tied and is_last:
         spans.append((operators[0], 0, operators[0].num_split_parameters // 2))
+    # Megatron fills buffers in the order in which a backward pass completes gradients.
     return spans[::-1]
 
 
@@ -156,6 +159,7 @@ def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
 def _cut_evenly(ranks: Sequence[int], bucket: Sequence[Span]) -> Iterator[tuple[int, Span]]:
     """Split the concatenated elements of a bucket into equal ranges, one for each rank."""
     total = sum(stop - start for _, start, stop in bucket)
+    # Bounds may lie inside operators, as those of the distributed optimizer do.
     bounds = [total * place // len(ranks) for place in range(len(ranks) + 1)]
     place = position = 0
     for operator, start, stop in bucket:

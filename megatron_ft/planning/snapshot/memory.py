@@ -8,6 +8,7 @@ from megatron_ft.planning.snapshot.peers import PeerAssignment
 from megatron_ft.planning.snapshot.pieces import window_bytes
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
+# These three are what the snapshot server allocates (``snapshot/server``), which planning does not import.
 NUM_OWN_BUFFERS = 3
 """Buffers for a rank's windows: committed, being replicated, being captured."""
 NUM_COPY_BUFFERS = 2
@@ -15,6 +16,7 @@ NUM_COPY_BUFFERS = 2
 STATUS_BYTES = 4096
 """Size of the status page before a rank's buffers."""
 _PAGE_BYTES = 4096
+# A buffer that is too small for the next plan is replaced, and the windows in it are lost.
 _MARGIN_FOR_OTHER_PLANS = (5, 4)
 """Size of a buffer over the size of a window, where later plans may have another order of operators."""
 

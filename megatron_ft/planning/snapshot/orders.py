@@ -110,6 +110,7 @@ def _ascending(
             return 0.0, operator.layer, operator.expert
         row = scores[row_of[operator.layer]] if operator.layer in row_of else ()
         assert operator.expert < len(row), f"activations lack {operator}"
+        # Ties are decided by layer and id, never by the order of the input: all ranks need the same plan.
         return row[operator.expert], operator.layer, operator.expert
 
     return (*sorted(experts, key=key), *sorted(rest, key=_back_to_front))

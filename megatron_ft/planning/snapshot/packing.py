@@ -38,6 +38,7 @@ def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None
         if not len(taken) or len(slices) == max_slices:
             return None
         slices.append(tuple(taken.tolist()))
+        # What is captured in full now is not among the compute weights of the slices that follow.
         room += table.frozen[taken].sum(axis=0)
         remaining = np.setdiff1d(remaining, taken, assume_unique=True)
     return Packing(slices=tuple(slices), budget_bytes=budget_bytes)
@@ -52,6 +53,7 @@ def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
         block = remaining[first : first + _BLOCK]
         block = block[(extra[block] <= room).all(axis=1)]
         total = extra[block].sum(axis=0)
+        # Most blocks fit as a whole; units are tried one by one only where that ends.
         if not (total <= room).all():
             block = _fill_singly(extra, block, room)
             total = extra[block].sum(axis=0)
@@ -77,6 +79,7 @@ def smallest_packing(table: UnitBytes, low_bytes: int, high: Packing, max_slices
     the budget, so the result may not be the optimum, but it is never worse than ``high``.
     """
     low = low_bytes
+    # Finer steps cannot pay: bandwidth and iteration time are measured less exactly.
     while high.budget_bytes - low > max(1, high.budget_bytes // _RESOLUTION):
         middle = (low + high.budget_bytes) // 2
         found = pack(table, middle, max_slices)

@@ -76,6 +76,7 @@ def assign_peers(
             num_copies,
             f"must be at least 0 and below the number of failure domains, {num_domains}",
         )
+    # Every rank computes the assignment itself: it depends on nothing but its arguments, and ties go by node number.
     nodes = range(len(failure_domains))
     held = [frozenset((already_held or {}).get(node, ())) for node in nodes]
     ring = _Ring(failure_domains, num_copies, held)
@@ -127,6 +128,8 @@ class _Ring:
 
     def _shift_one(self, start: int) -> bool:
         """Move one copy from ``start`` along the shortest chain to a node with at least two fewer copies."""
+        # A move lowers the sum of squares only if the last node of the chain has at least two copies fewer; those
+        # between keep their number.
         limit = self._kept[start] - 2
         if limit < min(self._kept[node] for node in self._nodes):
             return False
@@ -150,6 +153,7 @@ class _Ring:
 
     def _alternatives(self, source: int, peer: int) -> list[int]:
         """Nodes that could keep the copy of ``source`` instead of ``peer``, in ring order."""
+        # A second copy in a domain would be lost together with the first one.
         used = self._taken[source] | {self._domains[other] for other in self.peers[source] if other != peer}
         return [other for other in self._order if other != peer and self._domains[other] not in used]
 

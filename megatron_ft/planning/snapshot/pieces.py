@@ -7,6 +7,7 @@ from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
+# A restore views each piece as a tensor of its dtype where it lies, which needs its address to be aligned.
 PIECE_ALIGNMENT_BYTES = 64
 SLICE_ALIGNMENT_BYTES = 4096
 """Slices, and the payload of a window in its file, begin at multiples of it."""
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
 
 def slice_pieces(plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> tuple[Piece, ...]:
     """Pieces that the rank with ``shards`` captures in slice ``index``, by offset."""
+    # The order is a function of plan and shards alone: a window is loaded only into a model that gives the same pieces.
     by_operator: dict[OperatorId, list[StateShard]] = {}
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)
@@ -87,6 +89,7 @@ def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
     for shard in shards:
         by_operator.setdefault(shard.operator, []).append(shard)
     total = later_frozen = 0
+    # From the last slice on: every slice has the compute weights of all that come after it.
     for units in reversed(plan.slices):
         found = [(unit, shard) for unit in units for shard in by_operator.get(unit.operator, ())]
         full = sum(_aligned_bytes(unit, shard, shard.full) for unit, shard in found)

@@ -29,6 +29,7 @@ class Unit:
     def range_of(self, shard: StateShard) -> tuple[int, int]:
         """Elements (start, stop) of ``shard`` that belong to this unit."""
         return (
+            # The end of one part is computed as the start of the next: no gap and no overlap, whatever the rounding.
             shard.start + shard.num_elements * self.part // self.num_parts,
             shard.start + shard.num_elements * (self.part + 1) // self.num_parts,
         )
@@ -87,6 +88,7 @@ class WindowPlan:
     def validate(self, operators: Iterable[OperatorId]) -> None:
         """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
         assert self.slices and all(self.slices), "a window has slices, and each captures something"
+        # A rank fills one window at a time: the snapshot server forgets an incomplete one when the next begins.
         assert self.interval_iterations >= self.num_iterations, f"windows of {self.num_iterations} slices overlap"
         parts: dict[OperatorId, list[Unit]] = {}
         for unit in self.active(self.num_iterations - 1):

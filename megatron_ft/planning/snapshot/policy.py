@@ -30,6 +30,7 @@ class SnapshotContext:
 
     def stall_seconds(self, num_bytes: int) -> float:
         """Time that training waits for a slice of ``num_bytes``."""
+        # In integers, as plans are packed: a slice of exactly the budget must not show a stall of rounding errors.
         if num_bytes <= self.budget_bytes:
             return 0.0
         return max(0.0, num_bytes / self.bandwidth_bytes_per_second - self.iteration_seconds)
@@ -116,6 +117,7 @@ def make_plan(
         basis=PlanBasis(
             budget_bytes=context.budget_bytes,
             peak_bytes=peak,
+            # The plan is part of every window's manifest: all records would make it large.
             activations=None if activations is None else activations.collapsed(),
         ),
     )
@@ -124,6 +126,7 @@ def make_plan(
 def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, previous: WindowPlan) -> str | None:
     if {unit.operator for units in previous.slices for unit in units} != set(demand.operators):
         return "the operators have changed"
+    # The comparison is with what the plan was made from, not with the last check: slow changes add up.
     basis = previous.basis
     if basis is None:
         return "the present plan has no basis"

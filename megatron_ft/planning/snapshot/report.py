@@ -74,6 +74,7 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
     if snapshot.policy is None:
         return None
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
+    # Only this is an estimate, by parameter counts: the policy plans as it will on the ranks.
     demand = estimate_demand(config, topology, tokenizer_vocab_size)
     policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
     dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))

@@ -51,6 +51,7 @@ class SparseWindow:
         """
         self._check()
         context.validate()
+        # Measurements are reduced over the job before: with its own ones every rank would make another plan.
         budget = context.budget_bytes
         ordered = self.order.order(demand.operators, context.activations)
         units = _cut(demand, ordered, budget, self.max_parts)
@@ -67,10 +68,12 @@ class SparseWindow:
 
     def _pack(self, table: UnitBytes, budget: int) -> Packing:
         found = pack(table, budget, self.max_window_iterations)
+        # The budget cannot be kept, so training will wait: the largest slice is made as small as possible instead.
         if found is None:
             low = max(budget, least_peak_bytes(table, self.max_window_iterations) - 1)
             return smallest_packing(table, low, _dense(table), self.max_window_iterations)
         num_slices = max(len(found.slices), self.min_window_iterations)
+        # Early slices would be filled to the budget, and any variation of bandwidth would then stall training.
         if self.balance or num_slices > len(found.slices):
             return smallest_packing(table, least_peak_bytes(table, num_slices) - 1, found, num_slices)
         return found

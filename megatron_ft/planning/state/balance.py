@@ -70,6 +70,7 @@ def share(demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: in
             _add(loads, chosen[number], amounts[number], -1)
             again = _spread(demands[number], members[number], loads, min_piece_bytes)
             _add(loads, *again, 1)
+            # Only a true decrease counts: moving the same bytes back and forth would never end.
             if sum(loads[rank] ** 2 for rank in members[number]) < before:
                 chosen[number], amounts[number] = again
                 has_changed = True
@@ -95,6 +96,7 @@ def _spread(
 ) -> tuple[list[int], list[int]]:
     """Fill up the least busy ranks to one level; ranks ascending with their bytes, all above 0."""
     most = max(1, demand // max(1, min_piece_bytes))
+    # In whole bytes, ties by rank: every rank computes the same shares.
     by_load = sorted(ranks, key=lambda rank: (loads[rank], rank))[:most]
     total, count = demand, 0
     for rank in by_load:

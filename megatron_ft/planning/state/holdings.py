@@ -169,6 +169,7 @@ class Holdings:
 
     def and_also(self, other: "Holdings") -> "Holdings":
         """These and the rows of ``other``, which has the same index."""
+        # Columns hold numbers of one index; those of another one would name other tensors.
         assert self.index is other.index, "holdings of two indices"
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         columns = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
@@ -177,6 +178,7 @@ class Holdings:
     def without(self, *, ranks: Collection[int] = (), domains: Collection[str] = ()) -> "Holdings":
         """Holdings after ``ranks`` and every rank of ``domains`` are lost; storage stays."""
         lost = {rank for rank, domain in self.domain_of.items() if domain in domains} | set(ranks)
+        # Storage is no rank: it survives every loss of ranks.
         lost.discard(STORAGE)
         return self.take(~np.isin(self.rank, sorted(lost)))
 

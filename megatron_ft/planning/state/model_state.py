@@ -202,11 +202,13 @@ class _Rows:
         spares: Sequence[int],
     ) -> None:
         """Parameters of one data-parallel group: weights whole, optimizer state by its buffers."""
+        # Parameters are gathered before an iteration is complete: at its boundary every rank has the whole weights.
         self._add_whole(parameters, part, ranks, (WEIGHT,))
         if not buffers.sharding.is_distributed:
             self._add_whole(parameters, part, ranks, self._kinds)
             return
         owners = assign_owners(ranks.tolist(), domain_of, buffers.sharding.num_state_copies, spares)
+        # Megatron keeps one buffer for each dtype, whose buckets are cut independently.
         for dtype in sorted({parameter.dtype for parameter in parameters}):
             members = [parameter for parameter in parameters if parameter.dtype == dtype]
             shards = buffers.layout(members, dtype).shards(len(ranks))
@@ -229,6 +231,7 @@ class _Rows:
                     self._add_whole(parameters, 0, members, self._kinds)
                     continue
                 missing = sharding.num_state_copies - len({domain_of[rank] for rank in ranks})
+                # The turn spreads the copies of different experts over different ranks.
                 others = _of_other_domains(ranks, plan.ranks, domain_of, missing, turn=layer + expert)
                 owners = assign_owners(ranks, domain_of, sharding.num_state_copies, others)
                 shards = cut_evenly([parameter.num_elements for parameter in parameters], len(ranks))
@@ -276,6 +279,7 @@ class _Buffers:
         given = (self.sharding.buffers or {}).get((*self.where, dtype))
         if given is not None:
             return given
+        # Megatron cuts only here: communication of other stages and chunks is not on the critical path.
         is_first = self.where[:2] == (0, 0)
         return BufferLayout.of(
             [parameter.num_elements for parameter in parameters],

@@ -14,6 +14,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.intervals import distinct
 from megatron_ft.planning.state.tensors import Column
 
+# Both are Megatron's: buckets begin at multiples of 256 bytes and parameters of 128, for values of at least 16 bits.
 BUCKET_MULTIPLE = 128
 """Elements of which every bucket is a multiple, besides the number of data-parallel ranks."""
 PARAMETER_MULTIPLE = 64
@@ -62,6 +63,7 @@ class BufferLayout:
             bucket_size: elements after which a bucket is full; None for one bucket.
             alone: places of parameters with a bucket of their own: embeddings that two stages share.
         """
+        # Padding for further sizes lets a buffer stay as it is when the number of lanes changes.
         multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
         ranges: list[tuple[int, int]] = [(0, 0)] * len(sizes)
         buckets: list[tuple[int, int]] = []
@@ -74,6 +76,7 @@ class BufferLayout:
             bucket_start, is_open = buckets[-1][1], False
             return bucket_start
 
+        # Gradients are complete in the reverse order of the forward pass, so the first bucket can be reduced first.
         for place in reversed(range(len(sizes))):
             start = _padded(stop, PARAMETER_MULTIPLE)
             if place in alone and is_open:
@@ -99,6 +102,7 @@ class BufferLayout:
                 )
         buckets = np.array(self.buckets, dtype=np.int64).reshape(-1, 2)
         steps = (buckets[:, 1] - buckets[:, 0]) // num_shards
+        # Every bucket is cut for itself: a rank has a part of each, so reduce-scatters are even.
         edges = (buckets[:, :1] + steps[:, None] * np.arange(num_shards)).ravel()
         return _cut(np.array(self.ranges, dtype=np.int64).reshape(-1, 2), edges, num_shards)
 

@@ -38,6 +38,7 @@ def assign_owners(
         raise ConfigError.of("num_state_copies", num_copies, f"must lie between 1 and {len(sizes)} failure domains")
     if num_copies == 1 or not members:
         return np.array(members, dtype=np.int64).reshape(-1, 1)
+    # A shorter step could stay inside the largest domain.
     step = max(sizes.values())
     if step * num_copies > len(ranks):
         return np.array(_least_first(members, ranks, domain_of, num_copies), dtype=np.int64)
@@ -63,6 +64,7 @@ def _least_first(
     for member in members:
         owners, taken, aside = [member], {domain_of[member]}, []
         while len(owners) < num_copies:
+            # The heap has the least busy rank of each domain. Every domain that is taken off it returns afterwards.
             (load, rank), name = heapq.heappop(domains)
             if name not in taken:
                 heapq.heapreplace(by_domain[name], (load + 1, rank))

@@ -43,6 +43,7 @@ class ParallelLayout:
         num_lanes, rest = divmod(num_ranks - num_spares, size * num_stages)
         if rest or num_lanes < 1:
             raise ConfigError.of("num_ranks", num_ranks - num_spares, f"must be a multiple of {size * num_stages}")
+        # Megatron's default order ``tp-cp-ep-dp-pp``: stages are contiguous, and TP ranks adjacent.
         places = np.arange(num_ranks - num_spares).reshape(num_stages, num_lanes, size).tolist()
         return cls(
             tensor_size=tensor_size,

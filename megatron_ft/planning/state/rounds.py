@@ -47,14 +47,17 @@ def cut_and_stage(
 
 def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) -> Column:
     num_ranks = int(max(source.max(), target.max())) + 1 if len(sizes) else 0
+    # The common case, and the loop below is the slowest part of a plan.
     if _all_at_once(source, target, sizes, num_ranks) <= limit_bytes:
         return np.zeros(len(sizes), dtype=np.int64)
     used: list[list[int]] = [[0] for _ in range(num_ranks)]
+    # Rounds below it are too full for any piece: without it the search would begin at round 0 for each piece.
     first_open = [0] * num_ranks
     is_open_below = limit_bytes - limit_bytes // PIECES_PER_LIMIT
     rounds = []
     for sender, receiver, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
         here = used[receiver]
+        # Storage serves all ranks at once, as far as this plan is concerned.
         there = here if sender == STORAGE else used[sender]
         turn = first_open[receiver]
         if there is not here and first_open[sender] > turn:

@@ -64,6 +64,7 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
     Only elements of the needed iteration are sound. What a rank has itself, wherever it lies in its memory, is used
     before what others have; of others the fastest medium that has the element.
     """
+    # Positions of two indices are not comparable.
     index = needs.index
     assert index is holdings.index, "needs and holdings of two indices"
     highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
@@ -80,12 +81,14 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
         left = union(*left)
         by_medium = {medium: sound.take(sound.medium == int(medium)) for medium in Medium}
         for medium, own in by_medium.items():
+            # What lies on storage has to be read: it counts as a transfer, to which the limit of staging applies.
             if medium is Medium.STORAGE or not len(own):
                 continue
             cover = union(*_lines(index, own.rank, own.tensor, own.start, own.stop))
             inside, outside = split(*left, *cover)
             kept.append(_pieces(index, inside[1], inside[2], iteration, medium))
             left = outside[1:]
+        # Fastest medium first; what it does not have goes to the next one.
         for others in by_medium.values():
             found, left = _match_others(index, left, others, iteration, sets)
             remote += found
@@ -148,6 +151,7 @@ def _match_others(
     Returns the pieces that some rank holds, each with its set of possible senders, and the ranges that no rank holds.
     """
     wanted = _pieces(index, *left, iteration, -1)
+    # After most changes few tensors move: holdings of all others are left out before anything is sorted.
     is_wanted = np.zeros(len(index), dtype=np.bool_)
     is_wanted[index.tensor_at(wanted.start)] = True
     held = held.take(is_wanted[held.tensor])
@@ -178,6 +182,7 @@ def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, 
     starts, stops, ranks = starts[order], stops[order], held.rank[order]
     is_first = np.ones(len(starts), dtype=np.bool_)
     is_first[1:] = (starts[1:] != starts[:-1]) | (stops[1:] != stops[:-1])
+    # A rank that names a range twice must not count as two senders.
     is_new = is_first.copy()
     is_new[1:] |= ranks[1:] != ranks[:-1]
     starts, stops, ranks, is_first = starts[is_new], stops[is_new], ranks[is_new], is_first[is_new]
@@ -204,6 +209,7 @@ def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
     numbers = np.zeros(len(sizes), dtype=np.int64)
     is_single = sizes == 1
     of_single = ranks[bounds[:-1][is_single]]
+    # Most ranges have one holder: their sets are numbered without a step for each row.
     known = distinct(of_single)
     single = np.array([sets.number(known[place : place + 1]) for place in range(len(known))], dtype=np.int64)
     numbers[is_single] = single[np.searchsorted(known, of_single)]

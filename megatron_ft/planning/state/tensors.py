@@ -62,6 +62,7 @@ class TensorIndex:
                 raise ConfigError.of(str(tensor), tensor.num_elements, "must have at least one element of one byte")
             if found.setdefault(tensor.key, tensor) != tensor:
                 raise ConfigError.of(str(tensor), tensor, f"must be described once; also {found[tensor.key]}")
+        # Sorted: ranks describe the model in different orders, and numbers must mean the same tensor on all of them.
         return cls(tuple(sorted(found.values(), key=_order)))
 
     def __len__(self) -> int:

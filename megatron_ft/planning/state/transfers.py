@@ -180,6 +180,7 @@ class TransferPlan:
 
     def digest(self) -> str:
         """A hash of what is moved and kept, for ranks to compare before they begin."""
+        # Ranks that disagree about one transfer would wait for each other until a timeout: they compare this first.
         found = hashlib.blake2b(digest_size=16)
         kept = self.kept
         order = np.lexsort((kept.start, kept.rank))
@@ -214,15 +215,18 @@ def plan_transfers(
     holdings.validate()
     needs.validate()
     matched = match(needs, holdings)
+    # All or nothing: a plan that leaves elements out would give ranks state of no iteration.
     if len(matched.missing.rank):
         return Declined(reason="no living rank holds", missing=_missing(matched.missing, holdings))
     index = needs.index
     source, pieces, slack = _send(index, matched, min_piece_bytes)
     tensor = index.tensor_at(pieces.start)
+    # By position, so that rounds follow layers and the memory of a layer is free after its last round.
     order = np.lexsort((source, pieces.rank, pieces.start, pieces.iteration))
     source, target, tensor = source[order], pieces.rank[order], tensor[order]
     start, stop = pieces.start[order] - index.starts[tensor], pieces.stop[order] - index.starts[tensor]
     rows, first, last, rounds = cut_and_stage(source, target, stop - start, index.item_bytes[tensor], limit_bytes)
+    # Stable: within a round sender and receiver go through their pieces in the same order.
     by_round = np.argsort(rounds, kind="stable")
     rows = rows[by_round]
     return TransferPlan(
@@ -251,6 +255,7 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
     sizes = (stop - start) * item
     demands = np.zeros(len(matched.sets), dtype=np.int64)
     np.add.at(demands, senders, sizes)
+    # Over all media and iterations at once: a rank has one network connection for all of them.
     shares = share(demands.tolist(), matched.sets, min_piece_bytes=min_piece_bytes)
     ends = np.cumsum(sizes)  # all demands end to end, set after set: each sender has one run of it
     begins = ends - sizes
@@ -287,6 +292,7 @@ def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
         starts, stops = union(missing.start[rows], missing.stop[rows])
         is_joined = np.concatenate([[False], starts[1:] == stops[:-1]]) if len(starts) else np.zeros(0, dtype=bool)
         tensors = index.tensor_at(starts)
+        # Tensors follow each other without a gap on the line of positions: touching ranges may be of different ones.
         is_joined[1:] &= tensors[1:] == tensors[:-1]
         begin = np.flatnonzero(~is_joined)
         end = np.append(begin[1:], len(starts)) - 1

@@ -24,6 +24,7 @@ def carry_out(plan: ReplayPlan, engine: ReplayEngine) -> ReplayResult:
     Raises:
         RecoveryError: a replayed iteration differs from the logged one.
     """
+    # Before the first step: load and replay are collective, and every rank takes them in the order of this plan.
     plan.validate()
     load_seconds = replay_seconds = 0.0
     for step in plan.steps:

@@ -26,9 +26,11 @@ def exchange_tensors(
     send_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in outgoing]
     receive_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in incoming]
     received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
+    # Both ends know all sizes, so none are exchanged. Ranks that send and receive nothing take part, too.
     dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
     targets = [tensor for of_rank in incoming for tensor in of_rank]
     for target, part in zip(targets, received.split([_num_bytes(tensor) for tensor in targets]), strict=True):
+        # A part may begin at an address that its dtype cannot be viewed at: a clone is aligned.
         target.copy_(part.clone().view(target.dtype).view(target.shape))
     return len(sent)
 

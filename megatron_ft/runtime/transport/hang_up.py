@@ -56,11 +56,13 @@ class Transports:
         connected = [found for found in sockets if _connects_ranks(found, None)]
         with self._lock:
             self._sockets += connected
+            # The failure was known before these connections existed, and nothing else would end their waits.
             for found in connected if self._is_down else ():
                 _shut_down(found)
 
     def hang_up(self, reason: str = "") -> None:
         """Shut down all that are still open, and end their ``limit``. A second call does nothing."""
+        # First: a wait that begins while sockets are shut down must find the limit ended.
         self.limit.end(reason)
         with self._lock:
             if self._is_down:
@@ -90,6 +92,7 @@ class Opening:
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
                 self._broken.set()
+                # In a thread: gloo continues to connect, so sockets are shut down until the attempt has failed.
                 self._breaker = threading.Thread(target=self._break, name="break new connections", daemon=True)
                 self._breaker.start()
 
@@ -123,6 +126,7 @@ def _connects_ranks(found: SocketId, store_port: int | None) -> bool:
         if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
             return False
         try:
+            # The store has its own protocol and carries no collective.
             ports = {opened.getsockname()[1], opened.getpeername()[1]}
         except OSError:  # it listens, or the peer has not answered yet
             return opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT
@@ -143,6 +147,7 @@ def _duplicate(found: SocketId) -> socket.socket | None:
         copy = os.dup(descriptor)
     except OSError:
         return None
+    # Checked on the copy: another thread may close the descriptor, and open another file under it, at any moment.
     if os.fstat(copy).st_ino != inode:
         os.close(copy)
         return None

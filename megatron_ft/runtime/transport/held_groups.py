@@ -54,6 +54,7 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     free = [holder for holder in _holders if _is_last_reference(holder)]
     _holders[:] = [holder for holder in _holders if all(holder is not other for other in free)]
     # A group's destructor runs without the interpreter's lock.
+    # The thread drops the last reference, so that the destructor runs there and not in this thread.
     threads = [threading.Thread(target=holder.clear, name="destroy a gloo group", daemon=True) for holder in free]
     del free
     _releasing.extend(threads)

@@ -54,6 +54,7 @@ class WaitLimit:
 
     def end(self, reason: str) -> None:
         """Abandon remaining waits after the grace period. Only the first call counts."""
+        # The grace period counts from the first report of the failure; later ones must not prolong it.
         if self._end is None:
             self._end = (time.monotonic() + self._grace_seconds, reason)
 
@@ -148,6 +149,7 @@ def call(function: Callable[[], T]) -> T:
     try:
         result = helper.call(function, _in_use)
     except WaitAbandoned:
+        # Not returned to the idle ones: its thread may stay blocked for minutes.
         helper.leave()
         raise
     except BaseException:
@@ -172,6 +174,7 @@ def install() -> None:
         """Wait for ``work``; see ``torch.distributed.Work.wait``."""
         if args or kwargs or work.is_completed():
             return native_wait(work, *args, **kwargs)
+        # Taken once: a wait of an earlier membership must not get the limit of the next one.
         limit = _in_use
         try:
             work.get_future()

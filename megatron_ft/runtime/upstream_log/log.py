@@ -66,6 +66,7 @@ class UpstreamLog:
         self._sends = {direction: tuple(sends[direction]) for direction in DIRECTIONS}
         is_cuda = device.type == "cuda"
         self._memory = {
+            # Zeroed to touch all pages: faults in the first iterations would count as blocked training.
             direction: torch.empty((num_iterations, len(order), *shape), dtype=dtype, pin_memory=is_cuda).zero_()
             for direction, order in self._sends.items()
         }
@@ -99,7 +100,9 @@ class UpstreamLog:
         A committed iteration that a replay runs again stays committed: it sends the same bits. Without a free slot the
         iteration is not logged, and is counted.
         """
+        # The former attempt's slot is used again: two attempts must never mix in one iteration.
         earlier = self._logged.pop(iteration, None)
+        # Older iterations stay: a replay needs all from its window on, so newer ones alone are of no use.
         if earlier is None and len(self._logged) >= self.num_iterations:
             self._leave_out(iteration)
             return
@@ -122,6 +125,7 @@ class UpstreamLog:
         position = logged.num_sent[direction]
         order = self._sends[direction]
         assert position < len(order), f"{direction}: more than {len(order)} tensors are sent in an iteration"
+        # A copy, not a reference: Megatron frees an output's data after the send (``deallocate_pipeline_outputs``).
         self._copy(self._memory[direction][logged.slot, position], tensor.detach())
         logged.num_sent[direction] = position + 1
         figures = self.figures
@@ -135,6 +139,7 @@ class UpstreamLog:
         logged, self._open = self._open, None
         if logged is None:
             return
+        # The vote follows: once it is settled a replay may need this iteration, so its copies have to be complete.
         if self._stream is not None:
             self._stream.synchronize()
         expected = {direction: len(order) for direction, order in self._sends.items()}
@@ -146,12 +151,14 @@ class UpstreamLog:
 
     def commit(self, vote: Vote) -> None:
         """Commit the iteration of ``vote``: a replay may use its messages."""
+        # Also without a slot: a stage that replays needs the votes, and its neighbours may have the tensors.
         self._votes[vote.iteration] = vote
         if vote.iteration in self._logged:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
         """Discard iterations that no replay of a window starting after ``start_iteration`` or later runs again."""
+        # The window has the state after its first iteration, so a replay runs the one after it first.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}
 
@@ -163,6 +170,7 @@ class UpstreamLog:
         Raises:
             RecoveryError: it is not logged.
         """
+        # Only committed ones: an attempt that failed may have sent other bits than its repetition.
         logged = self._logged.get(iteration)
         if logged is None or not logged.is_committed:
             raise RecoveryError(f"iteration {iteration} is not in the upstream log, which has {self.iterations}")
@@ -206,7 +214,9 @@ class UpstreamLog:
         if self._stream is None:
             target.copy_(source)
             return
+        # The tensor may still be computed on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+        # Otherwise the allocator could give its memory to a later tensor before the copy has read it.
         source.record_stream(self._stream)

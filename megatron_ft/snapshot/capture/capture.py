@@ -50,6 +50,7 @@ class WindowMemory:
             BufferError: a buffer is in use.
             RuntimeError: the driver refuses.
         """
+        # Each tensor exports the mapping: it can be closed only after the last one is gone.
         while self.buffers:
             buffer = self.buffers.pop()
             if self._is_pinned:
@@ -106,6 +107,7 @@ class WindowCapture:
             return
         began = time.perf_counter()
         (buffer, index, part), self._under_way = self._under_way, None
+        # Before the report: the server hashes the bytes as soon as it knows of them.
         self._copier.wait()
         self._client.captured(buffer, index, part)
         self.figures.num_slices += 1

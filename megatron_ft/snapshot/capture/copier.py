@@ -39,6 +39,7 @@ class CopyBatch:
         """
         for source, target in zip(sources, targets, strict=True):
             size = source.numel() * source.element_size()
+            # Both are checked once, here: ``memmove`` checks nothing.
             if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
                 raise ValueError(
                     f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes as they are"
@@ -108,6 +109,7 @@ class ThreadCopier:
     def _copy(self) -> None:
         assert self._batch is not None, "woken for a batch"
         for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
+            # On this thread alone: ``Tensor.copy_`` would also use PyTorch's intra-op threads, which have to compute.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
@@ -151,6 +153,7 @@ class StreamCopier:
         if self._batch is None:
             return 0.0
         began = time.perf_counter()
+        # The device must not overwrite sources before the copies end, and the host reports the bytes after this.
         self._cuda.current_stream(self._device).wait_event(self._ended)
         self._ended.synchronize()
         self._batch = None
@@ -176,6 +179,7 @@ def pin(memory: torch.Tensor) -> None:
         RuntimeError: the driver refuses, for instance at the limit of locked memory.
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # ``Tensor.pin_memory`` would copy to memory of its own; this memory belongs to the snapshot server.
     code = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(code) != 0:
         raise RuntimeError(f"cannot pin {memory.numel()} bytes of snapshot memory: CUDA error {code} (check ulimit -l)")
@@ -206,6 +210,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
         for _ in range(_NUM_PROBES):
             copier.start(batch)
             copier.wait()
+            # The fastest: other ranks of the node may copy at the same time and only slow it down.
             best = min(best, copier.busy_seconds)
     finally:
         if is_pinned:

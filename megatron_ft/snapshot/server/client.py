@@ -55,6 +55,7 @@ class Arena:
         self.num_buffers = num_buffers
         self._status_bytes = status_bytes
         try:
+            # All pages are mapped now: faults during the first captures would be measured as stalls of training.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self._map = mmap.mmap(descriptor, status_bytes + num_buffers * window_bytes, flags=flags)
         finally:
@@ -93,6 +94,7 @@ class KeeperClient:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # A server that is stopped still has a socket, whose queue takes connections that are never answered.
             sock.settimeout(CONNECT_SECONDS)
             sock.connect(socket_path)
         except OSError as error:
@@ -122,6 +124,7 @@ class KeeperClient:
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "new": new})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
+        # The page is the server's: this client has sent no commit for this memory yet.
         self._committed = self._arena.status(COMMITTED_START)
         return self._arena
 
@@ -145,6 +148,7 @@ class KeeperClient:
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         self._request({"op": "committed", "start_iteration": start_iteration, **captured})
+        # The request is not answered yet: until the page shows it, the server may still pin a buffer for this commit.
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:
@@ -229,6 +233,7 @@ class KeeperClient:
     def _read_answers(self, seconds: float | None = None) -> Message:
         # Read all answers that are due, each within ``seconds``; the last one counts, unless one is a refusal.
         self._reader.sock.settimeout(ANSWER_SECONDS if seconds is None else seconds)
+        # All are read before one is raised: the next request must find its own answer first.
         answers = [self._receive() for _ in range(self._num_unread)]
         self._num_unread = 0
         for answer in answers:

@@ -7,8 +7,10 @@ from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 
+# Bounds above those of any job: they keep a damaged or hostile message from becoming a huge allocation or loop.
 MAX_RANK = 1 << 20
 MAX_SLICES = 1 << 16
+# Ballots carry iterations as float64, which is exact up to here.
 MAX_ITERATION = 1 << 53
 MAX_BYTES = 1 << 46
 MAX_TEXT = 4096
@@ -25,6 +27,7 @@ def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int 
 def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
     """Read a string. Raises ControlError if it is missing, empty, too long, or has control characters."""
     value = message.get(name)
+    # Texts go into log lines and paths, where control characters could forge others.
     if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
         raise ControlError(f"{name}={value!r:.100}: must be text of 1 to {most} printable characters")
     return value

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_ft.errors import ControlError
 
+# ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
 _USABLE_SHARE = 0.9
 
 
@@ -28,6 +29,7 @@ class Segment:
 
     def read_only_descriptor(self) -> int:
         """Open the file again, for reading only."""
+        # A duplicate would share the access mode: its receiver could change a window that others restore from.
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -38,6 +40,7 @@ class Memory:
         """Limit all segments together to ``limit_bytes``; None: to what the machine has available each time."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        # Reentrant: garbage collection can run ``_give_back`` in a thread that holds the lock.
         self._lock = threading.RLock()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
@@ -46,6 +49,7 @@ class Memory:
             self._check(name, num_bytes)
             self.used_bytes += num_bytes
         try:
+            # Outside the lock: touching all pages of a large segment takes seconds.
             segment = Segment(name, num_bytes)
         except OSError as error:
             self._give_back(num_bytes)

@@ -72,6 +72,7 @@ class PeerSessions:
             earlier, self._of_node[node] = self._of_node.get(node), session
         if earlier is not None:
             earlier.abort()
+            # Outside the lock, which the other thread may need in order to end.
             earlier.join(REPLACE_SECONDS)
             if earlier.is_alive():
                 raise ControlError(f"node={node}: its earlier connection is still in use")
@@ -124,10 +125,12 @@ class PeerSession(threading.Thread):
         node = fields.integer(hello, "node", most=fields.MAX_RANK)
         generation = fields.integer(hello, "generation")
         with self._store.lock:
+            # The fence comes before ``replace``: a stale server must not end the connection of its successor.
             self._store.enter(fields.text(hello, "run_id", most=255), generation)
         self._generation = generation
         if hello.get("replicates") is True:
             self._sessions.replace(node, self)
+        # After the earlier connection has ended: the list has all that it still wrote.
         with self._store.lock:
             held = [
                 {"rank": rank, "window": asdict(window.stored("copy", self._store.node))}
@@ -139,6 +142,7 @@ class PeerSession(threading.Thread):
     def _serve_one(self) -> None:
         message = self._wire.receive(patient=True)
         with self._store.lock:
+            # Again for every message: a newer generation may have greeted since this connection did.
             self._store.check_generation(self._generation)
         answers = {
             "slice": self._slice,
@@ -163,6 +167,7 @@ class PeerSession(threading.Thread):
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
         incoming, part = read_announcement(message, self._generation)
         rank = incoming.rank
+        # Before memory for it is allocated; later slices are checked against the window that they continue.
         if index == 0:
             incoming.check_next(index, part, window_bytes)
         waits = message.get("waits") is True
@@ -174,6 +179,7 @@ class PeerSession(threading.Thread):
             start = copy.offset(window) + part.offset
             payload = copy.segment.view[start : start + part.num_bytes]
             hashes = receive_hashed(part, payload, self._wire.receive_into)
+            # Both ends hash on their own: a difference shows what memory or network did to the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
             part.hashes = hashes
@@ -256,6 +262,7 @@ def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWin
         ControlError, CheckpointError: a field is missing or cannot be.
     """
     window = Window.from_json(message.get("window"), whole=False)
+    # Later windows supersede by generation: one of a generation that is yet to come would outlive them.
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
     buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)

@@ -4,7 +4,6 @@ The main thread only accepts; every connection, the hashing, each peer and the s
 """
 
 import ctypes
-import ipaddress
 import json
 import os
 import selectors
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
+from megatron_ft.reading import means_every_interface
 from megatron_ft.snapshot.server.fields import MAX_BYTES, MAX_RANK, integer, text
 from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.peer_session import PeerSessions
@@ -57,6 +57,7 @@ class KeeperSpec:
         if unknown := sorted(content.keys() - set(cls.__slots__)):
             raise ControlError(f"{unknown[0]}: is no field of a snapshot server's settings")
         return cls(
+            # ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
             socket_path=text(content, "socket_path", most=107),
             interface=check_interface(text(content, "interface")),
             token=token,
@@ -94,9 +95,11 @@ class Keeper:
                     if isinstance(key.fileobj, socket.socket):
                         self._accept(key.fileobj)
                     elif not os.read(sys.stdin.fileno(), 4096):
+                        # The parent held the other end: its death ends this server even if no signal came.
                         return
 
     def _accept(self, listener: socket.socket) -> None:
+        # A connection that the peer has reset before it was accepted must not end the server.
         try:
             connection, _ = listener.accept()
         except OSError as error:
@@ -127,18 +130,15 @@ class Keeper:
 
 def check_interface(interface: str) -> str:
     """Remove brackets. Raises ConfigError for an address that means every interface."""
-    host = interface.strip("[]")
-    try:
-        unspecified = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        unspecified = host in ("", "*", "0")
-    if unspecified:
+    # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
+    if means_every_interface(interface):
         raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
-    return host
+    return interface.strip("[]")
 
 
 def _listen_for_ranks(path: Path) -> socket.socket:
     try:
+        # The folder protects the socket, whose own mode could be set only after ``bind``, when others can connect.
         about = path.parent.stat()
         if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) != 0o700 or about.st_uid != os.getuid():
             raise ControlError(f"socket_path={path}: its directory must be this user's and of mode 0700")
@@ -153,6 +153,7 @@ def _listen_for_ranks(path: Path) -> socket.socket:
 def _listen_for_peers(interface: str) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(interface, 0, type=socket.SOCK_STREAM)[0]
+        # Again, for a host name can resolve to the address that means all interfaces.
         check_interface(str(address[0]))
         listener = socket.socket(family, kind, protocol)
         listener.bind(address)
@@ -177,6 +178,7 @@ def _read_spec() -> KeeperSpec:
 
 def _die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
+    # No signal comes if the parent died before this call: then ``serve`` finds standard input closed.
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise ControlError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
 
@@ -190,6 +192,7 @@ def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
 
 def main() -> int:
     """Run the process; its exit code."""
+    # Ctrl-C reaches the whole process group, and ranks still persist their newest window after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback
     try:
@@ -198,6 +201,7 @@ def main() -> int:
     except MegatronFtError as error:
         print(f"snapshot server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    # Only now: after this line the parent lets ranks and peers connect.
     print(json.dumps({"address": keeper.address}), flush=True)
     try:
         keeper.serve()

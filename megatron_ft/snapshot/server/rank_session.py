@@ -45,6 +45,7 @@ class RankSession(threading.Thread):
             closed = False
             while not closed:
                 messages, closed = self._reader.pump()
+                # Descriptors that no request expects would stay open as long as the connection.
                 if self._reader.descriptors:
                     raise ControlError("a rank sent a file descriptor, which a snapshot server does not accept")
                 for message in messages:
@@ -53,6 +54,7 @@ class RankSession(threading.Thread):
             self._store.report(f"a rank's connection ends: {error}")
         finally:
             with self._store.lock:
+                # A newer connection may act for the rank by now: its entry stays.
                 if self._own is not None and self._own.abort == self.abort:
                     self._own.abort = None
                 self._reader.close()
@@ -68,6 +70,7 @@ class RankSession(threading.Thread):
         except Refused as error:
             answer = error.to_json()
         except (ControlError, CheckpointError) as error:
+            # The connection continues: each request has one answer, so both ends agree on what follows a refusal.
             answer = Refused(str(error)).to_json()
         try:
             self._send(answer, descriptors)
@@ -113,6 +116,7 @@ class RankSession(threading.Thread):
         return answers[operation](self._own, message, descriptors)
 
     def _hello(self, message: Message) -> Message:
+        # First, so that nothing else of a message without the token is looked at.
         if not is_token(message.get("token"), self._store.token):
             raise Refused("wrong or missing token")
         if message.get("op") != "hello":
@@ -127,6 +131,7 @@ class RankSession(threading.Thread):
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
         segment, taken_bytes = self._store.take_arena(own, window_bytes, new=message.get("new") is True)
+        # A copy: ``_serve`` closes what it has sent, and the segment keeps its own.
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
         return {"op": "memory", **sizes}
@@ -176,6 +181,7 @@ class RankSession(threading.Thread):
 
     def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
         with self._store.lock:
+            # The wait releases the lock: the persister needs it to finish.
             done = self._store.lock.wait_for(lambda: not self._persister.is_due(own), FLUSH_SECONDS)
         return {"op": "flushed", "done": done}
 
@@ -191,6 +197,7 @@ class RankSession(threading.Thread):
             windows = [asdict(window) for window in self._store.inventory(rank)]
         others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
         if message.get("ask_peers") is True and others:
+            # All at once: each node that is gone costs the whole limit of a connection attempt.
             with ThreadPoolExecutor(min(_MAX_INQUIRIES, len(others))) as pool:
                 greeting = self._greeting(own)
                 answers = pool.map(lambda peer: self._ask_inventory(*peer, greeting, rank), sorted(others.items()))
@@ -215,6 +222,7 @@ class RankSession(threading.Thread):
         node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
+                # Its bytes are read later and without the lock: the rank compares each piece with its hash.
                 segment, offset, window = self._store.find(rank, key)
             description, num_bytes = window.to_json(), window.num_bytes
         elif node not in own.settings.peers:
@@ -232,6 +240,7 @@ class RankSession(threading.Thread):
 
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
+        # Only a replicating connection replaces the one that this node's sender uses.
         about = {"run_id": origin.run_id, "generation": origin.generation, "replicates": False}
         return {"token": self._store.token, "node": self._store.node, **about}
 

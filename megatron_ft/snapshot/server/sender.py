@@ -69,6 +69,7 @@ class Sender(threading.Thread):
         """End the thread. The store's lock must be held."""
         self._stopped = True
         if self._wire is not None:
+            # The thread may wait in a send or for an answer: only the end of the connection wakes it at once.
             self._wire.abort()
         self._store.changed()
 
@@ -90,6 +91,7 @@ class Sender(threading.Thread):
             if work is None or len(self._unanswered) == MAX_UNANSWERED:
                 self._take_answer()
             elif self._wire is None or self._generation != generation:
+                # A newer membership greets again: the peer's fence compares the generation of the greeting.
                 self._connect(generation)
             else:
                 self._send(work)
@@ -147,9 +149,12 @@ class Sender(threading.Thread):
         with self._store.lock:
             if own.windows is None or own.segment is None or window not in own.windows:
                 return
+            # The view keeps the memory while bytes are sent without the lock. If the rank overwrites them, the peer
+            # refuses them, because the hashes that follow belong to other bytes or are missing.
             payload = own.view(window, part)
             window_bytes = own.windows.window_bytes
         rank = window.rank
+        # The peer may need minutes to allocate: bytes sent before that would fill the socket, and count as a stall.
         waits = self._accepted_bytes.get(rank) != window_bytes
         wire.send({**announce(window, action.index, action.buffer, window_bytes), "waits": waits}, goes_on=not waits)
         if waits:
@@ -197,6 +202,7 @@ class Sender(threading.Thread):
         # was sent is no failure.
         if not isinstance(error, Refused):
             error = self._refusal() or error
+        # Answers have the order of requests: what failed is the oldest request without an answer.
         work = self._unanswered[0] if self._unanswered else work
         assert work is not None, "nothing can fail without work"
         kind = error.kind if isinstance(error, Refused) else "broken"
@@ -215,6 +221,7 @@ class Sender(threading.Thread):
             long_enough = isinstance(error, TimeoutError) or now - self._failing_since > AWAY_SECONDS
             if kind == "refused" or long_enough:
                 self._note(work, error)
+            # Waiting on the condition releases the lock and ends at once when the sender is stopped.
             deadline = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
             while not self._stopped and (left := deadline - time.monotonic()) > 0:

@@ -138,6 +138,7 @@ class Store:
 
     def changed(self) -> None:
         """Wake the threads that wait for work. The lock must be held."""
+        # All, because hasher, senders, persister and flushes wait on one condition for different things.
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
@@ -148,6 +149,7 @@ class Store:
         """
         if self.run_id is not None and run_id != self.run_id:
             raise Refused(f"run_id={run_id}: this snapshot server serves run {self.run_id}")
+        # Before anything is changed: a stale greeting must not end the connection of its successor.
         self.check_generation(generation)
         self.run_id, self.generation = run_id, generation
 
@@ -168,15 +170,19 @@ class Store:
         origin = settings.origin
         self.enter(origin.run_id, origin.generation)
         self.own_generation = max(self.own_generation, origin.generation)
+        # Windows and arena of a dead process stay with its rank: its successor restores from them.
         own = self.ranks.setdefault(origin.rank, OwnRank(settings=settings))
         # A process that was replaced may still be alive; two must not begin windows in one arena.
         if own.abort is not None:
             own.abort()
+        # A process of the same generation continues the same history, in which earlier commits count.
         if own.windows is not None and origin.generation > own.settings.origin.generation:
             own.windows.new_generation()
         own.settings, own.abort = settings, abort
+        # Ranks of earlier generations name peers that may have left: senders to them would report failures without end.
         current = [other.settings for other in self.ranks.values() if self.is_current(other)]
         self.on_peers({node: known.peers[node] for known in current for node in known.peer_nodes})
+        # The page still shows the generation before, whose windows must not count in a vote of this one.
         own.publish()
         self.changed()
         return own
@@ -213,6 +219,7 @@ class Store:
             # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
             own.windows = own.segment = None
         name = f"arena-rank-{own.settings.origin.rank}"
+        # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
         segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
         with self.lock:
             own.windows, own.segment = OwnWindows(window_bytes), segment

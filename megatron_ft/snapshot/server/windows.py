@@ -221,8 +221,10 @@ class CopyWindows:
         if held is not None and held.key == incoming.key and index > 0:
             held.check_next(index, part, self.window_bytes)
             return held
+        # It may be the only copy of the job's state that a loss leaves: the sender's choice is not trusted with it.
         if held is not None and held.committed:
             raise ControlError(f"buffer={incoming.buffer}: holds window {held.start_iteration}, which is committed")
+        # A slice that does not fit must not cost the window that the buffer holds now.
         incoming.check_next(index, part, self.window_bytes)
         self.buffers[incoming.buffer] = incoming
         return incoming
@@ -286,12 +288,14 @@ class PeerBuffers:
         Windows of this generation are sent, and the newest committed one of any generation, so that a new peer gets
         it; those in ``given_up`` are not.
         """
+        # A commit comes before slices: it frees the peer's other buffer for them.
         committed = self._wanted_commit(own)
         found = None if committed is None else self.find(committed.key)
         if committed and found and not found.committed and found.complete:
             return SendCommit(window=committed)
         wanted = [window for window in own if window not in given_up]
         live = {window.key for window in wanted}
+        # In the order of capture, each whole before the next: the oldest is the next one that the job can commit.
         for window in wanted:
             if window is committed or (window.generation == generation and not window.committed):
                 action = self._next_slice(window, live, generation)

@@ -37,11 +37,15 @@ class Wire:
     """One blocking TCP connection. Only ``close`` may be called from another thread."""
 
     def __init__(self, sock: socket.socket, *, stall_seconds: int = STALL_SECONDS) -> None:
+        # Limits of the kernel, which count from the last progress of a call. With those of Python, ``sendall`` has one
+        # limit for all of its bytes, which a large message over a slow network would exceed.
         timeout = struct.pack("ll", stall_seconds, 0)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        # A machine that is gone closes nothing: keepalive ends a patient wait for its next message.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Acknowledgements are small frames, which Nagle's algorithm would delay.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._stall_seconds = stall_seconds
@@ -67,12 +71,14 @@ class Wire:
                 begun = self._sock.recv_into(header)
                 break
             except BlockingIOError:
+                # Only the beginning of a frame may take long: a peer that has begun one must make progress.
                 if not patient:
                     raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
         if begun == 0:
             raise ConnectionResetError("the peer has closed the connection")
         self.receive_into(memoryview(header)[begun:])
         size = int.from_bytes(header, "big")
+        # Before memory is allocated: the peer may not have presented the token yet.
         if size > most_bytes:
             raise ControlError(f"a peer announced a message of {size} bytes: at most {most_bytes} are read")
         payload = bytearray(size)
@@ -144,6 +150,7 @@ def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
         Refused: wrong token, other run, or a stale generation.
         ControlError, OSError: no connection, or no snapshot server at the other end.
     """
+    # A machine that is gone does not refuse connections: without a limit the kernel would try for minutes.
     sock = socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS)
     try:
         wire = Wire(sock)

@@ -31,9 +31,11 @@ class Hasher(threading.Thread):
             found = self._next()
             assert found is not None, "woken without work"
             own, window, part = found
+            # The view keeps the memory, should the rank get another arena while its bytes are hashed.
             payload = own.view(window, part)
         hashes = part.hash_pieces(payload)
         with self._store.lock:
+            # If the buffer was given to another window meanwhile, this slice belongs to none, and no hash is used.
             part.hashes = hashes
             own.hashed_bytes += part.num_bytes
             own.publish()
@@ -89,10 +91,13 @@ class Persister(threading.Thread):
         # A function of its own: no local variable may keep memory alive while the thread waits.
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._due)
+            # It leaves the queue when it is written: until then a flush waits for it, and it is not requested twice.
             due = self._due[0]
         error = self._write(due)
         with self._store.lock:
             self._due.popleft()
+            # Also after a failure: storage that is full or slow must not stop captures. The windows are those of the
+            # request, for the rank may have another arena by now.
             due.windows.pinned.discard(due.window.buffer)
             if error is None:
                 due.own.persisted_start = due.window.start_iteration
@@ -101,6 +106,7 @@ class Persister(threading.Thread):
                 due.own.note_problem("persist", error, due.window.start_iteration)
             due.own.publish()
             self._store.changed()
+        # Older windows go only after this one is durable.
         if error is None:
             self._delete_old(due)
 
@@ -115,6 +121,7 @@ class Persister(threading.Thread):
     def _delete_old(self, due: _Write) -> None:
         """Delete what is too old: rank 0 for all ranks; nothing where all windows are kept."""
         window, num_persisted = due.window, due.own.settings.num_persisted
+        # One process alone deletes: two would rename the same directories.
         if window.rank != 0 or num_persisted == 0:
             return
         try:

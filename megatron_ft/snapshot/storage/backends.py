@@ -72,6 +72,7 @@ class LocalBackend:
         path = self.folder / directory
         self.folder.mkdir(parents=True, exist_ok=True)
         path.mkdir(exist_ok=True)
+        # ``exist_ok`` accepts a link to a directory, which could lead the window out of the folder.
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise CheckpointError(f"{path}: not a directory")
         for parent in (self.folder.parent, self.folder):
@@ -84,6 +85,7 @@ class LocalSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Opening a named pipe without ``O_NONBLOCK`` would wait for a writer.
         flags = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
         self._descriptor = os.open(path, flags)
         status = os.fstat(self._descriptor)
@@ -156,6 +158,7 @@ class RemoteBackend:
             self._files.rm(path)
 
     def exists(self, directory: str, name: str) -> bool:
+        # fsspec caches listings, and other ranks write to the same prefix.
         self._files.invalidate_cache()
         return bool(self._files.exists(self._path(directory, name)))
 

@@ -79,6 +79,7 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     found = []
     for entry in os.scandir(folder):
         match = _DIRECTORY.fullmatch(entry.name)
+        # No links: an incomplete directory is deleted later, and a link could lead to data that is not the run's.
         if match and entry.is_dir(follow_symlinks=False):
             path = Path(entry.path)
             complete = (path / MANIFEST_NAME).is_file()
@@ -109,6 +110,7 @@ def start_directory(folder: Path, iteration: int) -> Path:
     taken = [stored.attempt for stored in same if stored.complete]
     path = folder / directory_name(iteration, max(taken) + 1 if taken else 0)
     path.mkdir()
+    # A manifest that is durable inside a directory without a durable name would be lost with it.
     for parent in (folder.parent, folder):
         fsync_directory(parent)
     return path
@@ -172,6 +174,7 @@ def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Pa
     for attempt in range(1_000_000):
         target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
         if not target.exists():
+            # A crash before the next lines leaves ``latest`` without its directory; resumes list the folder instead.
             os.rename(path, target)
             fsync_directory(path.parent)
             _move_latest_back(path.parent)
@@ -201,6 +204,7 @@ def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:
         if entry.name.startswith(TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):
+            # Its deletion had begun, so some of its files may be gone: it can never be used again.
             shutil.rmtree(entry.path)
             removed.append(Path(entry.path))
     for stored in list_checkpoints(folder):

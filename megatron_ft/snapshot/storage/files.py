@@ -60,6 +60,7 @@ class HashedFile(io.RawIOBase):
         self.num_bytes = 0
         self.failure: OSError | None = None
         self._hash = xxhash.xxh3_128()
+        # Without following a link, which could lead the write out of the folder.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         self._descriptor = os.open(self.path, flags, 0o644)
 
@@ -75,6 +76,7 @@ class HashedFile(io.RawIOBase):
         written = 0
         try:
             with naming(self.path):
+                # write(2) takes at most 2 GiB at a time, and less when the disk is nearly full.
                 while written < len(view):
                     written += _write(self._descriptor, view[written:])
         except OSError as error:
@@ -87,6 +89,7 @@ class HashedFile(io.RawIOBase):
     def commit(self) -> FileEntry:
         """Flush to the device, close, and describe what was written."""
         with naming(self.path):
+            # Delayed writing may fail only now (a network file system, a quota), and then there is nothing to describe.
             os.fsync(self._descriptor)
         self.close()
         return FileEntry(name=self.name, num_bytes=self.num_bytes, xxh3_128=self._hash.hexdigest())

@@ -88,6 +88,7 @@ class Manifest:
         body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
+        # Before the checksum, which a newer format may compute over other fields.
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(f"manifest format_version={version!r}: this version reads 1 to {FORMAT_VERSION}")
         if claimed != _body_checksum(body):
@@ -127,6 +128,7 @@ def read_manifest(directory: Path) -> Manifest:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file")
+        # Before it is read into memory.
         if status.st_size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path}: {status.st_size} bytes, more than a manifest can have")
         return Manifest.from_bytes(path.read_bytes())
@@ -150,6 +152,7 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> Manifest:
     """
     manifest = read_manifest(directory)
     _check_listing(directory, manifest.files)
+    # By size, so that taking every n-th file gives all ranks about as many bytes to read.
     by_size = sorted(manifest.files, key=lambda entry: (-entry.num_bytes, entry.name))
     for entry in by_size[part::num_parts]:
         _check_content(directory, entry)
@@ -174,6 +177,7 @@ def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:
 def _check_content(directory: Path, entry: FileEntry) -> None:
     path = directory / entry.name
     try:
+        # The file may have been replaced by a link since the folder was listed.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(descriptor, "rb") as file:
             found = hash_file(file)
@@ -224,6 +228,7 @@ def _body_checksum(body: dict[str, Any]) -> str:
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
+    # Which of two equal keys counts is the parser's choice, and a checksum over the parsed content would not show it.
     if len(keys) != len(set(keys)):
         raise ValueError("a key appears twice")
     return dict(pairs)

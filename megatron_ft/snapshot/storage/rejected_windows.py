@@ -48,6 +48,7 @@ def window_digest(manifests: Sequence[str]) -> str:
 
     A manifest holds the plan, the votes and a checksum of every piece.
     """
+    # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
 
 

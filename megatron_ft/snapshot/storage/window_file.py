@@ -97,6 +97,7 @@ class WindowFile:
             self.window, self._payload_start = _read_head(self._source)
             _check_expected(self.window, expect)
         except (OSError, CheckpointError) as error:
+            # The error is raised from the constructor: no ``with`` block would close the file.
             self.close()
             message = str(error)
             raise CheckpointError(message if message.startswith(where) else f"{where}: {message}") from error
@@ -123,6 +124,7 @@ class WindowFile:
         """Check every byte of the payload and return the window. Raises CheckpointError as ``read_slice`` does."""
         position = 0
         for part in self.window.slices:
+            # Bytes between slices belong to no piece; they are zeros in every sound file, so damage there counts too.
             for view in self._read(position, part.offset):
                 _check_zeros(view, f"{self.path}: before iteration {part.iteration}")
             self._check(part, None)
@@ -185,6 +187,7 @@ def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: s
     position = 0
     for part, view in zip(window.slices, payload, strict=True):
         view = view.cast("B")
+        # Memory can be damaged while a window waits: such bytes must not get a file that verifies.
         part.check_payload(view, where)
         yield from _zeros(part.offset - position)
         for start, stop, piece in part.extents():
@@ -210,6 +213,7 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
             found = opened.verify()
     except CheckpointError:
         return False
+    # Two histories captured the same window: replacing the file would mix them with other ranks' files.
     if found.to_bytes() != window.to_bytes():
         raise CheckpointError(f"{where}: holds another {found.summary()}; set that window aside first")
     return True
@@ -253,6 +257,7 @@ def _read_bytes(source: Source, offset: int, num_bytes: int) -> bytes:
 
 
 def _check_expected(window: Window, expect: Mapping[str, object]) -> None:
+    # A file that was renamed, or copied from another run, verifies by itself: only these fields show it.
     for name, value in expect.items():
         if (found := getattr(window, name)) != value:
             raise CheckpointError(f"{name}={found!r}: must be {value!r}")

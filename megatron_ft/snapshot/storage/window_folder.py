@@ -66,6 +66,7 @@ class WindowFolder:
         for rank in range(world_size):
             with self.open(stored, rank) as opened:
                 _check_same(opened.window, windows[0] if windows else opened.window, world_size, opened.path)
+                # Only payloads are divided among callers: whether files belong together takes the heads of all of them.
                 windows.append(opened.verify() if rank % num_parts == part else opened.window)
         return windows[part]
 
@@ -87,6 +88,7 @@ class WindowFolder:
         """
         assert num_windows >= 1, f"num_windows={num_windows}: must be at least 1"
         found, candidates = 0, self.list_windows()
+        # From the newest on. Windows that do not verify stay if they are newer: other ranks may still be writing them.
         while candidates and found < num_windows:
             stored, _ = self._first_sound([candidates.pop()], world_size, part, num_parts)
             found += stored is not None
@@ -146,6 +148,7 @@ class WindowFolder:
 def _check_same(window: Window, first: Window, world_size: int, where: str) -> None:
     if window.world_size != world_size:
         raise CheckpointError(f"{where}: world_size={window.world_size}: must be {world_size}")
+    # Files of different captures can lie in one folder, each of them sound: a mixture of them is no state of the job.
     for name in _SHARED:
         if getattr(window, name) != getattr(first, name):
             raise CheckpointError(f"{where}: {name} differs from rank 0's: the files are not of one window")

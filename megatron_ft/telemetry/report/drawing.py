@@ -121,6 +121,7 @@ class Scale:
 
 def _round_step(least: float) -> float | None:
     """1, 2 or 5 times a power of ten, at least ``least``; None where there is no such."""
+    # Steps below this would vanish in the rounding of floats.
     if not math.isfinite(least) or least < 1e-12:
         return None
     power = 10.0 ** math.floor(math.log10(least))

@@ -138,6 +138,7 @@ def _plan(stage: dict[str, Any]) -> PlacementPlan:
         raise ValueError(f"stages.{missing[0]}: is required")
     hints = get_type_hints(PlacementPlan)
     plan = PlacementPlan(**{name: decode(hints[name], stage[name], f"stages.{name}") for name in names})
+    # ``validate`` makes a set of this size, so the bound comes before it.
     if not 0 < plan.num_experts <= MAX_EXPERTS:
         raise ValueError(f"stages.num_experts={plan.num_experts}: must be 1 to {MAX_EXPERTS}")
     plan.validate()
@@ -164,9 +165,11 @@ def follow(
         Whether the run has ended; False where it reported nothing for ``patience_seconds``.
     """
     while True:
+        # Before the page is written: what is appended meanwhile has to lead to another page.
         seen, began = sizes(run_dir), clock()
         if write():
             return True
+        # The page of a long run takes long to write: at most a tenth of the time goes into it.
         due = clock() + max(every_seconds, (clock() - began) * (1 / MAX_SHARE - 1))
         until = max(due, clock() + patience_seconds)
         while clock() < due or sizes(run_dir) == seen:

@@ -88,6 +88,7 @@ def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
     for class_, row, column, count in panel.runs:
         box = short(count * across - gap)
         start = f"M{short(left + column * across)} {short(top + row * down)}"
+        # One path for each class: tens of thousands of elements would make the page slow.
         paths.setdefault(class_, []).append(f"{start}h{box}v{short(down - gap)}h-{box}z")
     for class_, parts in sorted(paths.items()):
         yield element("path", d="".join(parts), class_=class_)
@@ -145,6 +146,7 @@ def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
     if not loads:
         return None
     newest = loads[-1]
+    # By iteration, so that of repeated ones the newest counts.
     of_its_shape = {record.iteration: record for record in loads if _shape(record) == _shape(newest)}
     if len({len(row) for row in newest.layers}) != 1:
         return None

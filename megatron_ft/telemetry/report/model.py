@@ -79,6 +79,7 @@ def build(files: RunFiles) -> RunReport:
     """The page of a run."""
     newest = newest_of_each(files.metrics)
     started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
+    # All metrics, not the newest of each iteration: those that were run again show what a failure cost.
     found, num_jobs = find_recoveries(files.events, files.decisions, files.metrics)
     times = [at for record in (*files.events, *files.metrics) if (at := instant(record.time_unix_seconds)) is not None]
     return RunReport(
@@ -157,6 +158,7 @@ def _marks(records: Sequence[Record], found: Sequence[Recovery]) -> Iterator[Mar
     for iteration, ranks in sorted(failed.items()):
         yield Mark(iteration=iteration, kind="failure", words=f"failed in iteration {iteration}: {', '.join(ranks)}")
     for recovery in found:
+        # Ranks of a node that is lost completely may leave no record of their end.
         if recovery.is_failure and not recovery.num_failed_ranks:
             iteration = recovery.iteration + (recovery.num_again or 0) + 1
             yield Mark(iteration=iteration, kind="failure", words=f"failed in iteration {iteration}: {recovery.lost}")

@@ -14,6 +14,7 @@ from megatron_ft.telemetry.report.recoveries import Recovery
 from megatron_ft.telemetry.report.style import STYLE
 from megatron_ft.telemetry.report.timeline import timelines
 
+# Texts of a page come from files of a run. Even if one were not escaped, the page would run and load nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _ROWS_OF_LOSS = 24
 MAX_ALERTS = 100
@@ -124,6 +125,7 @@ def _alerts(alerts: Sequence[AlertRaised | AlertCleared]) -> Iterator[Element]:
     if not alerts:
         return
     yield element("h2", "Alerts", id="alerts")
+    # The last report of each alert decides whether it is in force.
     newest = {record.alert: record for record in alerts}
     standing = [record for record in newest.values() if isinstance(record, AlertRaised)]
     if standing:

@@ -12,6 +12,7 @@ from megatron_ft.telemetry.report.files import Decision
 
 _Kind = TypeVar("_Kind", bound=Record)
 
+# Records come from files: a damaged one may name any number of ranks, each of which would take memory.
 MAX_RANKS = 4096
 """Limit of the ranks of one membership that a page follows one by one."""
 NUM_AROUND = 3
@@ -202,6 +203,7 @@ def find_recoveries(
     recoveries = folding.recoveries
     by_generation = {(recovery.job, recovery.generation): recovery for recovery in recoveries}
     for decision in decisions:
+        # Generations count from 0 in every job: the time of a decision says which job it belongs to.
         begun = [job for job, at in enumerate(folding.starts) if at is not None and at <= decision.time_unix_seconds]
         recovery = by_generation.get((max(begun, default=0), decision.generation + 1))
         if recovery is not None:
@@ -345,6 +347,7 @@ class _Folding:
                 self.current.records.append(record)
         elif isinstance(record, (events.RanksReady, events.PlacementInForce)):
             is_due = not isinstance(record, events.PlacementInForce) or record.reason == "membership"
+            # The first one of each kind is of the recovery; later ones belong to training.
             if is_due and self.current is not None and not self.current.every(type(record)):
                 self.current.records.append(record)
 

@@ -233,6 +233,7 @@ def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
     if lane.previous is not None:
         end = float("inf") if lane.died_seconds is None else lane.died_seconds
         for span in _before(recovery, course):
+            # Nothing is drawn after the end of the process.
             if span.begin < end:
                 yield replace(span, end=max(span.begin, min(span.end, end)))
     if lane.rank is not None:
@@ -267,6 +268,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
         if 0.0 < begin <= end:
             words, label = f"iteration {record.iteration} trained", str(record.iteration)
             spans.append(Span(kind="trains", begin=begin - zero, end=end - zero, label=label, words=words))
+        # The clocks of two attempts may disagree: bars of one lane must not overlap.
         free_from = max(free_from, end)
     return spans
 

@@ -69,6 +69,7 @@ class AlertSink(Sink):
                 self._take_metrics(record)
             case events.RunStarted():
                 self._interval = None
+                # A new attempt captures from other places, with another plan.
                 self._windows.clear()
                 self._iteration = record.resumed_from_iteration or 0
             case events.MembershipChanged() | events.RecoveryStarted():
@@ -93,6 +94,7 @@ class AlertSink(Sink):
         if (seconds := record.values.get("iteration_seconds")) is not None and 0.0 < float(seconds) < float("inf"):
             self._seconds.append(float(seconds))
         now, checked_at = record.time_unix_seconds, self._disk_checked_at
+        # The absolute difference: after a wall clock was set back, checks must not stop until it has caught up.
         if now is not None and (checked_at is None or abs(now - checked_at) >= DISK_SECONDS):
             self._disk_checked_at = now
             if self._limits.free_disk_share is not None:
@@ -107,6 +109,7 @@ class AlertSink(Sink):
             slowest_rank_over_median=self._newest.get("slowest_rank_over_median"),
         )
         for alert in judge(self._limits, figures):
+            # Once for each crossing of a limit, not for each iteration beyond it.
             if alert.is_beyond != (alert.name in self._raised):
                 self._raised ^= {alert.name}
                 self._found.append(self._record(alert))

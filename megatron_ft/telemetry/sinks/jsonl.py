@@ -48,6 +48,7 @@ class JsonlSink(Sink):
         """
         if isinstance(record, Metrics) is self._metrics:
             line = json.dumps(record.to_record(), allow_nan=False, separators=(",", ":"))
+            # Also while the disk works: the line is taken off only once all of it is written.
             self._pending.append(line.encode() + b"\n")
             if len(self._pending) > MAX_PENDING_LINES:
                 self._pending.popleft()
@@ -76,6 +77,7 @@ class JsonlSink(Sink):
             self._append(self._pending[0])
             self._pending.popleft()
         if self._unsynced:
+            # One call makes all earlier lines of the file durable, too.
             os.fsync(self._file)
             self._unsynced = False
 
@@ -93,6 +95,7 @@ class JsonlSink(Sink):
     def _cut_half_line(self) -> list[Record]:
         size = end = os.fstat(self._file).st_size
         while end > 0:
+            # From the end: the log of a long run is large, and the half line is its last one.
             start = max(0, end - _CHUNK_BYTES)
             newline = os.pread(self._file, end - start, start).rfind(b"\n")
             end = start if newline < 0 else start + newline + 1

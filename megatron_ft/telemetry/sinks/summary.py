@@ -51,6 +51,7 @@ class SummarySink(Sink):
             "world_size": self._world_size,
             "exit_code": outcome.exit_code,
             "reason": outcome.reason,
+            # The only figure that takes time in proportion to the run, so it is computed once, at the end.
             "goodput": state.run.whole_goodput().summary(),
             "skipped": state.num_skipped,
             "resumed_from": state.started.resumed_from if state.started else None,

@@ -47,6 +47,7 @@ class TerminalSink(Sink):
         self._state = state
         self._clock = clock
         self._title = title
+        # rich draws the live panel in a thread of its own.
         self._lock = threading.Lock()
         self._notes: deque[TimedNote] = deque(maxlen=NUM_EVENTS)
         self._last_line_seconds: float | None = None
@@ -78,6 +79,7 @@ class TerminalSink(Sink):
             note = record.describe()
             skipped = None if note is None or self._skipped_line is None else self._skipped_line.iteration
             is_about_skipped = skipped is not None and skipped == getattr(record, "iteration", 0)
+            # An event about an iteration comes after its line, even if that line was left out before.
             if isinstance(record, (RunFinished, RunStopped)) or is_about_skipped:
                 self._catch_up()
             if note is not None:
@@ -154,5 +156,6 @@ class TerminalSink(Sink):
 
     def _print(self, line: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # A character that the terminal cannot show must not make the sink fail.
         self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()

@@ -53,6 +53,7 @@ class WandbSink(Sink):
         self._config = config
         self._run_dir = run_dir
         self._job = job
+        # Before the thread starts and before any record of this attempt is written to these files.
         self._reported = Reported.so_far(run_dir)
         self._queue: queue.Queue[Record | Outcome] = queue.Queue(MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
@@ -78,6 +79,7 @@ class WandbSink(Sink):
         """
         if self._error is not None:
             raise self._error
+        # Never waits: the sink is called by the process that feeds all others.
         self._queue.put_nowait(record)
 
     def close(self, outcome: Outcome) -> None:
@@ -105,6 +107,7 @@ class WandbSink(Sink):
             self._error = error
 
     def _start(self) -> "_Sender":
+        # In the thread: the import takes seconds, and ``init`` may wait for the network.
         import wandb
 
         mode = wandb_mode(self._config.wandb, os.environ)
@@ -118,10 +121,12 @@ class WandbSink(Sink):
             resume="allow",
             mode=mode,  # type: ignore[arg-type]  # a plain string, checked by wandb
             config=dict(self._job),
+            # wandb would otherwise wrap standard output, and record the repository of the working directory.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         run.define_metric("iteration")
         run.define_metric("*", step_metric="iteration")
+        # wandb drops steps that do not rise, so the newest one that the server has decides what is sent.
         if mode == "online":
             last_step = max(0, run.starting_step - 1)
         return _Sender(run, self._reported, last_step=last_step)
@@ -256,6 +261,7 @@ def last_offline_step(run_dir: Path) -> int:
         subprocess.SubprocessError: wandb's own reader failed.
     """
     for folder in sorted(run_dir.glob("wandb/offline-run-*"), reverse=True):
+        # wandb's own reader in a process of its own: an error in it cannot end this one.
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(folder)]
         done = subprocess.run(command, check=True, capture_output=True, timeout=INSPECT_TIMEOUT_SECONDS)
         if step := json.loads(done.stdout)["step"]:
@@ -293,6 +299,7 @@ class Reported:
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
         )
         known = ((record for record in file if record is not None) for file in files)
+        # Each file is in the order of writing, which a merge keeps.
         return heapq.merge(*known, key=lambda record: record.time_unix_seconds or 0.0)
 
 

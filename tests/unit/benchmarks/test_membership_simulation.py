@@ -47,7 +47,7 @@ def test_going_on_before_everybody_has_spoken_is_noticed(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(reconfigure, "remaining_ranks", fewer)
     _, failures = simulate(SEEDS)
-    assert any("not heard" in failure["error"] for failure in failures)
+    assert any("has not reported" in failure["error"] for failure in failures)
 
 
 def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,14 @@ def test_what_a_later_generation_gets_wrong_is_a_later_faults() -> None:
     assert outcome_of(FAULT, 0, generations, [], REFERENCE).passed
 
 
+def test_a_fault_whose_replay_is_hit_is_judged_by_the_recovery_from_both() -> None:
+    again = continued(losses=[])
+    for last, passed in ((continued(), True), (continued(losses=[(3, 9.0)]), False)):
+        outcome = outcome_of(FAULT, 0, [killed(), again, last], [], REFERENCE)
+        assert (outcome.passed, outcome.num_compared > 0) == (passed, True), outcome.details
+    assert outcome_of(FAULT, 0, [killed(), again], [], REFERENCE).num_compared == 0
+
+
 def test_nothing_counts_without_its_record() -> None:
     for generations, reason in (
         ([killed()], "not started again"),

@@ -204,7 +204,7 @@ def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [
-        ({"launch.min_nodes": 2}, "launch.min_nodes", "null or launch.num_nodes=3"),
+        ({"launch.min_nodes": 2}, "launch.min_nodes", "null or equal to launch.num_nodes=3"),
         ({"launch.max_nodes": 5}, "launch.max_nodes", "does not grow"),
         ({"launch.num_spare_nodes": 0}, "launch.keep_layout", "needs replacement nodes"),
         (

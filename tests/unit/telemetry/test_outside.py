@@ -1,4 +1,4 @@
-"""Extensions from outside the package: a sink is a class and an entry, an event is a class."""
+"""Sinks and events from outside of the package, without a job: ``tests/functional/test_additions.py`` has one."""
 
 import io
 import json
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.validate import validate
@@ -16,58 +15,16 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
 
-from .conftest import FakeClock, run_records
+from .conftest import FakeClock
 
-COUNTING_SINK = '''
-from megatron_ft.telemetry.sinks.base import Sink
-
-
-class CountingSink(Sink):
-    """Counts records and writes the number to a file at the end."""
-
-    name = "counting"
-
-    def __init__(self, path):
-        self.path, self.count = path, 0
-
-    @classmethod
-    def open(cls, context, *, file):
-        return cls(context.run_dir / file)
-
-    def write(self, record):
-        self.count += 1
-
-    def close(self, outcome):
-        self.path.write_text(f"{self.count} records, exit code {outcome.exit_code}")
-'''
-SINK_FILE = """
-sinks:
-  counting: {_target_: counting_sink.CountingSink, file: count.txt}
-"""
-COFFEE_EVENT = '''
-from dataclasses import dataclass
-
-from megatron_ft.records import Note, Record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoffeeFinished(Record):
-    """The coffee machine of the data centre is empty."""
-
-    cups: int
-    """Cups since it was filled."""
-
-    def describe(self):
-        return Note("warning", f"no coffee after {self.cups} cups")
-'''
 USE_EVENT = """
 import io, sys
 from pathlib import Path
 
-import coffee_event
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
+from tests.helpers.coffee_event import CoffeeFinished
 from tools.document_telemetry import events_table
 
 config, run_dir, stream = JobConfig(), Path(sys.argv[1]), io.StringIO()
@@ -75,36 +32,14 @@ config.telemetry.wandb, config.telemetry.progress = "disabled", "plain"
 sinks = open_sinks(config, run_dir, world_size=2, stream=stream)
 sinks.write({"kind": "coffee_finished", "cups": 12})
 sinks.close(0, "done")
-assert isinstance(read_events(run_dir)[0], coffee_event.CoffeeFinished)
+assert isinstance(read_events(run_dir)[0], CoffeeFinished)
 print(stream.getvalue())
 print(events_table())
 """
 
 
-def test_a_sink_is_one_class_and_one_entry(
-    config: JobConfig, run_dir: Path, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "counting_sink.py").write_text(COUNTING_SINK)
-    monkeypatch.syspath_prepend(tmp_path)
-    config.telemetry.sinks |= yaml.safe_load(SINK_FILE)["sinks"]
-    validate(config)
-    sinks = open_sinks(config, run_dir, world_size=2, clock=clock, stream=io.StringIO())
-    records = list(run_records(1, 4))
-    for record in records:
-        sinks.write(record)
-    sinks.close(0, "done")
-    assert not sinks.failed
-    assert (run_dir / "count.txt").read_text() == f"{len(records) + 1} records, exit code 0"
-
-
 def test_an_event_is_one_class(tmp_path: Path) -> None:
-    (tmp_path / "coffee_event.py").write_text(COFFEE_EVENT)
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE_EVENT}",
-        str(tmp_path / "r"),
-    ]
+    command = [sys.executable, "-c", USE_EVENT, str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     assert "! no coffee after 12 cups" in done.stdout
