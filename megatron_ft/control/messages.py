@@ -24,6 +24,7 @@ MAX_REPORT_BYTES = 1024 * 1024
 """JSON bytes of every other report: it goes into the journal, and details of an end are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
 """JSON bytes of a registration: every node receives a part of it."""
+_LAST_LINE_CHARACTERS = 500
 # JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
 
@@ -176,7 +177,9 @@ class Exited(EndReport):
     done: bool
 
     def event(self) -> events.MachineEvent:
-        return events.RankExited(self.rank, self.returncode, self.at_seconds, self.done, self.iteration or 0)
+        lines = [line for line in (self.log_tail or "").splitlines() if line.strip()]
+        last_line = lines[-1].strip()[:_LAST_LINE_CHARACTERS] if lines and not self.done else ""
+        return events.RankExited(self.rank, self.returncode, self.at_seconds, self.done, self.iteration or 0, last_line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

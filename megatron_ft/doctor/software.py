@@ -126,7 +126,7 @@ def check_compiler(kernels: str, variables: Mapping[str, str], which: Which = sh
     if found is None:
         what, _, fix = no_compiler(kernels, variables).partition("; ")
         return [error("compiler", f"{what}, and ranks build the kernels of the token dispatch", fix)]
-    return [info("compiler", f"{found} builds the kernels of the token dispatch ({kernels})")]
+    return [info("compiler", f"{' '.join(found)} builds the kernels of the token dispatch ({kernels})")]
 
 
 def _fits(version: str, versions: str) -> bool:

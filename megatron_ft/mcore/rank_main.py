@@ -10,7 +10,7 @@ import torch
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.errors import SoftwareError
+from megatron_ft.errors import RankLost, SoftwareError
 from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install, take_device
 
@@ -89,6 +89,8 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
     device = take_device(config, node=context.node, local_rank=context.local_rank)
     device_type, transformer_impl = install(config)
     _prepare_process(config)
+    if context.is_joining:
+        _check_kernels(config)
     with warnings.catch_warnings():
         # Megatron warns at import about every optional package; device.software has checked them.
         warnings.simplefilter("ignore")
@@ -128,6 +130,23 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
 
     generation = context.generation + int(context.is_joining)  # it begins with the next membership
     failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
+
+
+def _check_kernels(config: JobConfig) -> None:
+    """Build the kernels of a joining rank before others wait for it.
+
+    Raises:
+        RankLost: they cannot be built or run here. A reported error would end the job if the membership has begun in
+            the meantime; an exit ends only this node's attempt to join.
+    """
+    if config.placement.algorithm is None:
+        return
+    from megatron_ft.mcore.moe.placement_manager import open_dispatch
+
+    try:
+        open_dispatch(config)
+    except SoftwareError as error:
+        raise RankLost(f"this node cannot join: {' '.join(str(error).split())}") from None
 
 
 def _report_unfired(context: RankContext) -> None:

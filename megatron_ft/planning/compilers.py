@@ -1,6 +1,8 @@
 """Compilers that a node needs for the kernels of the token dispatch, which are built at their first use."""
 
+import shlex
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 
 from megatron_ft.config.job import JobConfig
 
@@ -17,19 +19,40 @@ def kernels_of(config: JobConfig) -> str:
     return backend if backend in _FIXES else ""
 
 
-def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> str | None:
-    """Find the compiler that builds ``cpp`` or ``cuda`` on this machine; None if there is none."""
-    return next((path for name in _names(kernels, variables) if (path := which(name))), None)
+def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> list[str] | None:
+    """Find the command that builds ``cpp`` or ``cuda`` on this machine; None if there is none.
+
+    It may have arguments, as in ``CXX="ccache g++ -m64"``. Each word before the first option or assignment must be a
+    command of its own: ``ccache`` alone builds nothing.
+    """
+    for command in _commands(kernels, variables):
+        paths = [which(word) for word in takewhile(_may_be_command, command)]
+        if paths and paths[0] and all(paths):
+            return [paths[0], *command[1:]]
+    return None
 
 
 def no_compiler(kernels: str, variables: Mapping[str, str]) -> str:
     """Describe the missing compiler for a machine on which ``find_compiler`` finds none."""
-    tried = ", ".join(_names(kernels, variables))
+    tried = ", ".join(" ".join(command) for command in _commands(kernels, variables))
     return f"no compiler found for {kernels} (tried {tried}); {_FIXES[kernels]}, or take the backend reference"
 
 
-def _names(kernels: str, variables: Mapping[str, str]) -> tuple[str, ...]:
+def _commands(kernels: str, variables: Mapping[str, str]) -> tuple[list[str], ...]:
     if kernels == "cpp":
-        return (variables["CXX"],) if "CXX" in variables else ("c++", "g++", "clang++")
+        # As make has it, an empty variable is none.
+        chosen = _words(variables.get("CXX", ""))
+        return (chosen,) if chosen else (["c++"], ["g++"], ["clang++"])
     home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
-    return (*([f"{home}/bin/nvcc"] if home else []), "nvcc", "/usr/local/cuda/bin/nvcc")
+    return (*([[f"{home}/bin/nvcc"]] if home else []), ["nvcc"], ["/usr/local/cuda/bin/nvcc"])
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # an open quotation mark: no command has this name, and the message shows it
+        return [text]
+
+
+def _may_be_command(word: str) -> bool:
+    return not word.startswith("-") and "=" not in word

@@ -20,7 +20,7 @@ NO_TORCH += ("durable.py", "formatting.py", "serde.py")
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
 
 
-MOST_PACKAGE_LINES = 48_910
+MOST_PACKAGE_LINES = 48_970
 MOST_NAMES_PER_THOUSAND = 42.6
 MOST_CIRCULAR_MODULES = 6
 LEAST_COMMENTS_PER_THOUSAND = 7.0

@@ -73,6 +73,8 @@ class RankExited:
     at_seconds: float
     done: bool
     iteration: int = 0
+    last_line: str = ""
+    """End of its log, if it did not end as planned."""
 
 
 @dataclass(frozen=True, slots=True)

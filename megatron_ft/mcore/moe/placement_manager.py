@@ -78,6 +78,16 @@ class PlacementState:
         return cls(plans=plans, loads=content["loads"])
 
 
+def open_dispatch(config: JobConfig) -> DispatchBackend:
+    """Open the dispatch backend of a job with expert replicas; builds its kernels at the first use.
+
+    Raises:
+        SoftwareError: the kernels cannot be built or run here.
+    """
+    backend = config.placement.backend_on(resolve_device(config.training.device))
+    return open_backend(backend, config.placement.shares)
+
+
 class PlacementManager:
     """Plans of all stages of a job, and the loads they rest on.
 
@@ -91,8 +101,7 @@ class PlacementManager:
         self._stage = stage
         self._algorithm = algorithm_of(config)
         self._requests = stage_requests(config, world_size)
-        backend = config.placement.backend_on(resolve_device(config.training.device))
-        self._backend: DispatchBackend = open_backend(backend, config.placement.shares)
+        self._backend = open_dispatch(config)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
             interval_iterations=config.placement.rebalance_interval_iterations,

@@ -43,7 +43,7 @@ def load(kind: str) -> ctypes.CDLL:
     compiler = find_compiler(kind)
     sources = source_files(kind)
     flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={device_architecture()}"]
-    return ctypes.CDLL(str(build(kind, [compiler, *flags, *include_flags(), "-shared"], sources, CACHE)))
+    return ctypes.CDLL(str(build(kind, [*compiler, *flags, *include_flags(), "-shared"], sources, CACHE)))
 
 
 def source_files(kind: str) -> list[Path]:
@@ -65,8 +65,9 @@ def include_flags() -> list[str]:
     return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
 
 
-def find_compiler(kind: str) -> str:
-    """Find ``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises ``SoftwareError``."""
+def find_compiler(kind: str) -> list[str]:
+    """Find the command of ``CXX`` or c++ for C++, nvcc of ``CUDA_HOME`` or of the path for CUDA. Raises
+    ``SoftwareError``."""
     found = compilers.find_compiler(kind, os.environ, shutil.which)
     if found is None:
         raise SoftwareError(f"placement.dispatch_backend={kind}: {compilers.no_compiler(kind, os.environ)}")

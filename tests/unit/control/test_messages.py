@@ -19,6 +19,7 @@ from megatron_ft.control.messages import (
     Break,
     Change,
     End,
+    Exited,
     Kill,
     Order,
     Stop,
@@ -62,6 +63,15 @@ def test_a_record_that_is_taken_can_be_passed_on() -> None:
 def test_what_goes_into_the_journal_is_limited(item: dict[str, Any]) -> None:
     with pytest.raises(ControlError, match=f"must have at most {MAX_REPORT_BYTES}"):
         decode_report(item)
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_done", "expected"),
+    [("first\n  RankLost: no compiler \n\n", False, "RankLost: no compiler"), (None, False, ""), ("last", True, "")],
+)
+def test_an_exit_says_what_the_rank_wrote_last(tail: str | None, is_done: bool, expected: str) -> None:
+    report = decode_report({**exited(0), "done": is_done, "log_tail": tail})
+    assert isinstance(report, Exited) and report.event().last_line == expected
 
 
 @pytest.mark.parametrize("number", [10**30, -(10**30)])

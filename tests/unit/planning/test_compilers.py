@@ -27,17 +27,24 @@ def test_only_jobs_with_replicas_build_kernels(placement: dict[str, Any], device
 @pytest.mark.parametrize(
     ("kernels", "variables", "installed", "expected"),
     [
-        ("cpp", {}, {"g++", "clang++"}, "g++"),
+        ("cpp", {}, {"g++", "clang++"}, ["g++"]),
         ("cpp", {"CXX": "icpx"}, {"g++"}, None),
-        ("cpp", {"CXX": "icpx"}, {"g++", "icpx"}, "icpx"),
-        ("cuda", {}, {"/usr/local/cuda/bin/nvcc"}, "/usr/local/cuda/bin/nvcc"),
-        ("cuda", {"CUDA_HOME": "/opt/cuda"}, {"nvcc", "/opt/cuda/bin/nvcc"}, "/opt/cuda/bin/nvcc"),
-        ("cuda", {"CUDA_PATH": "/opt/cuda"}, {"nvcc"}, "nvcc"),
+        ("cpp", {"CXX": "icpx"}, {"g++", "icpx"}, ["icpx"]),
+        ("cpp", {"CXX": ""}, {"g++"}, ["g++"]),
+        ("cpp", {"CXX": "ccache g++"}, {"ccache", "g++"}, ["ccache", "g++"]),
+        ("cpp", {"CXX": "ccache g++"}, {"ccache"}, None),
+        ("cpp", {"CXX": "g++ -isystem /opt/include"}, {"g++"}, ["g++", "-isystem", "/opt/include"]),
+        ("cpp", {"CXX": "'my tools/g++' -m64"}, {"my tools/g++"}, ["my tools/g++", "-m64"]),
+        ("cpp", {"CXX": "env LANG=C g++"}, {"env", "g++"}, ["env", "LANG=C", "g++"]),
+        ("cpp", {"CXX": "'g++"}, {"g++"}, None),
+        ("cuda", {}, {"/usr/local/cuda/bin/nvcc"}, ["/usr/local/cuda/bin/nvcc"]),
+        ("cuda", {"CUDA_HOME": "/opt/cuda"}, {"nvcc", "/opt/cuda/bin/nvcc"}, ["/opt/cuda/bin/nvcc"]),
+        ("cuda", {"CUDA_PATH": "/opt/cuda"}, {"nvcc"}, ["nvcc"]),
         ("cuda", {}, {"g++"}, None),
     ],
 )
 def test_the_first_installed_compiler_is_taken(
-    kernels: str, variables: dict[str, str], installed: set[str], expected: str | None
+    kernels: str, variables: dict[str, str], installed: set[str], expected: list[str] | None
 ) -> None:
     assert find_compiler(kernels, variables, lambda name: name if name in installed else None) == expected
 
@@ -45,4 +52,5 @@ def test_the_first_installed_compiler_is_taken(
 def test_the_error_names_what_was_tried_and_what_to_change() -> None:
     assert "tried c++, g++, clang++); install a C++17 compiler or name it in CXX" in no_compiler("cpp", {})
     assert "tried icpx)" in no_compiler("cpp", {"CXX": "icpx"})
+    assert "tried ccache g++)" in no_compiler("cpp", {"CXX": "ccache g++"})
     assert no_compiler("cuda", {}).endswith("name it in CUDA_HOME, or take the backend reference")

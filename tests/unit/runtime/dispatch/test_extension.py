@@ -125,7 +125,7 @@ def test_cuda_without_a_device_is_refused() -> None:
 
 
 def test_kernels_compile_without_warnings(tmp_path: Path) -> None:
-    command = [extension.find_compiler("cpp"), *extension.CXX_FLAGS, "-Werror", *extension.include_flags(), "-shared"]
+    command = [*extension.find_compiler("cpp"), *extension.CXX_FLAGS, "-Werror", *extension.include_flags(), "-shared"]
     extension.build("cpp", command, extension.source_files("cpp"), tmp_path)
 
 

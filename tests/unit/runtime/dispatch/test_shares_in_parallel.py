@@ -16,7 +16,7 @@ CASES = ((1, 1), (8, 3), (32, 16), (64, 40), (5, 12))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    command = [extension.find_compiler("cpp"), "-std=c++20", "-O2", "-fPIC", "-pthread", "-shared"]
+    command = [*extension.find_compiler("cpp"), "-std=c++20", "-O2", "-fPIC", "-pthread", "-shared"]
     command += [f"-I{extension.SOURCES}"]
     folder: Path = tmp_path_factory.mktemp("threaded")
     return ctypes.CDLL(str(extension.build("cpp", command, [SOURCE], folder)))
