@@ -13,7 +13,8 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 def smooth(
     previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float
 ) -> list[list[float]]:
-    """Exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the newest."""
+    """Return exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the
+    newest."""
     if previous is None:
         return [[float(tokens) for tokens in layer] for layer in newest]
     return [
@@ -23,7 +24,7 @@ def smooth(
 
 
 def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Tokens of the busiest rank, summed over layers.
+    """Return the tokens of the busiest rank, summed over layers.
 
     The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own busiest rank.
     """
@@ -67,19 +68,22 @@ class RebalancePolicy:
         saved = (before - after) * self.interval_iterations
         budget = saved * self.bytes_per_saved_token
         if gain < self.min_gain:
-            verdict, why = False, f"saves {gain:.1%} of the busiest ranks' tokens, less than {self.min_gain:.1%}"
+            verdict, why = (
+                False,
+                f"the busiest ranks would save {gain:.1%} of their tokens, less than {self.min_gain:.1%}",
+            )
         elif migration.num_bytes > budget:
-            verdict, why = False, f"moves {migration.num_bytes:,} bytes for {saved:,.0f} tokens saved"
+            verdict, why = False, f"too many bytes would move: {migration.num_bytes:,} for {saved:,.0f} saved tokens"
         else:
             verdict, why = (
                 True,
-                f"saves {gain:.1%} of the busiest ranks' tokens and moves {migration.num_bytes:,} bytes",
+                f"the busiest ranks save {gain:.1%} of their tokens, and {migration.num_bytes:,} bytes move",
             )
         return Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Largest ratio over all layers of the busiest rank's tokens to the mean; 1 for even loads."""
+    """Return the ratio of the busiest rank's tokens to the mean in the worst layer; 1 for even loads."""
     worst = 1.0
     for layer, load in enumerate(loads):
         copies = plan.replicas_per_rank(layer)
