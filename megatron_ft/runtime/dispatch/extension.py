@@ -61,9 +61,8 @@ def source_files(kind: str) -> list[Path]:
 
 def include_flags() -> list[str]:
     """Return flags for the project's headers, and torch's for 16-bit numbers."""
-    from torch.utils.cpp_extension import include_paths
-
-    return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
+    # Not ``torch.utils.cpp_extension``: every rank would import a hundred modules for this path.
+    return [f"-I{SOURCES}", f"-I{Path(torch.__file__).parent / 'include'}"]
 
 
 def find_compiler(kind: str) -> list[str]:
