@@ -7,6 +7,7 @@ from megatron_ft.config.checks.parallel import needs_transformer_engine
 from megatron_ft.config.devices import on_device
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.compilers import kernels_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES
 from megatron_ft.planning.job import JobPlan
@@ -59,6 +60,8 @@ class JobNeeds:
     """Whether nodes run on other machines than the machine that starts the job."""
     is_batch_job: bool = False
     """Whether ``control.interface`` belongs to the host of a batch job and may name one of its network interfaces."""
+    kernels: str = ""
+    """Kernels of the token dispatch that the ranks build: ``cpp``, ``cuda`` or empty."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the job sets for ranks on CUDA, unless they are already set."""
 
@@ -109,6 +112,7 @@ class JobNeeds:
             gpu_memory_bytes=config.limits.gpu_memory_bytes,
             other_device=plan.other_device,
             is_refused_there=plan.is_refused_there,
+            kernels=kernels_of(on_device(config, plan.device)),
             environment=rank_environment(on_device(config, plan.device)),
             is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
             starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",

@@ -121,7 +121,9 @@ def _observe_rank(
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
             return state
-        return joining.lose_rank(policy, state, rank, f"rank {rank} {describe_returncode(event.returncode)}", now)
+        cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
+        reason = f"rank {rank} {describe_returncode(event.returncode)}{cause}"
+        return joining.lose_rank(policy, state, rank, reason, now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:

@@ -32,6 +32,9 @@ def job(changes: dict[str, Any]) -> JobConfig:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement.dispatch_backend": "fortran"}, "placement.dispatch_backend"),
+    ({"placement.dispatch_backend": "cuda", "training.device": "cpu"}, "placement.dispatch_backend"),
+    ({"placement.dispatch_backend": "cpp", "training.device": "cuda"}, "placement.dispatch_backend"),
+    ({"placement.shares": "fair"}, "placement.shares"),
     ({"model.num_moe_experts": None}, "placement.algorithm"),
     ({"parallel.expert_model_parallel_size": 2}, "parallel.expert_model_parallel_size"),
     ({"parallel.expert_model_parallel_size": 6}, "parallel.expert_model_parallel_size"),

@@ -1,0 +1,56 @@
+"""Compilers for the kernels of the token dispatch: which job needs one, and which one is taken."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ft.config.serialize import from_dict
+from megatron_ft.planning.compilers import find_compiler, kernels_of, no_compiler
+
+SEARCH = {"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "device", "expected"),
+    [
+        ({}, "cpu", ""),
+        ({"algorithm": SEARCH}, "cpu", "cpp"),
+        ({"algorithm": SEARCH}, "cuda", "cuda"),
+        ({"algorithm": SEARCH, "dispatch_backend": "reference"}, "cuda", ""),
+        ({"dispatch_backend": "cpp"}, "cpu", ""),
+    ],
+)
+def test_only_jobs_with_replicas_build_kernels(placement: dict[str, Any], device: str, expected: str) -> None:
+    assert kernels_of(from_dict({"placement": placement, "training": {"device": device}})) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernels", "variables", "installed", "expected"),
+    [
+        ("cpp", {}, {"g++", "clang++"}, ["g++"]),
+        ("cpp", {"CXX": "icpx"}, {"g++"}, None),
+        ("cpp", {"CXX": "icpx"}, {"g++", "icpx"}, ["icpx"]),
+        ("cpp", {"CXX": ""}, {"g++"}, ["g++"]),
+        ("cpp", {"CXX": "ccache g++"}, {"ccache", "g++"}, ["ccache", "g++"]),
+        ("cpp", {"CXX": "ccache g++"}, {"ccache"}, None),
+        ("cpp", {"CXX": "g++ -isystem /opt/include"}, {"g++"}, ["g++", "-isystem", "/opt/include"]),
+        ("cpp", {"CXX": "'my tools/g++' -m64"}, {"my tools/g++"}, ["my tools/g++", "-m64"]),
+        ("cpp", {"CXX": "env LANG=C g++"}, {"env", "g++"}, ["env", "LANG=C", "g++"]),
+        ("cpp", {"CXX": "'g++"}, {"g++"}, None),
+        ("cuda", {}, {"/usr/local/cuda/bin/nvcc"}, ["/usr/local/cuda/bin/nvcc"]),
+        ("cuda", {"CUDA_HOME": "/opt/cuda"}, {"nvcc", "/opt/cuda/bin/nvcc"}, ["/opt/cuda/bin/nvcc"]),
+        ("cuda", {"CUDA_PATH": "/opt/cuda"}, {"nvcc"}, ["nvcc"]),
+        ("cuda", {}, {"g++"}, None),
+    ],
+)
+def test_the_first_installed_compiler_is_taken(
+    kernels: str, variables: dict[str, str], installed: set[str], expected: list[str] | None
+) -> None:
+    assert find_compiler(kernels, variables, lambda name: name if name in installed else None) == expected
+
+
+def test_the_error_names_what_was_tried_and_what_to_change() -> None:
+    assert "tried c++, g++, clang++); install a C++17 compiler or name it in CXX" in no_compiler("cpp", {})
+    assert "tried icpx)" in no_compiler("cpp", {"CXX": "icpx"})
+    assert "tried ccache g++)" in no_compiler("cpp", {"CXX": "ccache g++"})
+    assert no_compiler("cuda", {}).endswith("name it in CUDA_HOME, or set placement.dispatch_backend=reference")
