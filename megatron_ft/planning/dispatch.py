@@ -54,7 +54,8 @@ def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], shares: str = B
     if shares == EVEN:
         return _even_quotas(counts, copies)
     if counts.sum() >= MAX_TOKENS:
-        raise ConfigError.of("sum of tokens", int(counts.sum()), f"must be below {MAX_TOKENS} with balanced shares")
+        constraint = f"must be below {MAX_TOKENS} with balanced shares; set placement.shares=even"
+        raise ConfigError.of("sum of tokens", int(counts.sum()), constraint)
     return balanced_quotas(counts, copies)
 
 

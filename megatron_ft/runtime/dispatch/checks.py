@@ -9,7 +9,7 @@ import torch
 
 from megatron_ft.planning.balanced_shares import MAX_TOKENS
 
-NEGATIVE, TOO_MANY_TOKENS, FINE = -1, -2, 0
+_NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
 """Results of ``check_counts`` in ``csrc/dispatch/schedule.hpp``. Any other result is 1 + an expert without a copy."""
 
 
@@ -24,15 +24,14 @@ def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> N
 
 
 def check_counts(problem: int) -> None:
-    """Raise ``ValueError`` unless ``problem``, the result of the C++ function with the same name, is ``FINE``."""
-    if problem == NEGATIVE:
+    """Raise ``ValueError`` unless ``problem``, the result of the C++ function with the same name, is ``_FINE``."""
+    if problem == _NEGATIVE:
         raise ValueError("counts or replicas has a negative value: all values must be 0 or more")
-    if problem == TOO_MANY_TOKENS:
+    if problem == _TOO_MANY_TOKENS:
         raise ValueError(
-            f"counts: the sum must be below {MAX_TOKENS} with placement.shares=balanced; use a smaller microbatch or "
-            "set placement.shares=even"
+            f"counts: the sum must be below {MAX_TOKENS} with placement.shares=balanced; set placement.shares=even"
         )
-    if problem != FINE:
+    if problem != _FINE:
         raise ValueError(f"expert {problem - 1} has tokens but no replica: each such expert needs a replica")
 
 
