@@ -336,12 +336,12 @@ def test_counts_without_a_schedule_are_refused(opened: tuple[DispatchBackend, st
     routing_map = torch.tensor([[True, False]] * 3, device=device)
     if device == "cuda":
         # Nothing is read back before the splits; then the sums do not fit.
-        with pytest.raises(ValueError, match="sends 0 tokens of expert 0 from rank 0, which routes 3"):
+        with pytest.raises(ValueError, match="sends 0 tokens of expert 0 from rank 0, but the routing map .* has 3"):
             backend.plan(routing_map, backend.schedule(counts, torch.zeros_like(replicas), 0), 0, [])
         return
     with pytest.raises(ValueError, match="expert 0"):
         backend.schedule(counts, torch.zeros_like(replicas), 0)
-    with pytest.raises(ValueError, match="must be 0 or more"):
+    with pytest.raises(ValueError, match="must be at least 0"):
         backend.schedule(-counts, replicas, 0)
     with pytest.raises(ValueError, match="2147483648"):
         backend.schedule(counts << 29, replicas, 0)

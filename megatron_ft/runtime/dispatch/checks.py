@@ -26,7 +26,7 @@ def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> N
 def check_counts(problem: int) -> None:
     """Raise ``ValueError`` unless ``problem``, the result of the C++ function with the same name, is ``_FINE``."""
     if problem == _NEGATIVE:
-        raise ValueError("counts or replicas has a negative value: all values must be 0 or more")
+        raise ValueError("counts or replicas has a negative value: all values must be at least 0")
     if problem == _TOO_MANY_TOKENS:
         raise ValueError(
             f"counts: the sum must be below {MAX_TOKENS} with placement.shares=balanced; set placement.shares=even"
