@@ -121,10 +121,10 @@ def _quiet(page: Path, tab: Tab) -> Iterator[str]:
     asked = [request["request"]["url"] for request in tab.events_named("Network.requestWillBeSent")]
     if asked != [page.as_uri()]:
         yield f"the page loaded {len(asked)} files: {[url[:80] for url in asked if url != page.as_uri()]}"
-    said = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
-    said += [json.dumps(told)[:200] for told in tab.events_named("Runtime.exceptionThrown")]
-    said += [json.dumps(told)[:200] for told in tab.events_named("Runtime.consoleAPICalled")]
-    yield from (f"the browser says {text}" for text in said)
+    messages = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
+    messages += [json.dumps(event)[:200] for event in tab.events_named("Runtime.exceptionThrown")]
+    messages += [json.dumps(event)[:200] for event in tab.events_named("Runtime.consoleAPICalled")]
+    yield from (f"the browser says {text}" for text in messages)
 
 
 def _whole(files: Files, tab: Tab, paper: str) -> Iterator[str]:
@@ -192,8 +192,8 @@ def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
         yield f"loss of iteration {iteration}", _number(loss), files.losses[int(iteration.replace(",", ""))]
     yield from _loads(files, tab)
     footer = tab.evaluate("document.querySelector('footer').textContent")
-    told = f"Made from {len(files.events):,} events and {len(files.metrics):,} metrics"
-    yield "the footer", footer[: len(told)], told
+    made = f"Made from {len(files.events):,} events and {len(files.metrics):,} metrics"
+    yield "the footer", footer[: len(made)], made
 
 
 def _loads(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:

@@ -84,7 +84,7 @@ def hopeless(lab: Lab, max_fruitless: int) -> Trial:
         end = job.end()
         attempts = job.attempts()
     trial.require(end["exit_code"] == FINAL_EXIT_CODE, f"exit code {end['exit_code']}: {end['reason']}")
-    trial.require("made no progress" in end["reason"], end["reason"])
+    trial.require("attempts without progress" in end["reason"], end["reason"])
     trial.require(
         len(attempts) == 1 + max_fruitless,
         f"{len(attempts)} attempts, of which the first reached iteration 1, instead of {1 + max_fruitless}",

@@ -299,8 +299,9 @@ def test_a_lost_node_process_ends_the_job(runs: Path) -> None:
 
 
 def test_one_interrupt_lets_ranks_finish_their_iteration(runs: Path) -> None:
-    job = start_dummy_job(runs, overrides={**TWO_NODES, "training.train_iterations": 100000})
-    eventually(lambda: any(record["kind"] == "metrics" for record in records(runs)), "an iteration is committed")
+    job = start_dummy_job(runs, "run_restarted", overrides={**TWO_NODES, "training.train_iterations": 100000})
+    # Rank 0 commits iterations before the others have connected; an interrupt before that kills all ranks.
+    eventually(lambda: [record["kind"] for record in records(runs)].count("started") == 4, "all ranks have connected")
     os.kill(job.pid, signal.SIGINT)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_INTERRUPTED, output

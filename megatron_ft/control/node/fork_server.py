@@ -41,9 +41,6 @@ it."""
 UNSTARTED_EXIT_CODE = 1
 """Exit code that is reported for a rank that could not be forked."""
 
-UNSTARTED_EXIT_CODE = 1
-"""Exit code that is reported for a rank that could not be forked."""
-
 SINGLE_THREAD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -159,9 +159,9 @@ class ElasticTrainer(Trainer):
     def _present(self, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
         """Gather the status of each rank, None for a joining rank, and the fingerprint of its samples."""
         mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
-        told = Collectives(groups.vote).gather([mine, self.samples["train"].fingerprint()])
-        present = [None if found is None else RankStatus.from_json(found) for found, _ in told]
-        return present, [fingerprint for _, fingerprint in told]
+        gathered = Collectives(groups.vote).gather([mine, self.samples["train"].fingerprint()])
+        present = [None if found is None else RankStatus.from_json(found) for found, _ in gathered]
+        return present, [fingerprint for _, fingerprint in gathered]
 
     def _go_on(self, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
@@ -438,9 +438,9 @@ def _in_common(
     if carried is not None:
         about = {"host": carried.host.to_json(own=False), "held": _held(carried, key).to_json()}
         record = {**about, "shapes": shapes_of(carried.state)}
-    told = Collectives(groups.vote).from_rank(_first(previous), record)
-    host = TrainState.from_json(told["host"]) if carried is None else carried.host
-    return host, Holding.from_json(told["held"]), told["shapes"]
+    shared = Collectives(groups.vote).from_rank(_first(previous), record)
+    host = TrainState.from_json(shared["host"]) if carried is None else carried.host
+    return host, Holding.from_json(shared["held"]), shared["shapes"]
 
 
 def _first(previous: Previous) -> int:

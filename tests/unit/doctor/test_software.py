@@ -43,7 +43,12 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "error",
         "transformer-engine 2.12.0: must be >=2.9,<2.12",
     ),
-    "the name of Transformer Engine alone": (versions(transformer_engine="2.11.0"), {}, "error", "found: neither"),
+    "the name of Transformer Engine alone": (
+        versions(transformer_engine="2.11.0"),
+        {},
+        "error",
+        "installed packages: neither",
+    ),
     "parts without their name": (versions(transformer_engine_cu13="2.11.0"), {}, "error", "without transformer-engine"),
     "parts of two versions": (engine(transformer_engine_torch="2.10.0"), {}, "error", "must have the same version"),
     "Transformer Engine is needed": ({}, {"needs_transformer_engine": True}, "error", "this job needs it"),

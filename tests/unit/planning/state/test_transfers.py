@@ -195,7 +195,7 @@ def test_rows_outside_of_their_tensors_are_refused() -> None:
         TransferPlan.of(have(held(0, 3, 13)), want())
     with pytest.raises(ConfigError, match="must be within elements 0 to 12"):
         TransferPlan.of(fine, want(need(1, 4, 4)))
-    with pytest.raises(ConfigError, match="on a rank from 0"):
+    with pytest.raises(ConfigError, match="and the rank at least 0"):
         TransferPlan.of(fine, want(need(STORAGE, 0, 4)))
     with pytest.raises(ConfigError, match="exactly if the medium is storage"):
         TransferPlan.of(have(held(0, 0, 4, medium=Medium.STORAGE)), want())
