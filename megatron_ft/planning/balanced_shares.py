@@ -31,6 +31,7 @@ order or at once. Every round either raises the limit or moves tokens from ranks
 rounds end early enough, the maximum is the limit: the bound of the linear program, rounded up.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ MAX_TOKENS = 2**31
 """Tokens of a layer and microbatch over all ranks must be fewer: products of two such numbers fit 64 bits."""
 MAX_ROUNDS = 64
 """Bound of the time on chains of experts that pass tokens over many ranks; shares stay as they are after so many."""
+RESOLUTION = 2**16
+"""Tokens of the mean rank in ``least_load``."""
 _NONE = -1
 
 
@@ -63,6 +66,26 @@ def balanced_quotas(tokens: Integers, replicas: Integers) -> Integers:
     quota = np.zeros(tokens.shape, dtype=np.int64)
     quota[flow.expert, flow.rank] = flow.share
     return quota
+
+
+def least_load(loads: Sequence[float], replicas: Integers) -> float:
+    """Return the load of the fullest rank with balanced shares, from tokens of each expert ``[E]`` of any unit.
+
+    It does not depend on the ranks that tokens are on. The relative error is below ``1 / RESOLUTION``.
+
+    Args:
+        loads: not negative.
+        replicas: copies of each expert on each rank ``[E, N]``; above 0 wherever an expert has tokens.
+    """
+    total = float(np.sum(loads))
+    if not total:
+        return 0.0
+    # All tokens come from one more rank, which holds nothing.
+    tokens = np.zeros((len(loads), replicas.shape[1] + 1), dtype=np.int64)
+    scale = min(RESOLUTION * replicas.shape[1], MAX_TOKENS - 1) / total
+    tokens[:, -1] = np.asarray(loads, dtype=np.float64) * scale
+    quota = balanced_quotas(tokens, np.pad(replicas, ((0, 0), (0, 1))))
+    return float(quota.sum(axis=0).max()) / scale
 
 
 class _Groups:

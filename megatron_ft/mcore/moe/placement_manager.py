@@ -21,6 +21,7 @@ from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.cost.parameters import parameters_of_stage
 from megatron_ft.planning.placement.copies import StateCopyPlan
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
@@ -107,6 +108,7 @@ class PlacementManager:
             interval_iterations=config.placement.rebalance_interval_iterations,
             min_gain=config.placement.rebalance_min_gain,
             bytes_per_saved_token=config.placement.rebalance_bytes_per_token,
+            shares=config.placement.shares,
         )
         self.loads: list[Loads] | None = None if before is None else before.loads
         """Smoothed tokens per stage, layer and expert; None until the first are seen."""
@@ -246,20 +248,21 @@ class PlacementManager:
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _place(self, stage: int, loads: Loads) -> PlacementPlan:
-        plan, _ = place_stage(self._requests[stage], self._algorithm, loads)
+    def _place(self, stage: int, loads: Loads, previous: Holdings | None = None) -> PlacementPlan:
+        plan, _ = place_stage(self._requests[stage], self._algorithm, loads, previous)
         return plan
 
-    def _wanted(self) -> PlacementPlan:
+    def _wanted(self, previous: Holdings) -> PlacementPlan:
         """The plan that present loads ask for, or those of a new run where none are seen yet."""
         if self.loads is not None:
-            return self._place(0, self.loads[0])
-        return self._place(0, first_loads(self._config, self._requests[0], self._inputs))
+            return self._place(0, self.loads[0], previous)
+        return self._place(0, first_loads(self._config, self._requests[0], self._inputs), previous)
 
     def _replan(self, stage: int) -> MigrationPlan:
         assert self.loads is not None, "plans are made from loads"
-        wanted = self._place(stage, self.loads[stage])
-        return self._migration(stage, remap(wanted, holdings(self.plans[stage])))
+        held = holdings(self.plans[stage])
+        wanted = self._place(stage, self.loads[stage], held)
+        return self._migration(stage, remap(wanted, held))
 
     def _migration(self, stage: int, plan: PlacementPlan) -> MigrationPlan:
         return plan_migration(plan, holdings(self.plans[stage]), expert_state_bytes(self._config))
@@ -268,8 +271,10 @@ class PlacementManager:
         loads = self.loads
         before = after = math.nan
         if loads is not None:
-            before = max(imbalance(plan, of_stage) for plan, of_stage in zip(self.plans, loads, strict=True))
-            after = max(imbalance(m.placement, of_stage) for m, of_stage in zip(migrations, loads, strict=True))
+            before, after = (
+                max(imbalance(plan, of_stage, self._policy.shares) for plan, of_stage in zip(plans, loads, strict=True))
+                for plans in (self.plans, [migration.placement for migration in migrations])
+            )
         return Change(
             migrations=tuple(migrations), reason=reason, gain=gain, imbalance_before=before, imbalance_after=after
         )

@@ -11,6 +11,8 @@ from megatron_ft.topology import Cluster
 
 Counts = npt.NDArray[np.int64]
 """``[E, D]``: replicas of each expert in each failure domain."""
+Holdings = tuple[tuple[frozenset[int], ...], ...]
+"""``[layer][rank]``: experts whose state each rank holds, ranks in a plan's order; a joining rank holds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +76,14 @@ class Layout:
             what = f"must add up to at most {self.num_slots}: {len(self.ranks)} ranks x {self.num_slots_per_rank} slots"
             raise ConfigError.of("replica_counts", list(replica_counts), what)
 
-    def deal(self, counts: Counts, loads: Sequence[float] | None = None) -> tuple[tuple[int, ...], ...]:
+    def deal(
+        self, counts: Counts, loads: Sequence[float] | None = None, held: Sequence[frozenset[int]] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
         """Assign the replicas of each domain to its ranks; returns expert ids by rank, ascending.
 
         The heaviest replicas come first, each to the rank of its domain with a free slot and the smallest load so far,
-        ties to the rank with the fewest replicas. Without ``loads`` all replicas weigh the same.
+        ties to the rank with the fewest replicas. Without ``loads`` all replicas weigh the same. A rank first takes
+        what it holds (``held``, by rank).
         """
         weights = per_replica_loads(counts, loads)
         members: list[list[int]] = [[] for _ in self.domains]
@@ -92,22 +97,42 @@ class Layout:
         ends = np.cumsum(counts.sum(axis=0)).tolist()
         loads_of = weights.tolist()
         for first, last, positions in zip([0, *ends], ends, members, strict=False):
-            self._deal_domain(experts[first:last], loads_of, positions, slots)
+            self._deal_domain(experts[first:last], loads_of, positions, slots, held)
         return tuple(tuple(sorted(experts)) for experts in slots)
 
     def _deal_domain(
-        self, experts: list[int], weights: list[float], positions: list[int], slots: list[list[int]]
+        self,
+        experts: list[int],
+        weights: list[float],
+        positions: list[int],
+        slots: list[list[int]],
+        held: Sequence[frozenset[int]] | None,
     ) -> None:
         if len(positions) == 1:
             slots[positions[0]] = experts
             return
         sums = dict.fromkeys(positions, 0.0)
+        if held is not None:
+            experts = list(experts)
+            for position in positions:
+                slots[position] = _take(experts, held[position], self.num_slots_per_rank)
+                sums[position] = sum(weights[expert] for expert in slots[position])
         for expert in experts:
             free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
             # Among equal loads the rank with fewest replicas: without loads all sums would decide by position alone.
             chosen = min(free, key=lambda position: (sums[position], len(slots[position]), position))
             slots[chosen].append(expert)
             sums[chosen] += weights[expert]
+
+
+def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
+    """Remove one replica of each expert of ``held`` from ``experts``; return the removed ones, at most ``most``."""
+    taken: list[int] = []
+    for expert in sorted(held):
+        if expert in experts and len(taken) < most:
+            experts.remove(expert)
+            taken.append(expert)
+    return taken
 
 
 def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDArray[np.float64]:

@@ -7,10 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
-
-Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""``[layer][rank]``: experts whose state each rank holds, ranks in a plan's order; a joining rank holds none."""
 
 Costs = npt.NDArray[np.int64]
 

@@ -1,22 +1,29 @@
-"""Placement by search: keeps a minimum of distinct failure domains and survives at least as well as maximum rank
-overlap."""
+"""Placement by search: base copies for survival, at least as well as maximum rank overlap, extra copies by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations, combinations_with_replacement
 from typing import ClassVar
 
 import numpy as np
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.algorithm import PlacementBase, domain_loads, spread_to_floor
+from megatron_ft.planning.balanced_shares import least_load
+from megatron_ft.planning.placement.algorithm import PlacementBase, spread_to_floor
+from megatron_ft.planning.placement.extra_copies import add_extra_copies, base_capacities, base_counts, match_domains
 from megatron_ft.planning.placement.frontier import TooManyStates
-from megatron_ft.planning.placement.layout import Counts, per_replica_loads
+from megatron_ft.planning.placement.layout import Counts, Holdings, Layout, per_replica_loads
 from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
 from megatron_ft.planning.placement.objective import SurvivalObjective
+from megatron_ft.planning.placement.plan import Slots
 
+WORTH_MOVING = 0.02
+"""Share of the fullest rank's load that a layer must save for its copies to leave the ranks that hold them."""
+MAX_BALANCED_RANKS = 256
+"""Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
 """Sweeps of ``align`` over all layers."""
@@ -32,6 +39,8 @@ class OverlapSearch(PlacementBase):
     """Improves maximum rank overlap and its variants under an objective.
 
     * Every expert is on ``min_domains`` distinct failure domains, or on as many as its replicas and the cluster allow.
+    * With loads, and more slots than the smallest replica count of all experts takes, base copies are searched for
+      survival and extra copies placed by load (``extra_copies.py``); ``survival_share`` divides the slots.
     * If the slots of a domain divide the number of experts, or are at least as many, maximum rank overlap is optimal
       and kept. Otherwise small layers are solved by enumeration of all placements, medium ones by exchanges of
       replicas, large ones by the best of several groupings.
@@ -51,10 +60,35 @@ class OverlapSearch(PlacementBase):
     seed: int = 0
     balance: bool = True
     """Whether loads of domains are made even, if loads are given."""
-    survival_budget: float = 0.0
-    """Share of a layer's survival, under the objective, that even loads may cost. Above 0, rare experts overlap in
-    smaller groups, which leaves slots beside them for popular ones, and the placement may survive less well than
-    maximum rank overlap. The minimum number of domains is kept."""
+    survival_share: float = 0.0
+    """Share of the slots whose copies are placed for survival alone, if loads are given: 0 for as few as hold the
+    smallest replica count of every expert, 1 for all."""
+
+    def fill(
+        self,
+        layout: Layout,
+        replica_counts: Sequence[Sequence[int]],
+        loads: Sequence[Sequence[float] | None],
+        min_replicas: int | None,
+        previous: Holdings | None,
+    ) -> Slots:
+        capacities = layout.capacities()
+        self._check(len(capacities))
+        base = self._base(replica_counts, capacities, loads, min_replicas)
+        if base is None:
+            return PlacementBase.fill(self, layout, replica_counts, loads, min_replicas, previous)
+        before = None if previous is None else [_per_domain(held, layout, len(base[0])) for held in previous]
+        if before is not None:
+            base = match_domains(base, before, capacities)
+        slots = []
+        for position, (copies, counts, load) in enumerate(zip(base, replica_counts, loads, strict=True)):
+            assert load is not None, "base copies are told apart only with loads"
+            chosen = layout.deal(add_extra_copies(copies, counts, capacities, load), load)
+            if previous is not None and before is not None:
+                kept = add_extra_copies(copies, counts, capacities, load, before[position])
+                chosen = _cheaper(layout.deal(kept, load, previous[position]), chosen, load)
+            slots.append(chosen)
+        return tuple(slots)
 
     def assign_layers(
         self,
@@ -62,9 +96,7 @@ class OverlapSearch(PlacementBase):
         capacities: Sequence[int],
         loads: Sequence[Sequence[float] | None],
     ) -> list[Counts]:
-        self.objective.validate(len(capacities))
-        if not 0 <= self.survival_budget < 1:
-            raise ConfigError.of("survival_budget", self.survival_budget, "must be at least 0 and below 1")
+        self._check(len(capacities))
         losses = self._losses(len(capacities))
         layers = [
             self.assign(counts, capacities, load, losses) for counts, load in zip(replica_counts, loads, strict=True)
@@ -73,6 +105,30 @@ class OverlapSearch(PlacementBase):
         if losses is not None and len(layers) > 1:
             layers = self._joint(layers, replica_counts, capacities, loads, losses)
         return layers
+
+    def _check(self, num_domains: int) -> None:
+        self.objective.validate(num_domains)
+        if not 0 <= self.survival_share <= 1:
+            raise ConfigError.of("survival_share", self.survival_share, "must be from 0 to 1")
+
+    def _base(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        loads: Sequence[Sequence[float] | None],
+        min_replicas: int | None,
+    ) -> list[Counts] | None:
+        """Base copies of each layer ``[L][E, D]``; None if all copies are placed for survival."""
+        if self.survival_share == 1 or any(load is None for load in loads):
+            return None
+        floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
+        num_base = max(floor * len(replica_counts[0]), int(self.survival_share * sum(capacities)))
+        base = tuple(base_counts(counts, floor, num_base) for counts in replica_counts)
+        if all(tuple(counts) == copies for counts, copies in zip(replica_counts, base, strict=True)):
+            return None
+        distinct = tuple(dict.fromkeys(base))
+        found = dict(zip(distinct, search_base(self, distinct, base_capacities(capacities, num_base)), strict=True))
+        return [found[copies] for copies in base]
 
     def assign(
         self,
@@ -86,12 +142,7 @@ class OverlapSearch(PlacementBase):
         found = self._search(replica_counts, capacities, floor, loads, losses)
         if loads is None or not self.balance:
             return found
-        losses = losses or self._losses(len(capacities))
-        options = [found]
-        if self.survival_budget:
-            options += self._looser(replica_counts, capacities, floor, loads, self._score([found]))
-        evened = [self._even_out(counts, capacities, floor, loads, losses) for counts in options]
-        return min(evened, key=lambda counts: float(domain_loads(counts, loads).max()))
+        return self._even_out(found, capacities, floor, loads, losses or self._losses(len(capacities)))
 
     def _even_out(
         self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
@@ -105,24 +156,6 @@ class OverlapSearch(PlacementBase):
         polished = search.result()
         # The search is guided by some losses only, so its result may be worse under all of them.
         return polished if self._score([polished]) >= self._score([evened]) - EPSILON else evened
-
-    def _looser(
-        self,
-        replica_counts: Sequence[int],
-        capacities: Sequence[int],
-        floor: int,
-        loads: Sequence[float],
-        best_score: float,
-    ) -> list[Counts]:
-        """Overlaps in smaller groups whose survival is within the budget."""
-        options = []
-        for size in range(min(capacities) - 1, 0, -1):
-            sizes = group_sizes(len(replica_counts), size)
-            counts = spread_to_floor(overlap_groups(replica_counts, capacities, sizes, loads), floor)
-            if self._score([counts]) < best_score * (1 - self.survival_budget):
-                break
-            options.append(counts)
-        return options
 
     def _floor(self, replica_counts: Sequence[int]) -> int:
         return min(replica_counts) if self.min_domains is None else self.min_domains
@@ -223,7 +256,7 @@ class OverlapSearch(PlacementBase):
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
             for counts, load in zip(replica_counts, loads, strict=True)
         ]
-        if self.survival_budget or self._score(turned) >= self._score(plain) - EPSILON:
+        if self._score(turned) >= self._score(plain) - EPSILON:
             return turned
         pairs = zip(plain, loads, strict=True)
         return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
@@ -250,6 +283,44 @@ class OverlapSearch(PlacementBase):
                 raise
             stacked = np.concatenate(kept)
             return losses.score(stacked)
+
+
+@lru_cache(maxsize=16)
+def search_base(
+    search: OverlapSearch, counts: tuple[tuple[int, ...], ...], capacities: tuple[int, ...]
+) -> tuple[Counts, ...]:
+    """Search without loads; kept, because base copies are the same in every plan of a membership."""
+    return tuple(search.assign_layers(counts, capacities, [None] * len(counts)))
+
+
+def _per_domain(held: Sequence[frozenset[int]], layout: Layout, num_experts: int) -> Counts:
+    """``[E, D]``: ranks of each domain that hold each expert."""
+    counts = np.zeros((num_experts, layout.num_domains), dtype=np.int64)
+    for domain, experts in zip(layout.domain_of, held, strict=True):
+        counts[list(experts), domain] += 1
+    return counts
+
+
+def _cheaper(
+    kept: tuple[tuple[int, ...], ...], fresh: tuple[tuple[int, ...], ...], loads: Sequence[float]
+) -> tuple[tuple[int, ...], ...]:
+    """``kept``, unless ``fresh`` saves enough of the fullest rank's load to move copies."""
+    before, after = (_fullest(_per_rank(slots, len(loads)), loads) for slots in (kept, fresh))
+    return kept if before * (1 - WORTH_MOVING) <= after else fresh
+
+
+def _fullest(copies: Counts, loads: Sequence[float]) -> float:
+    """Load of the fullest rank; with many ranks under even shares, which are never less full than balanced ones."""
+    if copies.shape[1] <= MAX_BALANCED_RANKS:
+        return least_load(loads, copies)
+    return float((per_replica_loads(copies, loads) @ copies).max())
+
+
+def _per_rank(slots: Sequence[Sequence[int]], num_experts: int) -> Counts:
+    matrix = np.zeros((num_experts, len(slots)), dtype=np.int64)
+    for rank, experts in enumerate(slots):
+        np.add.at(matrix[:, rank], list(experts), 1)
+    return matrix
 
 
 def _mask(held: np.ndarray) -> int:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from megatron_ft.config.placement import BALANCED
+from megatron_ft.planning.balanced_shares import least_load
 from megatron_ft.planning.placement.layout import per_replica_loads
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -22,16 +22,24 @@ def smooth(
     ]
 
 
-def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Tokens of the busiest rank, summed over layers.
+def fullest_tokens(plan: PlacementPlan, layer: int, load: Sequence[float], shares: str = BALANCED) -> float:
+    """Tokens of the fullest rank in the layer at this position of the plan, from tokens of each expert ``[E]``.
 
-    The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own busiest rank.
+    Args:
+        shares: ``placement.shares``.
     """
-    total = 0.0
-    for layer, load in enumerate(loads):
-        copies = plan.replicas_per_rank(layer)
-        total += float((per_replica_loads(copies, load) @ copies).max())
-    return total
+    copies = plan.replicas_per_rank(layer)
+    if shares == BALANCED:
+        return least_load(load, copies)
+    return float((per_replica_loads(copies, load) @ copies).max())
+
+
+def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
+    """Tokens of the fullest rank, summed over layers.
+
+    The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own fullest rank.
+    """
+    return sum(fullest_tokens(plan, layer, load, shares) for layer, load in enumerate(loads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +62,8 @@ class RebalancePolicy:
     """Smallest share of the busiest ranks' tokens that a new plan must save."""
     bytes_per_saved_token: float
     """Bytes that may move per token that the busiest ranks save until the next rebalancing."""
+    shares: str = BALANCED
+    """``placement.shares``."""
 
     def due(self, iteration: int) -> bool:
         """Whether a new placement is planned after ``iteration``."""
@@ -61,7 +71,7 @@ class RebalancePolicy:
 
     def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> Rebalance:
         """Compare the present plan with ``migration`` under ``loads`` [layers][experts] of one iteration."""
-        before, after = critical_tokens(now, loads), critical_tokens(migration.placement, loads)
+        before, after = (critical_tokens(plan, loads, self.shares) for plan in (now, migration.placement))
         gain = 1.0 - after / before if before else 0.0
         # The move is paid once and saves tokens until the next one.
         saved = (before - after) * self.interval_iterations
@@ -78,12 +88,12 @@ class RebalancePolicy:
         return Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 
 
-def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
-    """Largest ratio over all layers of the busiest rank's tokens to the mean; 1 for even loads."""
-    worst = 1.0
-    for layer, load in enumerate(loads):
-        copies = plan.replicas_per_rank(layer)
-        tokens = per_replica_loads(copies, load) @ copies
-        if np.mean(tokens) > 0:
-            worst = max(worst, float(tokens.max() / tokens.mean()))
-    return worst
+def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
+    """Largest ratio over all layers of the fullest rank's tokens to the mean; 1 for even loads."""
+    means = [sum(load) / len(plan.ranks) for load in loads]
+    ratios = [
+        fullest_tokens(plan, layer, load, shares) / mean
+        for layer, (load, mean) in enumerate(zip(loads, means, strict=True))
+        if mean
+    ]
+    return max([1.0, *ratios])

@@ -13,6 +13,7 @@ from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import Allocation, allocate
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.topology import Cluster, Topology
 
@@ -37,9 +38,15 @@ class StageRequest:
 
 
 def place_stage(
-    request: StageRequest, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
+    request: StageRequest,
+    algorithm: PlacementAlgorithm,
+    loads: Sequence[Sequence[float]],
+    previous: Holdings | None = None,
 ) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
     """Allocate replica counts from ``loads`` [layers][experts] and assign slots.
+
+    Args:
+        previous: experts that the stage's ranks hold before.
 
     Raises:
         ConfigError: loads, slots and failure domains do not fit each other.
@@ -56,6 +63,8 @@ def place_stage(
         ranks=request.ranks,
         loads=loads,
         layer_numbers=request.layer_numbers,
+        min_replicas=request.min_replicas,
+        previous=previous,
     )
     return plan, allocations
 

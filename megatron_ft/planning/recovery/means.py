@@ -9,6 +9,7 @@ from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, unmet, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import algorithm_of, first_loads, place_stage, stage_requests
 from megatron_ft.planning.recovery.loss_cost import LossCost
@@ -123,11 +124,11 @@ def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
     """Make a planner of survivors' placements from ``loads`` [layers][experts], or from the loads at the start."""
 
-    def place(nodes: tuple[int, ...]) -> PlacementPlan:
+    def place(nodes: tuple[int, ...], held: Holdings) -> PlacementPlan:
         remaining = config_of(config, nodes)
         (request,) = stage_requests(remaining, len(nodes) * config.launch.ranks_per_node)
         wanted = first_loads(remaining, request, inputs) if loads is None else loads
-        return place_stage(request, algorithm_of(remaining), wanted)[0]
+        return place_stage(request, algorithm_of(remaining), wanted, held)[0]
 
     return place
 

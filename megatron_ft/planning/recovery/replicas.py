@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, plan_migration, remap
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
@@ -37,7 +38,7 @@ def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> t
 def plan_replicas(
     plan: PlacementPlan,
     previous_ranks: Sequence[int | None],
-    place: Callable[[], PlacementPlan],
+    place: Callable[[Holdings], PlacementPlan],
     *,
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
@@ -49,7 +50,7 @@ def plan_replicas(
     Args:
         plan: present placement.
         previous_ranks: rank under ``plan`` of each rank of the next membership, in order; None without state.
-        place: planner of the next placement, called only if it is needed.
+        place: planner of the next placement from what its ranks hold, called only if it is needed.
         num_slots_per_rank: of the next membership.
         expert_bytes: state of one expert, or of one expert of each layer.
     """
@@ -64,13 +65,13 @@ def plan_replicas(
             f"(placement.num_slots_per_rank={num_slots_per_rank})",
         )
     held = holdings(plan, previous_ranks)
-    return plan_migration(remap(place(), held, expert_bytes), held, expert_bytes)
+    return plan_migration(remap(place(held), held, expert_bytes), held, expert_bytes)
 
 
 def plan_drain(
     plan: PlacementPlan,
     staying: Sequence[int],
-    place: Callable[[], PlacementPlan],
+    place: Callable[[Holdings], PlacementPlan],
     *,
     expert_bytes: int | Sequence[int],
 ) -> MigrationPlan | None:
@@ -81,13 +82,14 @@ def plan_drain(
     Args:
         plan: present placement.
         staying: ranks of ``plan`` that stay, ascending.
-        place: planner of the placement of the staying ranks, called only if it is needed.
+        place: planner of the placement of the staying ranks from what they hold, called only if it is needed.
         expert_bytes: state of one expert, or of one expert of each layer.
     """
     if not lost_experts(plan, staying):
         return None
     # Only the staying ranks are rearranged: leaving ones compute with their experts until they have left.
-    wanted = remap(place(), holdings(plan, staying), expert_bytes)
+    held = holdings(plan, staying)
+    wanted = remap(place(held), held, expert_bytes)
     position = {rank: index for index, rank in enumerate(staying)}
     slots: Slots = tuple(
         tuple(new[position[rank]] if rank in position else kept for rank, kept in zip(plan.ranks, old, strict=True))
