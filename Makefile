@@ -94,7 +94,7 @@ test-again: $(VENV)/installed-dev  ## what failed in the last run, alone; refuse
 	$(PY) -m pytest --last-failed --last-failed-no-failures none -m "not extended"
 
 test-fast: $(VENV)/installed-dev  ## unit tests that start no training
-	$(PYTEST) tests/unit -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
+	$(PYTEST) tests/unit benchmarks/tests --ignore=benchmarks/tests/test_claims_quick.py -m "not slow and not gpu and not distributed and not wandb" $(ARGS)
 
 test-slurm: $(VENV)/installed-dev slurm-packages  ## tests on a real Slurm cluster that they start on this machine (root)
 	$(PY) -m pytest tests/slurm $(ARGS)
@@ -113,7 +113,7 @@ checks: $(VENV)/installed-dev  ## format, lint, types, import rules, conventions
 	$(VENV)/bin/clang-format --dry-run --Werror $(KERNELS)
 	$(VENV)/bin/mypy $(STRICT)
 	PYTHONPATH=. $(VENV)/bin/lint-imports
-	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/test_language.py tests/unit/tools/test_lock_requirements.py
+	$(PY) -m pytest -q tests/unit/test_house.py tests/unit/test_language.py benchmarks/tests/test_claims.py tests/unit/tools/test_lock_requirements.py
 	$(PY) -m tools.code_size
 	$(PY) -m benchmarks.tables --check
 

@@ -1,7 +1,7 @@
 """Entry point: fills ``JobConfig`` from conf/ and the command line, then launches ranks or becomes one.
 
-Until a rank is started, nothing here imports torch, Megatron or wandb: help, dry runs and configuration errors take
-about a second.
+This file imports torch, Megatron and wandb only when it starts a rank. Help, dry runs and configuration errors
+therefore take about a second.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft import __version__
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, CheckpointError, ConfigError, MegatronFtError
 
 if TYPE_CHECKING:
     from megatron_ft.control.launchers.torchrun import RankEnvironment
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 _REFUSAL_SECONDS = 30.0
-"""Longest time between refusals of a node's ranks."""
+"""Limit of the time between the errors that the ranks of a node report for the same configuration."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code (``--help`` lists them). Errors go to stderr, in one message."""
+    """Run one command line. Errors go to stderr in one message. Return the exit code (``--help`` lists them)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return _run(arguments)
     except MegatronFtError as error:
-        if isinstance(error, ConfigError) and _another_rank_reports():
+        if isinstance(error, (ConfigError, CheckpointError)) and _another_rank_reports():
             _wait_for_termination()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _another_rank_reports() -> bool:
-    """Return whether the node's first rank reports the error: all ranks of a node refuse a configuration alike."""
+    """Return whether the first rank of the node reports the error: all ranks of a node get the same error."""
     from megatron_ft.control.launchers.torchrun import detect
 
     local_rank = {"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}.get(detect(os.environ))
@@ -51,25 +51,27 @@ def _another_rank_reports() -> bool:
 
 
 def _wait_for_termination() -> None:
-    """Wait for the launcher to end this rank: it ends all ranks once one has ended, so a silent one that ended first
-    would hide the message.
+    """Wait for the launcher to end this rank.
 
-    A rank that is not ended returns after a limit and reports the error itself.
+    The launcher ends all ranks once one has ended. A rank that ends first without a message would hide the message of
+    the first rank. A rank that is not ended returns after a limit and reports the error itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as quietly as SIGTERM
     threading.Event().wait(_REFUSAL_SECONDS)
 
 
 def compose(overrides: list[str]) -> tuple[JobConfig, str]:
-    """Compose the configuration of conf/ and ``overrides``, and the same as YAML.
+    """Compose the configuration from conf/ and ``overrides``. Return it also as YAML.
 
     Raises:
         ConfigError: unknown keys, groups or options, wrong types, or text outside Hydra's grammar.
     """
-    from megatron_ft.config.overrides import check_override, explain, open_key
+    from megatron_ft.config.overrides import check_moved, check_override, explain, open_key
 
     values = {}
     parsed = _parse(overrides)
+    pairs = list(zip(overrides, parsed, strict=True))
+    check_moved((override.key_or_group, text) for text, override in pairs if not override.is_delete())
     for override in parsed:
         value = override.get_value_string() if override.is_sweep_override() else override.value()
         check_override(
@@ -81,7 +83,7 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
         )
         values[override.key_or_group] = value
     fields = {key: value for key, value in values.items() if open_key(key)}
-    known = [text for text, override in zip(overrides, parsed, strict=True) if override.key_or_group not in fields]
+    known = [text for text, override in pairs if override.key_or_group not in fields]
     try:
         return _compose(known, fields)
     except _composition_errors() as error:
@@ -166,9 +168,15 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
         check_restarts(environment, config.run)
     config, config_yaml = read_failure_domains(config, config_yaml)
     if config.dry_run:
-        _show(_with_compiler_note(resolve_plan(config), config), config)
+        plan = resolve_plan(config)
+        _check_resume(config, plan.data.vocab_size)
+        _show(_with_compiler_note(plan, config), config)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
+    from megatron_ft.config.validate import validate
+
+    validate(config)
+    _check_gpus(config, facts)  # before data are read and indexed for a device that is not there
     plan = resolve_plan(config, facts=facts, may_be_elsewhere=False)
     config, config_yaml = _decide_device(config, config_yaml, plan.device)
     _check_gpus(config, facts)
@@ -179,6 +187,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     from megatron_ft.config.checks.placement import derive_placement
 
     config = derive_placement(config)
+    _check_resume(config, plan.data.vocab_size)
     if environment is not None:
         from megatron_ft.mcore import standalone
 
@@ -190,14 +199,59 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     return launch(config, config_yaml, open_sinks=open_sinks, sidecars=sidecars)
 
 
-def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
-    """Return both with the failure domains that Slurm is to name; a dry run, which may have no nodes yet, does not ask
-    Slurm.
+def _check_resume(config: JobConfig, vocab_size: int) -> None:
+    """Refuse other settings than those that the run was saved with, before its folder is claimed or a rank starts.
+
+    A dry run compares everything but the data, which it does not index.
+
+    Args:
+        vocab_size: entries of the model's vocabulary, padding included.
 
     Raises:
-        ConfigError: Slurm does not name them, or the configuration cannot run whatever they are.
+        CheckpointError: names each key that differs.
     """
-    if config.launch.failure_domain_source == "listed" or config.dry_run:
+    if config.run.resume == "never" or config.run.name is None:
+        return
+    from megatron_ft.config.identity import JobIdentity, settings_of
+    from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
+    from megatron_ft.corpus.sources import fingerprint, plan_split
+    from megatron_ft.corpus.tokenizers import build_tokenizer
+    from megatron_ft.snapshot.storage.run_settings import check_same_settings
+    from megatron_ft.snapshot.storage.window_folder import open_windows
+
+    run_dir = Path(config.run.dir).absolute() / config.run.name
+    if not (run_dir / RUN_ID_NAME).exists():
+        return
+    known = read_run_id(run_dir)
+    data = None
+    if not config.dry_run:
+        split = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
+        data = fingerprint(split)
+    identity = JobIdentity(
+        run_id=known.run_id,
+        run_name=run_dir.name,
+        settings=settings_of(config, data_fingerprint=data or "", vocab_size=vocab_size),
+        takes_format_1=known.is_older,
+    )
+    # What lies in an object store is compared by the ranks, which open it anyway.
+    is_remote = "://" in (config.snapshot.persist_url or "").removeprefix("file://")
+    windows = None if is_remote else open_windows(config, run_dir)
+    check_same_settings(
+        run_dir,
+        identity,
+        windows=windows,
+        compares_data=data is not None,
+        allow_other_data=config.checkpoint.allow_other_data,
+    )
+
+
+def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig, str]:
+    """Return both with the failure domains from Slurm. A dry run does not ask Slurm, because it may have no nodes yet.
+
+    Raises:
+        ConfigError: Slurm does not name the domains, or the configuration cannot run with any domains.
+    """
+    if config.topology.failure_domain_source == "listed" or config.dry_run:
         return config, config_yaml
     from megatron_ft.config.validate import validate
     from megatron_ft.control.slurm.topology import summary, with_failure_domains
@@ -206,14 +260,14 @@ def read_failure_domains(config: JobConfig, config_yaml: str) -> tuple[JobConfig
     config = with_failure_domains(config, os.environ)
     print(f"note: {summary(config)}", file=sys.stderr)
     names = ("failure_domain_source", "failure_domains")
-    return config, _with_values(config_yaml, {f"launch.{name}": getattr(config.launch, name) for name in names})
+    return config, _with_values(config_yaml, {f"topology.{name}": getattr(config.topology, name) for name in names})
 
 
 def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | None":
-    """Return the rank this process is under torchrun or srun, unless the command line chooses ``launch=local``.
+    """Return the rank of this process under torchrun or srun, unless the command line chooses ``launch=local``.
 
     Raises:
-        ConfigError: a mode was chosen whose variables are not set.
+        ConfigError: the variables of the chosen mode are not set.
     """
     from megatron_ft.control.launchers.torchrun import detect, read_environment
 
@@ -227,7 +281,7 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
-    """Take mode and counts from the launcher that started this process; configured ones must agree with it."""
+    """Take mode and counts from the launcher that started this process. Configured values must be the same."""
     mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
     found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
     for name, value in found.items():
@@ -244,14 +298,15 @@ def _keys(overrides: list[str]) -> set[str]:
 
 
 def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_be_elsewhere: bool = True) -> "JobPlan":
-    """Validate a composed configuration, read the files it names, decide its device, and plan it.
+    """Validate a composed configuration, read the files that it names, choose the device, and plan the job.
 
     Args:
-        facts: devices of this machine; None observes them.
-        may_be_elsewhere: ranks may run on other machines: where this one has no GPU, both devices are checked.
+        facts: Devices of this machine; None observes them.
+        may_be_elsewhere: Whether ranks may run on other machines. If so and this machine has no GPU, both devices are
+            checked.
 
     Raises:
-        ConfigError: it cannot run; DataError where a file is missing or damaged.
+        ConfigError: the job cannot run. DataError: a file is missing or damaged.
     """
     from megatron_ft.config.validate import validate
 
@@ -267,7 +322,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     choice = choose_device(
         config.training.device,
         facts,
-        gpu_memory_bytes=config.launch.gpu_memory_bytes,
+        gpu_memory_bytes=config.limits.gpu_memory_bytes,
         refused=refused,
         may_be_elsewhere=may_be_elsewhere,
     )
@@ -277,7 +332,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     try:
         return plan_job(decided, data, inputs, device=choice.device, with_losses=losses, choice=choice, refused=refused)
     except ConfigError as error:
-        if str(error).startswith("launch.gpu_memory_bytes=") and config.launch.gpu_memory_bytes is None:
+        if str(error).startswith("limits.gpu_memory_bytes=") and config.limits.gpu_memory_bytes is None:
             raise ConfigError(f"{error} (the smallest GPU of this machine by nvidia-smi)") from None
         raise
 
@@ -290,15 +345,16 @@ def observe_here(*, asks_memory: bool = False) -> "DeviceFacts":
 
 
 def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
-    """Return ``config`` with the memory of this machine's GPUs as the limit of the plan, where it names none itself."""
-    if config.training.device != "cuda" or config.launch.gpu_memory_bytes is not None:
+    """Return ``config`` with the GPU memory of this machine as the limit of the plan, unless the configuration sets a
+    limit."""
+    if config.training.device != "cuda" or config.limits.gpu_memory_bytes is not None:
         return config
-    launch = dataclasses.replace(config.launch, gpu_memory_bytes=facts.gpu_memory_bytes)
-    return dataclasses.replace(config, launch=launch)
+    limits = dataclasses.replace(config.limits, gpu_memory_bytes=facts.gpu_memory_bytes)
+    return dataclasses.replace(config, limits=limits)
 
 
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
-    """Return both with ``training.device`` decided, so that ranks get the same answer as the plan."""
+    """Return both with ``training.device`` resolved, so that ranks and plan use the same device."""
     from megatron_ft.config.devices import on_device
 
     if config.training.device == device:
@@ -322,32 +378,32 @@ def _show(plan: "JobPlan", config: JobConfig) -> None:
 
 
 def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
-    """Check for a GPU for each rank that this command starts on this machine; ranks on other machines check
-    themselves."""
+    """Check that this machine has a GPU for each rank that the command starts here. Other machines check their own
+    ranks."""
     launch = config.launch
     if config.training.device != "cuda" or launch.mode != "local" or launch.node_launcher != "local":
         return
     from megatron_ft.planning.devices import gpus_needed, usable_gpus
 
-    usable, num_ranks = usable_gpus(facts), launch.most_nodes * launch.ranks_per_node
+    usable, num_ranks = usable_gpus(facts), config.most_nodes * launch.ranks_per_node
     if usable == 0:
         raise ConfigError.of("training.device", "cuda", "needs a GPU, and this machine shows none that can be used")
     if usable < gpus_needed(num_ranks, launch.ranks_per_gpu):
         most = usable * launch.ranks_per_gpu
         constraint = (
-            f"must be lower: the job starts {num_ranks} ranks on this machine, and its {usable} usable GPUs take "
+            f"must be lower: the job starts {num_ranks} ranks on this machine, but its {usable} usable GPUs can hold "
         )
         constraint += f"{most} (launch.ranks_per_gpu={launch.ranks_per_gpu})"
         raise ConfigError.of("launch.ranks_per_node", launch.ranks_per_node, constraint)
 
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
-    """Check the memory of this machine, which all nodes that this command starts share, and Transformer Engine and a
+    """Check the memory of this machine, which all nodes started by this command share, and Transformer Engine and a
     compiler if needed."""
     _check_transformer_engine(config)
     if missing := _missing_compiler(config):
         raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
-    if config.launch.mode != "local" or config.launch.host_memory_bytes is not None:
+    if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
     import psutil
 
@@ -355,9 +411,9 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     total, needed = psutil.virtual_memory().total, plan.host_bytes_per_node * nodes_here
     if needed > total:
         raise ConfigError.of(
-            "launch.host_memory_bytes",
+            "limits.host_memory_bytes",
             "null",
-            f"must allow {needed} bytes, what {nodes_here} local nodes need (estimated); this machine has "
+            f"must allow {needed} bytes, the estimated need of {nodes_here} local nodes; this machine has "
             f"{total}; choose a smaller model or fewer ranks",
         )
 

@@ -62,7 +62,7 @@ SYNTAX = [
     bad("data.train=3", says=["data.train=3", "list of str"]),
     bad("optimizer.lr=fast", says=["optimizer.lr=fast", "float"]),
     bad("model.num_layers=2,4", says=["model.num_layers=2,4", "must be one value"]),
-    bad("training.seed=${nowhere}", says=["training.seed=${nowhere}", "must refer to"]),
+    bad("training.seed=${nowhere}", says=["training.seed=${nowhere}", "must be an interpolation"]),
     bad("~model.num_layers", says=["~model.num_layers", "must not be deleted"]),
     bad("model.num_layers 3", says=["model.num_layers 3", "must be key=value"]),
     bad("--num-layers=3", says=["--num-layers=3", "model.num_layers=3"]),
@@ -105,11 +105,11 @@ LAYOUT = [
         "model.num_query_groups=1",
         says=["model.num_query_groups=1", "multiple of parallel.tensor_model_parallel_size=2"],
     ),
-    bad("launch.interface=0.0.0.0", says=["launch.interface=0.0.0.0", "must not be all interfaces"]),
-    bad("launch.failpoints=['explode()']", says=["launch.failpoints=explode()", "must"]),
+    bad("control.interface=0.0.0.0", says=["control.interface=0.0.0.0", "must not be all interfaces"]),
+    bad("testing.failpoints=['explode()']", says=["testing.failpoints=explode()", "must"]),
     bad(
-        "launch.failpoints=['kill(rank=5,phase=\"forward\")']",
-        says=["launch.failpoints=kill(rank=5", "must name a rank in 0..0"],
+        "testing.failpoints=['kill(rank=5,phase=\"forward\")']",
+        says=["testing.failpoints=kill(rank=5", "must name a rank in 0..0"],
     ),
     bad("launch=srun", says=["launch.mode=srun", "must be local"]),
     bad(
@@ -240,12 +240,12 @@ def _vocabulary_cases(folder: Path) -> list[Case]:
 def _memory_cases(folder: Path) -> list[Case]:
     source = f"data.train=[{good_source(folder)}]"
     return [
-        bad(source, "launch.host_memory_bytes=1000", says=["launch.host_memory_bytes=1000", "must be at least"]),
+        bad(source, "limits.host_memory_bytes=1000", says=["limits.host_memory_bytes=1000", "must be at least"]),
         bad(
             source,
             "training.device=cuda",
-            "launch.gpu_memory_bytes=1000",
-            says=["launch.gpu_memory_bytes=1000", "must be at least"],
+            "limits.gpu_memory_bytes=1000",
+            says=["limits.gpu_memory_bytes=1000", "must be at least"],
         ),
     ]
 

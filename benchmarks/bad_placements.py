@@ -19,7 +19,7 @@ PLACEMENT = [
     bad(*REPLICAS, "placement.min_replicas=5", says=["placement.min_replicas=5", "1..4", "failure domains"]),
     bad(
         *REPLICAS,
-        "launch.failure_domains=[a,a,a,b]",
+        "topology.failure_domains=[a,a,a,b]",
         "placement.min_replicas=3",
         says=["placement.min_replicas=3", "1..2", "failure domains"],
     ),

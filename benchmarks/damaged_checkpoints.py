@@ -24,10 +24,10 @@ from unittest import mock
 from benchmarks.crashes import Disk, Recorder, crash_states, torn_files
 from benchmarks.hostile_files import MARKER, Hostile, hostile_checkpoints, hostile_windows
 from benchmarks.report import finish, parse_arguments
-from benchmarks.stored_samples import KINDS, NEW, OLD, Kind, Loaded, sample_window
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage import files
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
+from megatron_ft.testing.stored_samples import KINDS, NEW, OLD, Kind, Loaded, sample_window
 
 ID = "damaged-checkpoints"
 THRESHOLD = (

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import recorded
-from benchmarks.job import compose
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
+from megatron_ft.testing.ranks import Rank, compose, run_ranks
 
 ID = "dispatch-throughput"
 MAX_BALANCED, QUICK_MAX_BALANCED = 1.03, 1.25
@@ -145,8 +144,8 @@ class _Bench:
     """One rank of one case: all layers over the same tokens."""
 
     def __init__(self, config: JobConfig, case: Case, rank: Rank) -> None:
-        from benchmarks.job import join_groups
         from benchmarks.mixtures import Mixtures
+        from megatron_ft.testing.ranks import join_groups
 
         groups, _ = join_groups(config, rank)
         self.group = groups.pg_collection.ep

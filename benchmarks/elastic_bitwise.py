@@ -24,14 +24,14 @@ from typing import Any
 
 from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints
+from benchmarks.elastic_jobs import ABOUT_NODES, MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints
 from benchmarks.histories import scripted
 from benchmarks.node_killer import StoppedNodeKiller
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.replicas import lost_experts
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "elastic-bitwise"
 NUM_REJOINING, NUM_CYCLES = 14, 8
@@ -128,8 +128,8 @@ def _rejoining(number: int, quick: bool) -> Job:
         passes = rng.randint(1, _MOST_PASSES.get(phase, 12))
         node = rng.randrange(NUM_NODES)
         faults.append({"fault": index, "node": node, "phase": phase, "generation": 2 * index, "passes": passes})
-    words = [f"launch.min_nodes={NUM_NODES - 2}", "launch.restart_lost_nodes=true", "launch.join_window_seconds=0.1"]
-    words.append("launch.max_node_restarts=100")
+    words = [f"recovery.min_nodes={NUM_NODES - 2}", "nodes.restart_lost_nodes=true", "nodes.join_window_seconds=0.1"]
+    words.append("nodes.max_node_restarts=100")
     overrides = [*VARIANTS[number % len(VARIANTS)], *words]
     return Job("rejoin", number, overrides, faults, kills_nodes=number % RANKS_ALONE != RANKS_ALONE - 1)
 
@@ -145,7 +145,7 @@ def _halving(number: int, _quick: bool) -> Job:
     return Job(
         "halving",
         number,
-        [*VARIANTS[number % len(VARIANTS)], f"launch.min_nodes={NUM_NODES - NUM_LOST}"],
+        [*VARIANTS[number % len(VARIANTS)], f"recovery.min_nodes={NUM_NODES - NUM_LOST}"],
         faults,
     )
 
@@ -158,7 +158,7 @@ def _at_once(number: int, _quick: bool) -> Job:
         {"fault": index, "node": node, "phase": "forward", "generation": 0, "at_iteration": iteration}
         for index, node in enumerate(sorted(nodes))
     ]
-    words = [f"launch.min_nodes={NUM_NODES - 4}", "launch.max_restarts=1", "placement.num_slots_per_rank=2"]
+    words = [f"recovery.min_nodes={NUM_NODES - 4}", "recovery.max_restarts=1", "placement.num_slots_per_rank=2"]
     words += ["checkpoint.save_interval_iterations=2", "checkpoint.keep_last=100"]  # what serves is loaded again
     return Job("at_once", number, words, faults)
 
@@ -180,7 +180,7 @@ class Campaign:
         """The job with faults, then what it is compared with; an outcome for each fault."""
         is_at_once = job.kind == "at_once"
         killer = job.killer(self.bench.next_run_dir)
-        words = [word for word in job.overrides if not word.startswith(("launch.", "checkpoint."))]
+        words = [word for word in job.overrides if not word.startswith((*ABOUT_NODES, "checkpoint."))]
         with self.bench.running(job.overrides_and_faults, until=killer) as run:
             killed = Recorded.of(run, restarts=is_at_once)
             killed.problems.extend(f"not injected: {text}" for text in getattr(killer, "problems", ()))
@@ -210,7 +210,7 @@ class Campaign:
                 [
                     *words,
                     f"launch.num_nodes={len(left)}",
-                    f"launch.failure_domains=[{','.join(left)}]",
+                    f"topology.failure_domains=[{','.join(left)}]",
                     f"checkpoint.load={run_dir / 'checkpoints' / f'iter_{loaded:07d}'}",
                     f"training.exit_at_iteration={last}",
                 ],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.failures.injecting import INJECTED_FILE
-from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, start, wait
 
 NUM_NODES = 8
 MOST_ITERATIONS = 600
@@ -38,6 +38,9 @@ _BASE = (
     "placement=overlap_search",
     "placement.min_replicas=2",
 )
+
+ABOUT_NODES = ("launch.", "nodes.", "recovery.", "topology.", "limits.", "control.", "testing.")
+"""Prefixes of keys about nodes and faults, which a reference run without faults has of its own."""
 
 Event = Mapping[str, Any]
 
@@ -255,4 +258,4 @@ def failpoints(faults: Sequence[Mapping[str, Any]]) -> str:
         narrowed = ("node", "rank", "at_iteration", "generation", "passes")
         words = [f'phase="{fault["phase"]}"', *(f"{name}={fault[name]}" for name in narrowed if name in fault)]
         texts.append(f"'{fault.get('action', 'kill')}({','.join(words)})'")
-    return f"launch.failpoints=[{','.join(texts)}]"
+    return f"testing.failpoints=[{','.join(texts)}]"

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leftovers
 from benchmarks.campaign import Counts, Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
 from benchmarks.elastic_jobs import Bench, Recorded
@@ -43,7 +42,8 @@ from benchmarks.outside_records import MAX_FORMING_SECONDS, FaultRecord, read_fa
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from megatron_ft.failures.processes import all_processes_of
-from tests.helpers.jobs import JobResult, forkserver
+from megatron_ft.testing import leftovers
+from megatron_ft.testing.jobs import JobResult, forkserver
 
 ID = "faults-from-outside"
 SEED = 20261122

@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.job import compose
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import check_data
 from megatron_ft.errors import CheckpointError, DataError
+from megatron_ft.testing.ranks import Rank, compose, run_ranks
 
 ID = "foreign-checkpoints"
 MIN_TRIALS = 3000
@@ -105,7 +104,7 @@ def judge(expected: str, loaded: int | None, is_equal: bool, error: str) -> str:
 def _trials(numbers: tuple[int, int], config: JobConfig, rank: Rank) -> dict[str, Any]:
     """All trials, in a rank of its own."""
     from benchmarks.foreign_samples import write_samples
-    from benchmarks.job import join
+    from megatron_ft.testing.ranks import join
 
     trainer, groups = join(config, rank)
     samples = write_samples(rank.run_dir.parent / "samples", trainer, groups)

@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.stored_samples import sample_window
 from megatron_ft.config.identity import JobIdentity, Settings, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS, VOTE
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE
 from megatron_ft.mcore.state.digest import named_state, state_digest
 from megatron_ft.mcore.state.saving import extra_state, open_checkpoints
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_file import write_window
+from megatron_ft.testing.stored_samples import sample_window
 
 OWN = "own"
 ITERATIONS = (5, 14)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.helpers.jobs import JobResult
+from megatron_ft.testing.jobs import JobResult
 
 
 @dataclass(frozen=True, slots=True)

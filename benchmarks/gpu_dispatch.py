@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from megatron_ft.runtime.dispatch.backend import open_backend
-    from tests.helpers.routing import make_routing
+    from megatron_ft.testing.routing import make_routing
     from tools.gpu.timing import seconds_of
 
     device = torch.device(device_type())

@@ -81,7 +81,7 @@ def scripted(changes: Sequence[Event], orders: Iterable[Event], num_nodes: int) 
         entries = [f"'{entry}'" for iteration in sorted(by_iteration) for entry in by_iteration[iteration]]
     else:
         entries = [_entry(change) for change in changes_of(orders, num_nodes) if change.lose or change.join]
-    return [f"launch.membership_schedule=[{','.join(entries)}]"] if entries else []
+    return [f"testing.membership_schedule=[{','.join(entries)}]"] if entries else []
 
 
 def _entry(change: Change) -> str:

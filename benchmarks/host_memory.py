@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.footprint import AGENT, KEEPER, RANK, footprint, growth, mapped_bytes, memory_files, processes_of
 from benchmarks.report import finish, parse_arguments
-from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, start, wait
 
 ID = "host-memory"
 MAX_ERROR = 0.05

@@ -5,7 +5,6 @@ import os
 import pickle
 import socket
 import stat
-import struct
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from typing import Any
 
 import xxhash
 
-from benchmarks.stored_samples import NEW, WORLD_SIZE, sample_name, sample_window
-from megatron_ft.planning.snapshot.pieces import align
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
-from megatron_ft.snapshot.storage.window_file import MAGIC, rank_name
+from megatron_ft.snapshot.storage.window_file import rank_name
+from megatron_ft.testing.stored_samples import NEW, WORLD_SIZE, forge, sample_name, sample_window
 
 MARKER = "executed"
 """File that code hidden in a hostile file would create in the working directory."""
@@ -58,15 +56,6 @@ def hostile_windows() -> list[Hostile]:
 def hostile_checkpoints() -> list[Hostile]:
     """Hostile files in a dense checkpoint."""
     return [*_dense_manifests(), *_dense_bytes(), *_odd_files(_dense_victim), *_odd_files(_manifest_victim)]
-
-
-def forge(
-    manifest: bytes, payload: bytes, *, version: int = 2, length: int | None = None, magic: bytes = MAGIC
-) -> bytes:
-    """A window's file with a right checksum around any manifest."""
-    digest = xxhash.xxh3_128_digest(manifest)
-    head = struct.pack("<8sIQ16s", magic, version, len(manifest) if length is None else length, digest) + manifest
-    return head + bytes(align(len(head)) - len(head)) + payload
 
 
 def _window_victim(folder: Path) -> Path:

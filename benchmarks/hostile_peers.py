@@ -24,7 +24,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.attacks import (
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.control.admin import read_address
+from megatron_ft.control.rpc import RpcClient, RpcError
+from megatron_ft.testing.attacks import (
     ANSWERED,
     REFUSED,
     Attack,
@@ -39,10 +42,7 @@ from benchmarks.attacks import (
     requests,
     stream_attacks,
 )
-from benchmarks.report import finish, parse_arguments
-from megatron_ft.control.admin import read_address
-from megatron_ft.control.rpc import RpcClient, RpcError
-from tests.helpers.jobs import JobResult, forkserver, start, wait
+from megatron_ft.testing.jobs import JobResult, forkserver, start, wait
 
 ID = "hostile-peers"
 NUM_NODES = 3
@@ -71,7 +71,7 @@ _BASE = (
     "launch.ranks_per_node=1",
     "parallel.use_distributed_optimizer=false",
 )
-_LOSES_NODES = ("placement=spread", "placement.num_slots_per_rank=6", f"launch.min_nodes={NUM_NODES - 1}")
+_LOSES_NODES = ("placement=spread", "placement.num_slots_per_rank=6", f"recovery.min_nodes={NUM_NODES - 1}")
 _SNAPSHOTS = ("snapshot=dense", "snapshot.policy.interval_iterations=5", "snapshot.num_peer_copies=1")
 JOBS: Mapping[str, Sequence[str]] = {"may lose nodes": (*_BASE, *_LOSES_NODES), "snapshots": (*_BASE, *_SNAPSHOTS)}
 QUICK_JOBS: Mapping[str, Sequence[str]] = {"may lose nodes, snapshots": (*_BASE, *_LOSES_NODES, *_SNAPSHOTS)}

@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.source import ROOT
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
-from tests.helpers.jobs import start, wait
+from megatron_ft.testing.jobs import start, wait
 
 NUM_RANKS, MIN_RANKS = 4, 2
 SETTLED = 6

@@ -1,6 +1,6 @@
 """Claim ``kill-to-commit``: from the SIGKILL of a whole node to the next committed iteration, at random moments.
 
-Jobs of four nodes of one rank lose one node after another; each comes back (``launch.restart_lost_nodes``) before the
+Jobs of four nodes of one rank lose one node after another; each comes back (``nodes.restart_lost_nodes``) before the
 next is lost. A fault is a SIGKILL from outside to all processes of a node at one instant, agent, snapshot server and
 rank, at a moment drawn uniformly over an iteration, so inside collectives, too; the clock is the machine's, the next
 committed iteration the first that the survivors report after their membership has changed. Some ranks get a SIGSTOP
@@ -42,7 +42,7 @@ from benchmarks.kill_peers import (
 )
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.failures.processes import processes_of
-from tests.helpers.jobs import forkserver, start, wait
+from megatron_ft.testing.jobs import forkserver, start, wait
 
 ID = "kill-to-commit"
 NUM_FAULTS, QUICK_FAULTS = 50, 2
@@ -78,10 +78,10 @@ ELASTIC = (
     "snapshot.bandwidth_bytes_per_second=3e5",
     f"launch.num_nodes={NUM_RANKS}",
     "launch.ranks_per_node=1",
-    f"launch.min_nodes={MIN_RANKS}",
-    "launch.restart_lost_nodes=true",
-    "launch.max_node_restarts=100",
-    "launch.join_window_seconds=0.1",
+    f"recovery.min_nodes={MIN_RANKS}",
+    "nodes.restart_lost_nodes=true",
+    "nodes.max_node_restarts=100",
+    "nodes.join_window_seconds=0.1",
     "detector.heartbeat_interval_seconds=0.5",
     f"detector.heartbeat_timeout_seconds={HEARTBEAT_SECONDS:g}",
 )

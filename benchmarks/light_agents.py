@@ -15,7 +15,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.planning.recovery.target import Position
-from tests.helpers.votes import vote_of
+from megatron_ft.testing.votes import vote_of
 
 HEARTBEAT_SECONDS = 1.0
 CALL_SECONDS = 30.0

@@ -23,7 +23,7 @@ from benchmarks.elastic_jobs import Bench
 from benchmarks.localized_jobs import BASE, FaultJob, Followed, jobs_of
 from benchmarks.node_killer import NodeKiller
 from benchmarks.report import finish, parse_arguments
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "localized-bitwise"
 MIN_TRIALS = 240

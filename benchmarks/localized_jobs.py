@@ -10,7 +10,7 @@ from benchmarks.covering import Row
 from benchmarks.elastic_jobs import MOST_ITERATIONS, before, failpoints
 from megatron_ft.failpoints import ITERATION_PHASES
 from megatron_ft.failures.injecting import INJECTED_FILE
-from tests.helpers.jobs import JobResult
+from megatron_ft.testing.jobs import JobResult
 
 Event = Mapping[str, Any]
 _MICROBATCHES = 8
@@ -44,10 +44,10 @@ BASE = (
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
     "snapshot.iteration_seconds=1",
-    "launch.keep_layout=true",
-    "launch.restart_lost_nodes=true",
-    "launch.max_node_restarts=1000",
-    "launch.max_restarts=1000",
+    "recovery.keep_layout=true",
+    "nodes.restart_lost_nodes=true",
+    "nodes.max_node_restarts=1000",
+    "recovery.max_restarts=1000",
 )
 _TOTAL_BANDWIDTH = 1.2e6
 """Bytes per second and job that windows are planned for: some iterations long."""
@@ -137,7 +137,7 @@ class FaultJob:
     def overrides(self) -> list[str]:
         """The job's, besides those of its layout."""
         armed = [] if self.kills_nodes else [failpoints(self.faults)]
-        return [f"launch.num_spare_nodes={self.num_spares}", *armed]
+        return [f"nodes.num_spare_nodes={self.num_spares}", *armed]
 
     def has_ended(self, events: Sequence[Event]) -> bool:
         """Whether all faults have come, and some iterations after the last one; or none comes any more."""

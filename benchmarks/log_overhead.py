@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.job import compose
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import check_data
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.upstream_log import iterations_kept, log_bytes
+from megatron_ft.testing.ranks import Rank, compose, run_ranks
 
 ID = "log-overhead"
 WORLD_SIZE = 2
@@ -82,8 +81,8 @@ def _slowest(ranks: Sequence[dict[str, Any]], value: Any) -> float:
 
 
 def _measure(pairs: int, config: JobConfig, rank: Rank) -> dict[str, Any]:
-    from benchmarks.job import join
     from megatron_ft.mcore.recovery.upstream_log import keep_room
+    from megatron_ft.testing.ranks import join
 
     trainer, _ = join(config, rank)
     engine, stage = trainer.engine, trainer.engine.pg.pp.rank()

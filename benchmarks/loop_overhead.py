@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.job import compose, join
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import check_data
+from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
 
 ID = "loop-overhead"
 MAX_RATIO = 1.03

@@ -9,7 +9,7 @@ from typing import Literal
 
 from benchmarks import localized_jobs
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import MOST_ITERATIONS
+from benchmarks.elastic_jobs import ABOUT_NODES, MOST_ITERATIONS
 from benchmarks.localized_jobs import Layout
 
 NUM_NODES = 4
@@ -34,15 +34,15 @@ _COMMON = (
     "snapshot.num_peer_copies=1",
     "snapshot.iteration_seconds=1",
     "launch.ranks_per_node=1",
-    "launch.restart_lost_nodes=true",
-    "launch.max_node_restarts=1000",
+    "nodes.restart_lost_nodes=true",
+    "nodes.max_node_restarts=1000",
     "detector.heartbeat_interval_seconds=0.5",
     f"detector.heartbeat_timeout_seconds={HEARTBEAT_SECONDS:g}",
 )
 _REPLICAS = (
     f"launch.num_nodes={NUM_NODES}",
-    "launch.min_nodes=2",
-    "launch.join_window_seconds=0.2",
+    "recovery.min_nodes=2",
+    "nodes.join_window_seconds=0.2",
     "parallel.use_distributed_optimizer=false",
     "placement=overlap_search",
     "placement.min_replicas=2",
@@ -110,8 +110,9 @@ class OutsideJob:
     @property
     def reference_words(self) -> list[str]:
         """Overrides of the run that it is compared with, before a history is given to it."""
+        left_out = (*ABOUT_NODES, "detector.", "checkpoint.")
         mine = [f"launch.num_nodes={self.num_nodes}", "launch.ranks_per_node=1"]
-        return [*(word for word in self.words if not word.startswith(("launch.", "detector.", "checkpoint."))), *mine]
+        return [*(word for word in self.words if not word.startswith(left_out)), *mine]
 
 
 def jobs_of(seed: int, *, quick: bool) -> list[OutsideJob]:
@@ -182,7 +183,7 @@ def _kept(seed: int, number: int) -> OutsideJob:
 
 
 def _kept_words(layout: Layout) -> list[str]:
-    kept = [word for word in localized_jobs.BASE if word.startswith(("launch.keep", "launch.max_restarts"))]
+    kept = [word for word in localized_jobs.BASE if word.startswith(("recovery.keep_layout", "recovery.max_restarts"))]
     return [*layout.overrides, *kept, "training.global_batch_size=8"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kill_peers import records_of
-from tests.helpers.browser import Tab
+from megatron_ft.testing.browser import Tab
 
 WIDTHS = (390, 600, 900, 1100, 1440, 1900)
 _PAPERS = {False: "rgb(255, 255, 255)", True: "rgb(17, 22, 29)"}
@@ -72,7 +72,7 @@ class Files:
             "Recoveries": True,
             "Expert load": bool(self.every("expert_load")),
             "Placement": bool(self.every("placement_in_force")),
-            "How each went": bool(self.hits),
+            "Details of each recovery": bool(self.hits),
         }
         return [name for name, is_present in present.items() if is_present]
 
@@ -117,12 +117,12 @@ def _drawing_seconds(tab: Tab) -> float:
 
 def _quiet(page: Path, tab: Tab) -> Iterator[str]:
     """It asks for itself and nothing else, and the browser has nothing to say."""
-    asked = [request["request"]["url"] for request in tab.heard("Network.requestWillBeSent")]
+    asked = [request["request"]["url"] for request in tab.events_named("Network.requestWillBeSent")]
     if asked != [page.as_uri()]:
         yield f"asked for {len(asked)} files: {[url[:80] for url in asked if url != page.as_uri()]}"
-    said = [entry["entry"]["text"] for entry in tab.heard("Log.entryAdded")]
-    said += [json.dumps(told)[:200] for told in tab.heard("Runtime.exceptionThrown")]
-    said += [json.dumps(told)[:200] for told in tab.heard("Runtime.consoleAPICalled")]
+    said = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
+    said += [json.dumps(told)[:200] for told in tab.events_named("Runtime.exceptionThrown")]
+    said += [json.dumps(told)[:200] for told in tab.events_named("Runtime.consoleAPICalled")]
     yield from (f"the browser says {text}" for text in said)
 
 
@@ -190,7 +190,7 @@ def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
         yield f"loss of iteration {iteration}", _number(loss), files.losses[int(iteration.replace(",", ""))]
     yield from _loads(files, tab)
     footer = tab.evaluate("document.querySelector('footer').textContent")
-    told = f"From {len(files.events):,} events and {len(files.metrics):,} metrics"
+    told = f"Made from {len(files.events):,} events and {len(files.metrics):,} metrics"
     yield "the footer", footer[: len(told)], told
 
 

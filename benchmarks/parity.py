@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.job import compose, join, with_parallel
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import check_data
+from megatron_ft.testing.ranks import Rank, compose, join, run_ranks, with_parallel
 
 ID = "parity"
 MAX_LOSS_DIFFERENCE = 1e-6

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.errors import EXIT_OK, ConfigError
-from tests.helpers.browser import Tab, browse, chromium
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.browser import Tab, browse, chromium
+from megatron_ft.testing.jobs import REPOSITORY
 from tools import report
 
 IMAGES = REPOSITORY / "docs" / "images"
@@ -35,8 +35,8 @@ WORDS = (
     "telemetry.wandb=disabled",
     "launch.num_nodes=4",
     "launch.ranks_per_node=1",
-    "launch.min_nodes=2",
-    "launch.restart_lost_nodes=true",
+    "recovery.min_nodes=2",
+    "nodes.restart_lost_nodes=true",
     "parallel.use_distributed_optimizer=false",
     "placement=overlap_search",
     "placement.num_slots_per_rank=6",
@@ -86,7 +86,7 @@ def train(folder: Path) -> None:
         f"'kill(phase=\"backward\",node={node},at_iteration={iteration},generation={generation})'"
         for node, iteration, generation in FAULTS
     )
-    words = [*WORDS, f"launch.failpoints=[{kills}]", f"run.dir={folder}", f"data.cache_dir={folder / 'cache'}"]
+    words = [*WORDS, f"testing.failpoints=[{kills}]", f"run.dir={folder}", f"data.cache_dir={folder / 'cache'}"]
     subprocess.run([sys.executable, "pretrain_moe.py", *words], cwd=REPOSITORY, check=True)
 
 

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hardware, leftovers
+from benchmarks import hardware
 from benchmarks.claims import RESULTS_DIR, Claim, load_claims
 from benchmarks.source import ROOT, source_digest
 from megatron_ft.errors import ConfigError
+from megatron_ft.testing import leftovers
 
 TIMED_OUT = 124
 GRACE_SECONDS = 5.0

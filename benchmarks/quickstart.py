@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leftovers
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
 from megatron_ft.events import Evaluation
 from megatron_ft.telemetry.read import EVENTS_FILE, read_events
+from megatron_ft.testing import leftovers
 
 ID = "quickstart"
 MAX_SECONDS = 240.0

@@ -63,7 +63,8 @@ def real_controller(
         num_descriptors: soft and hard limit of open files of its process; None: as here.
     """
     config = JobConfig()
-    launch = replace(config.launch, num_nodes=num_nodes, ranks_per_node=ranks_per_node, min_nodes=1)
+    launch = replace(config.launch, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    recovery = replace(config.recovery, min_nodes=1)
     token = new_token()
 
     def limit() -> None:
@@ -72,7 +73,7 @@ def real_controller(
 
     def start(console: socket.socket) -> "subprocess.Popen[bytes]":
         spec = ControllerSpec(
-            config=to_dict(replace(config, launch=launch)),
+            config=to_dict(replace(config, launch=launch, recovery=recovery)),
             run_dir=str(run_dir),
             resume_from=None,
             entry="",

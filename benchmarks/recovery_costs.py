@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from benchmarks.job import compose
 from benchmarks.stage_times import LOADS, NOTHING, TOKENIZER_VOCAB_SIZE, Kind, Pattern, Request, Times, local_name
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, StageSeconds, run_iteration
@@ -20,6 +19,7 @@ from megatron_ft.planning.snapshot.orders import HardCount, LayerOrder
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from megatron_ft.testing.ranks import compose
 from megatron_ft.topology import Topology
 
 WINDOW_ITERATIONS = 4

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import parity
-from benchmarks.job import compose, join
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import check_data
+from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
 
 ID = "replica-parity"
 WORLD_SIZES, QUICK_WORLD_SIZES = (1, 2, 3, 4), (3,)

@@ -16,16 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.job import compose
 from benchmarks.processor import process_cpu_seconds
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
 from megatron_ft.planning.snapshot.pieces import Piece
 from megatron_ft.snapshot.server.client import REPLICATED_START, KeeperClient
 from megatron_ft.snapshot.window import Slice
-from tests.unit.snapshot.server.nodes import Cluster, cluster
+from megatron_ft.testing.ranks import Rank, compose, run_ranks
+from megatron_ft.testing.snapshot_servers import Cluster, cluster
 
 ID = "replication-bandwidth"
 MIN_RATIO, QUICK_MIN_RATIO = 0.8, 0.4

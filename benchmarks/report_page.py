@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.page_checks import Drawn, Files, look
 from benchmarks.report import finish, parse_arguments
-from tests.helpers.browser import browse
-from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job
+from megatron_ft.testing.browser import browse
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, forkserver, run_job
 
 ID = "report-page"
 TIMEOUT_SECONDS = 240.0
@@ -37,12 +37,12 @@ _WINDOWS = (
     "snapshot.iteration_seconds=1",
     "snapshot.bandwidth_bytes_per_second=6e5",
 )
-_KILL = "launch.failpoints=['kill(phase=\"backward\",rank={rank},at_iteration={iteration},generation=0)']"
+_KILL = "testing.failpoints=['kill(phase=\"backward\",rank={rank},at_iteration={iteration},generation=0)']"
 RUNS = {
     "replicas": (
         "training.train_iterations=10",
         "launch.num_nodes=3",
-        "launch.min_nodes=2",
+        "recovery.min_nodes=2",
         "parallel.use_distributed_optimizer=false",
         "placement=overlap_search",
         "placement.min_replicas=2",
@@ -54,16 +54,16 @@ RUNS = {
         "training.train_iterations=20",
         "launch.num_nodes=2",
         "parallel.pipeline_model_parallel_size=2",
-        "launch.keep_layout=true",
-        "launch.restart_lost_nodes=true",
-        "launch.max_restarts=2",
+        "recovery.keep_layout=true",
+        "nodes.restart_lost_nodes=true",
+        "recovery.max_restarts=2",
         _KILL.format(rank=1, iteration=14),
     ),
     "window": (
         *_WINDOWS,
         "training.train_iterations=20",
         "launch.num_nodes=2",
-        "launch.max_restarts=2",
+        "recovery.max_restarts=2",
         _KILL.format(rank=0, iteration=14),
     ),
 }

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.campaign import Outcome, Trial, run_campaign
 from benchmarks.covering import Row, covering_array
 from benchmarks.report import finish, parse_arguments
-from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
 
 ID = "resume-bitwise"
 NUM_ITERATIONS = 8
@@ -222,7 +222,7 @@ def saving(row: Row) -> list[str]:
 
 def failpoint(text: str) -> str:
     """A fault as an override."""
-    return f"launch.failpoints=['{text}']"
+    return f"testing.failpoints=['{text}']"
 
 
 def ended(run: JobResult) -> str:

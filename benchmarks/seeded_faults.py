@@ -62,7 +62,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "localized recovery": ("mcore/recovery/localized.py", "mcore/recovery/region.py", "mcore/recovery/upstream_log.py"),
     "replay": ("mcore/recovery/replay.py", "mcore/snapshot/*.py"),
     "mixture layers and the optimizer": ("mcore/moe/*.py", "mcore/optimizer/*.py"),
-    "sinks and figures": ("telemetry/*.py",),
+    "sinks and figures": ("telemetry/*.py", "telemetry/sinks/*.py"),
     "page of a run": ("telemetry/report/*.py",),
 }
 UNREACHED = ("cuda.py", "extension.py", "__init__.py", "__main__.py")
@@ -108,12 +108,16 @@ def copy_tree(tree: Path) -> None:
             shutil.copy2(ROOT / name, tree / name)
 
 
+def files_of(subsystem: str) -> list[Path]:
+    """Files of a subsystem that can get a fault, in order."""
+    found = {path for pattern in SUBSYSTEMS[subsystem] for path in (ROOT / "megatron_ft").glob(pattern)}
+    return sorted(path for path in found if path.name not in UNREACHED)
+
+
 def fault_of(subsystem: str, seed: int) -> tuple[Path, Mutant]:
     """The file, relative to the tree, and the fault that a seed chooses for a subsystem."""
     generator = random.Random(f"{subsystem} {seed}")
-    package = ROOT / "megatron_ft"
-    files = sorted({path for pattern in SUBSYSTEMS[subsystem] for path in package.glob(pattern)})
-    files = [path for path in files if path.name not in UNREACHED]
+    files = files_of(subsystem)
     while files:
         path = generator.choices(files, weights=[path.stat().st_size for path in files])[0]
         mutant = choose(path.read_text(encoding="utf-8"), generator)
@@ -160,7 +164,7 @@ def selections(tree: Path, path: Path) -> Iterator[tuple[str, ...]]:
     # What needs processes is tested by jobs first, the rest by functions.
     functions, jobs = ("tests/contract", "tests/unit"), ("tests/distributed", "tests/slurm")
     yield from (jobs, functions) if below.parts[0] in ("control", "mcore") else (functions, jobs)
-    yield ("tests/functional",)
+    yield ("tests/functional", "benchmarks/tests")
 
 
 def failures(tree: Path, tests: Sequence[str]) -> list[str]:

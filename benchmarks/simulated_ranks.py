@@ -191,7 +191,7 @@ class Ranks(Nodes):
 
         Args:
             replays: its pipeline stage has lost a rank, and replays first. A joining rank has no state before that
-            ends.
+                ends.
         """
         assert step.reform is not None
         if not rank.is_alive or rank.is_hung:

@@ -28,7 +28,7 @@ from benchmarks.slurm_trials import (
     without_slurmctld,
     zombie,
 )
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "slurm-node-death"
 SEED = 20261122

@@ -18,7 +18,7 @@ from benchmarks.elastic_jobs import Bench
 from benchmarks.report import finish, parse_arguments
 from benchmarks.slurm_requeues import array_goes_on, hopeless, requeued
 from benchmarks.slurm_trials import Lab, attempt, summary
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "slurm-requeue"
 SEED = 20261123

@@ -6,9 +6,9 @@ from benchmarks.elastic_jobs import failpoints
 from benchmarks.slurm_trials import NUM_ITERATIONS, PIPELINE, REFORM_SECONDS, Lab, Trial
 from benchmarks.wandb_readback import history_of
 from megatron_ft.control.slurm.calls import JobView, parse_job
-from tests.helpers.jobs import JobResult
-from tests.helpers.slurm_cluster import wait_until
-from tests.helpers.slurm_jobs import SlurmJob
+from megatron_ft.testing.jobs import JobResult
+from megatron_ft.testing.slurm_cluster import wait_until
+from megatron_ft.testing.slurm_jobs import SlurmJob
 
 REQUEUE_SECONDS = 240.0
 """Time until a requeued job trains again: it waits for its nodes, which import everything again."""

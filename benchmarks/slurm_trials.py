@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.elastic_jobs import Bench, Recorded, failpoints
 from benchmarks.histories import scripted
 from benchmarks.localized_jobs import Followed
-from tests.helpers.jobs import JobResult
-from tests.helpers.slurm_arrays import submit_array
-from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
-from tests.helpers.slurm_jobs import Site, SlurmJob, submit
+from megatron_ft.testing.jobs import JobResult
+from megatron_ft.testing.slurm_arrays import submit_array
+from megatron_ft.testing.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 
 NUM_NODES, NUM_SPARES = 5, 1
 NUM_ITERATIONS = 40
@@ -129,7 +129,7 @@ def replicas(
     joins if the others still train.
     """
     trial = Trial(name)
-    words = [*REPLICAS, "launch.min_nodes=2"]
+    words = [*REPLICAS, "recovery.min_nodes=2"]
     with lab.job(words, num_nodes=NUM_NODES + spares, spares=spares, is_array=is_array) as job:
         lab.some_moment(job)
         fault(job, trial)
@@ -158,7 +158,7 @@ def _same_loss(change: Mapping[str, Any], spares: int) -> list[str]:
     """Overrides of a job whose node dies when an iteration has begun, so that the one before counts."""
     (lost,) = set(range(NUM_NODES)) - set(change["nodes"])
     fault = {"phase": "data", "node": lost, "at_iteration": change["iteration"] + 1}
-    return [f"launch.num_spare_nodes={spares}", "launch.min_nodes=2", failpoints([fault])]
+    return [f"nodes.num_spare_nodes={spares}", "recovery.min_nodes=2", failpoints([fault])]
 
 
 def spare_takes_over(
@@ -170,7 +170,7 @@ def spare_takes_over(
         num_nodes: an even number, without the spare.
     """
     trial = Trial(name)
-    words = [*PIPELINE, "launch.keep_layout=true"]
+    words = [*PIPELINE, "recovery.keep_layout=true"]
     with lab.job(words, num_nodes=num_nodes + 1, spares=1, is_array=is_array) as job:
         lab.some_moment(job)
         fault(job, trial)

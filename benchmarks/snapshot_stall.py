@@ -17,15 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.job import compose
 from benchmarks.processor import process_cpu_seconds, thread_cpu_seconds, thread_minor_faults, thread_named
-from benchmarks.ranks import Rank, run_ranks
 from benchmarks.report import finish, parse_arguments
 from benchmarks.stall_figures import DCP, DCP_SHARED, MEGATRON, OURS, Row, judge, summary, table
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.snapshot import SnapshotConfig
 from megatron_ft.corpus.check import check_data
-from tests.unit.snapshot.server.nodes import Cluster, cluster
+from megatron_ft.testing.ranks import Rank, compose, run_ranks
+from megatron_ft.testing.snapshot_servers import Cluster, cluster
 
 if TYPE_CHECKING:
     from benchmarks.savers import Saver
@@ -90,7 +89,7 @@ class _Bench:
     """One rank: a trainer, and every way of keeping its state."""
 
     def __init__(self, keepers: Cluster, snapshot: SnapshotConfig, config: JobConfig, rank: Rank) -> None:
-        from benchmarks.job import join
+        from megatron_ft.testing.ranks import join
 
         self.trainer, self.groups = join(config, rank)
         self.engine = self.trainer.engine

@@ -41,7 +41,7 @@ from benchmarks.sparse_faults import (
     rows,
     sparse_snapshots,
 )
-from tests.helpers.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, forkserver, run_job, start, wait
 
 ID = "sparse-bitwise"
 NUM_FAULTS, QUICK_FAULTS = 5, 2
@@ -132,7 +132,7 @@ class Bench:
         """One job that all faults of a row are put into; an outcome for each."""
         if reference.problems:
             return [undisturbed_problems(reference)] * len(faults)
-        restarts = f"launch.max_restarts={len(faults) + 1}"
+        restarts = f"recovery.max_restarts={len(faults) + 1}"
         words = [*configuration(row, self.num_iterations), *reference.snapshots, restarts, failpoints(faults)]
         run = self.run("killed", words)
         generations = generations_of(run)
@@ -148,7 +148,7 @@ class Bench:
         at, name = int(str(fault["iteration"])), self.next_name("lost")
         words = [*configuration(row, self.num_iterations), *reference.snapshots]
         words += ["snapshot.persist_interval_windows=1", "snapshot.keep_persisted=2"]
-        held = f"launch.failpoints=['delay(seconds={HELD_SECONDS},at_iteration={at},phase=\"{fault['phase']}\")']"
+        held = f"testing.failpoints=['delay(seconds={HELD_SECONDS},at_iteration={at},phase=\"{fault['phase']}\")']"
         process = start(self.command(name, [*words, held]))
         lost = self.wait_for_windows(process, self.folder / name, num_ranks(row))
         if process.poll() is None:

@@ -153,7 +153,7 @@ def failpoints(faults: Sequence[Row]) -> str:
     for fault in faults:
         where = "" if fault["iteration"] == REPLAY else f"at_iteration={fault['iteration']},"
         texts.append(f"'kill({where}phase=\"{fault['phase']}\",generation={fault['fault']})'")
-    return f"launch.failpoints=[{','.join(texts)}]"
+    return f"testing.failpoints=[{','.join(texts)}]"
 
 
 def _word(value: object) -> str:

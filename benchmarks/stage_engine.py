@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.upstream_log import tensor_shape
-from tests.helpers.engines import MadeUpSamples
+from megatron_ft.testing.engines import MadeUpSamples
 
 
 class Place:

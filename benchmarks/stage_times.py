@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.job import compose, join_groups
-from benchmarks.ranks import Rank, run_ranks
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.operators import OperatorId, operators_of, padded_vocab_size
 from megatron_ft.planning.cost.pipeline_clock import PassSeconds
+from megatron_ft.testing.ranks import Rank, compose, join_groups, run_ranks
 
 Kind = Literal["first", "middle", "last"]
 KINDS: tuple[Kind, ...] = ("first", "middle", "last")

@@ -32,7 +32,7 @@ from megatron_ft.control.launcher import PRELOAD
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
 from megatron_ft.failures.schedule import FailureSchedule
 from megatron_ft.failures.traces import read_trace
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "trace-replay"
 TRACE = ROOT.parent / "shared" / "data" / "traces" / "aws_p3_bamboo.csv"
@@ -240,8 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(prefix="trace-replay-") as name, forkserver(*PRELOAD) as socket:
         folder, most = Path(name), schedule.most_nodes
-        words = ["launch.min_nodes=2", f"launch.max_nodes={most}", "launch.max_restarts=3"]
-        words += ["launch.join_window_seconds=0.5", f"checkpoint.save_interval_iterations={intervals[-1]}"]
+        words = ["recovery.min_nodes=2", f"nodes.max_nodes={most}", "recovery.max_restarts=3"]
+        words += ["nodes.join_window_seconds=0.5", f"checkpoint.save_interval_iterations={intervals[-1]}"]
         job = Job(folder, "elastic", words, socket, most)
         elastic, injected = measure_elastic(job, schedule)
         keep(job, elastic)

@@ -27,7 +27,7 @@ from benchmarks.report import finish, parse_arguments
 from benchmarks.trace_jobs import Job
 from benchmarks.wandb_readback import WandbHistory, history_of
 from megatron_ft.failures.processes import processes_of
-from tests.helpers.jobs import forkserver
+from megatron_ft.testing.jobs import forkserver
 
 ID = "wandb-continuity"
 NUM_JOBS, QUICK_JOBS = 4, 1
@@ -43,7 +43,7 @@ WARM = "megatron_ft.mcore.rank_main:warm"
 WORDS = (
     "telemetry.wandb=offline",
     f"launch.num_nodes={NUM_NODES}",
-    f"launch.min_nodes={NUM_NODES - 1}",
+    f"recovery.min_nodes={NUM_NODES - 1}",
     f"checkpoint.save_interval_iterations={SAVE_INTERVAL}",
     "checkpoint.async_save=false",
 )

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+_CHUNK_BYTES = 1 << 16
+
 
 def fsync_folder(folder: Path) -> None:
     """Make the entries of ``folder`` durable: a file that was created or renamed in it survives a power failure.
@@ -22,13 +24,16 @@ def fsync_folder(folder: Path) -> None:
 def append_line(path: Path, line: bytes) -> None:
     """Append a line to a file, which is created if it does not exist, and sync it.
 
-    If that fails, no part of the line stays in the file. Only one process at a time may append with this function.
+    If that fails, no part of the line stays in the file. Half a line that a writer left which was killed is removed
+    first. Only one process at a time may append with this function.
 
     Raises:
         OSError: the write failed.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
+        # Appended to half a line, this one would be lost with it.
+        cut_half_line(descriptor)
         begin = os.fstat(descriptor).st_size
         try:
             write_whole(descriptor, line)
@@ -41,8 +46,29 @@ def append_line(path: Path, line: bytes) -> None:
         os.close(descriptor)
 
 
+def cut_half_line(descriptor: int) -> int:
+    """Remove the text after the last newline of a file that is open for reading and writing. Return the number of
+    bytes.
+
+    Raises:
+        OSError: the file cannot be read or cut.
+    """
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        # From the end: the log of a long run is large, and the half line is its last one.
+        start = max(0, end - _CHUNK_BYTES)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        end = start if newline < 0 else start + newline + 1
+        if newline >= 0:
+            break
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return size - end
+
+
 def write_whole(descriptor: int, content: bytes) -> None:
-    """Write all bytes, in several calls if necessary; raises OSError, also after a part of them (disk full)."""
+    """Write all bytes, in several calls if necessary. Raises OSError, also after a part of them was written (disk
+    full)."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -52,7 +52,7 @@ class RankFailed(MegatronFtError):
 
 
 class RankLost(RankFailed):
-    """A rank cannot continue for a reason of its own process; the others treat it as killed."""
+    """A rank cannot continue because of its own process; the others treat it as killed."""
 
 
 class ControlError(MegatronFtError):
@@ -62,7 +62,7 @@ class ControlError(MegatronFtError):
 
 
 class RecoveryError(MegatronFtError):
-    """State that cannot be restored, or was not restored to the same bits."""
+    """State cannot be restored, or was not restored to the same bits."""
 
     exit_code = 9
 

@@ -1,4 +1,4 @@
-"""Every record of a run: what ranks and the control plane report, and what sinks, reports and tests read.
+"""Every record of a run: ranks and the control plane report them; sinks, reports and tests read them.
 
 An event is a frozen dataclass: its docstring and those of its fields are its row in ``docs/telemetry.md``, and
 ``describe()`` is its line on the terminal and in a report. A sink needs no change for a new event.
@@ -32,7 +32,7 @@ class Metrics(Record):
     durable: ClassVar[bool] = False
 
     iteration: int
-    """Iteration the figures belong to, counted from 1."""
+    """Iteration of the figures, counted from 1."""
     values: dict[str, float]
     """Metric name to figure."""
 
@@ -57,28 +57,28 @@ class Metrics(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Record):
-    """A run, or another attempt of it, begins."""
+    """A run, or another attempt of it, starts."""
 
     run_name: str
-    """Name of the run: its folder's."""
+    """Name of the run and of its folder."""
     model: str
     """``model.name`` of the configuration."""
     world_size: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     num_nodes: int | None = None
-    """Nodes of the job."""
+    """Number of nodes of the job."""
     train_iterations: int | None = None
-    """Iteration the run ends at."""
+    """Last iteration of the run, as configured."""
     device: str | None = None
-    """Device it computes on, e.g. ``cpu`` or ``cuda: NVIDIA H200``."""
+    """Device of the ranks, e.g. ``cpu`` or ``cuda: NVIDIA H200``."""
     versions: dict[str, str] | None = None
     """Software name to version."""
     config_digest: str | None = None
     """Digest of the resolved configuration, hexadecimal."""
     resumed_from: str | None = None
-    """Checkpoint or window it continues from; absent for a new run."""
+    """Checkpoint or window from which the run continues; absent for a new run."""
     resumed_from_iteration: int | None = None
-    """Last iteration of that state. Later iterations that older attempts reported are void."""
+    """Last iteration of that state. Later iterations of older attempts are void."""
     schema_version: int = SCHEMA_VERSION
     """Version of these records."""
 
@@ -93,12 +93,12 @@ class RunStarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReady(Record):
-    """All ranks have built their part and are about to train."""
+    """All ranks have built their model and are about to train."""
 
     seconds: float
-    """Seconds rank 0 took to build its part and to load what the run continues from."""
+    """Seconds that rank 0 took to build its model and to load the state from which the run continues."""
     world_size: int | None = None
-    """Ranks that are ready."""
+    """Number of ranks that are ready."""
     process_ids: tuple[int, ...] | None = None
     """Process of each rank, numbered by its node's operating system."""
 
@@ -110,14 +110,14 @@ class RanksReady(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSkipped(Record):
-    """The vote did not commit an iteration: weights stay as they were."""
+    """The vote did not commit an iteration: weights did not change."""
 
     iteration: int
     """Iteration that was skipped."""
     reason: str
     """Reason, e.g. ``non_finite`` or ``loss_spike``."""
     values: dict[str, float] | None = None
-    """Figures that the decision was based on."""
+    """Figures on which the decision is based."""
 
     def describe(self) -> Note:
         return Note("warning", f"iteration {self.iteration} skipped: {self.reason}")
@@ -125,16 +125,16 @@ class IterationSkipped(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Record):
-    """Loss over validation data."""
+    """Mean loss over validation data."""
 
     iteration: int
-    """Evaluated after this iteration."""
+    """Newest iteration of the evaluated weights."""
     loss: float
     """Mean loss per token, in nats."""
     num_tokens: int | None = None
-    """Tokens the mean is taken over."""
+    """Number of tokens of the mean."""
     seconds: float | None = None
-    """Seconds it took."""
+    """Duration of the evaluation in seconds."""
 
     def describe(self) -> Note:
         return Note("info", f"evaluation after iteration {self.iteration}: loss {self.loss:.4f}")
@@ -147,11 +147,11 @@ class ExpertLoad(Record):
     durable: ClassVar[bool] = False
 
     iteration: int
-    """Iteration counted."""
+    """Iteration in which the tokens were counted."""
     layers: tuple[tuple[int, ...], ...]
-    """Tokens per expert, one row per mixture layer from the bottom up."""
+    """Tokens per expert, one row per MoE layer from the bottom up."""
     layer_numbers: tuple[int, ...] | None = None
-    """Megatron's number (from 1) of each row's layer; absent when every layer is a mixture."""
+    """Megatron's number (from 1) of the layer of each row; absent if every layer is an MoE layer."""
 
     def describe(self) -> None:
         return None
@@ -159,10 +159,10 @@ class ExpertLoad(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInForce(Record):
-    """The placement of expert replicas from an iteration on; the plan is in ``placements/`` of the run."""
+    """The placement of expert replicas changes; the plan is in ``placements/`` of the run."""
 
     iteration: int
-    """First iteration it holds for."""
+    """First iteration with this placement."""
     reason: str
     """``first``, ``resumed``, ``scripted``, ``membership``, or the gain of a rebalance."""
     stages: tuple[str, ...]
@@ -170,25 +170,30 @@ class PlacementInForce(Record):
     moved_bytes: int | None = None
     """Bytes of expert weights and optimizer state that moved."""
     gain: float | None = None
-    """Share of the busiest ranks' tokens that the change is predicted to save."""
+    """Predicted saving, as a share of the busiest ranks' tokens."""
     imbalance_before: float | None = None
-    """Busiest rank over mean rank under the smoothed loads, worst layer, before the change."""
+    """Tokens of the busiest rank over the mean rank, by smoothed loads, in the worst layer, before the change."""
     imbalance_after: float | None = None
-    """The same after it."""
+    """The same ratio after the change."""
     seconds: float | None = None
-    """Seconds that training was paused for it."""
+    """Seconds for which the change paused training."""
     single_loss_survival: float | None = None
-    """Probability that the job survives the loss of one failure domain, each being equally likely: every expert keeps a
-    copy, and enough nodes are left; absent where there is one domain, or a lost node ends the job."""
+    """Probability that the job survives the loss of one failure domain, all being equally likely: every expert keeps a
+    copy, and enough nodes remain. Absent if there is one domain, or if a lost node ends the job."""
     fewest_replicas: int | None = None
-    """Copies of the expert that has fewest, over all layers."""
+    """Number of copies of the expert with the fewest, over all layers."""
     mean_replicas: float | None = None
-    """Copies of an expert on average."""
+    """Mean number of copies of an expert."""
     most_replicas: int | None = None
-    """Copies of the expert that has most."""
+    """Number of copies of the expert with the most."""
+    file_error: str | None = None
+    """Why the file of the placement could not be written; training continues without it."""
 
     def describe(self) -> Note:
-        return Note("info", f"placement from iteration {self.iteration} on: {self.reason}")
+        found = f"new placement from iteration {self.iteration} on: {self.reason}"
+        if self.file_error is not None:
+            return Note("bad", f"{found}; its file in placements/ could not be written: {self.file_error}")
+        return Note("info", found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,15 +201,15 @@ class CheckpointSaved(Record):
     """A dense checkpoint is complete, verified on disk, and ``latest`` points to it."""
 
     iteration: int
-    """Last iteration it contains."""
+    """Newest iteration in the checkpoint."""
     path: str | None = None
-    """Its directory."""
+    """Directory of the checkpoint."""
     num_bytes: int | None = None
-    """Bytes of all its files."""
+    """Bytes of all files of the checkpoint."""
     seconds: float | None = None
-    """Seconds from its start until it was complete."""
+    """Seconds from the start of the save until the checkpoint was complete."""
     blocked_seconds: float | None = None
-    """Seconds of these that training was paused."""
+    """Seconds for which the save paused training."""
 
     def describe(self) -> Note:
         parts = [] if self.num_bytes is None else [size(self.num_bytes)]
@@ -215,14 +220,14 @@ class CheckpointSaved(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Record):
-    """A dense checkpoint could not be written; ``latest`` did not move."""
+    """A dense checkpoint could not be written; ``latest`` did not change."""
 
     iteration: int
-    """Iteration it would have contained."""
+    """Iteration of the checkpoint."""
     error: str
     """The error."""
     path: str | None = None
-    """The directory it was written to."""
+    """Directory of the checkpoint."""
 
     def describe(self) -> Note:
         return Note("bad", f"checkpoint of iteration {self.iteration} failed: {self.error}")
@@ -233,15 +238,15 @@ class CheckpointLoaded(Record):
     """Training continues from a dense checkpoint."""
 
     iteration: int
-    """Last iteration it contains."""
+    """Newest iteration in the checkpoint."""
     path: str | None = None
-    """Its directory."""
+    """Directory of the checkpoint."""
     seconds: float | None = None
-    """Seconds of verifying and loading."""
+    """Seconds for verification and loading."""
     generators_restored: bool | None = None
-    """Whether every rank restored its random generators; at another layout they start from the seed."""
+    """Whether every rank restored its random generators; with another layout they start from the seed."""
     differences: tuple[str, ...] = ()
-    """Differences from the job, where ``checkpoint.load`` names it or they cannot be compared."""
+    """Differences between checkpoint and job, if ``checkpoint.load`` names it; or that they cannot be compared."""
 
     def describe(self) -> Note:
         text = "; ".join([f"checkpoint of iteration {self.iteration} loaded", *self.differences])
@@ -250,14 +255,14 @@ class CheckpointLoaded(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpike(Record):
-    """A loss far above the recent ones."""
+    """A loss is far above the recent ones."""
 
     iteration: int
     """Iteration of the loss."""
     loss: float
     """The loss, in nats per token."""
     median: float
-    """Median of the recent committed losses, in nats per token."""
+    """Median of recent committed losses, in nats per token."""
     policy: str | None = None
     """The reaction: ``warn``, ``skip`` or ``stop``."""
 
@@ -269,10 +274,10 @@ class LossSpike(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDigest(Record):
-    """Digests of all weights, master weights and moments: equal digests, equal bits."""
+    """Digests of all weights, master weights and moments; equal digests mean equal bits."""
 
     iteration: int
-    """State after this iteration."""
+    """Newest iteration of the state."""
     digests: tuple[str, ...]
     """One per rank, in rank order; hexadecimal."""
 
@@ -287,15 +292,15 @@ class FailpointHit(Record):
     action: str
     """``kill``, ``stop``, ``exit``, ``raise`` or ``delay``."""
     phase: str
-    """Phase of the iteration it sits in."""
+    """Phase in which the fault happens."""
     iteration: int
-    """Iteration it happens in."""
+    """Iteration in which the fault happens."""
     rank: int | None = None
-    """Rank it happens to."""
+    """Rank in which the fault happens."""
     node: int | None = None
     """Node of that rank."""
     failpoint: str | None = None
-    """The fault as it was requested."""
+    """The failpoint as configured."""
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -305,18 +310,18 @@ class FailpointHit(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailpointUnfired(Record):
-    """A fault was armed in a rank that ended before it: nothing was injected."""
+    """A rank ended before one of its failpoints was reached: no fault was injected."""
 
     failpoint: str
-    """The fault as it was requested."""
+    """The failpoint as configured."""
     rank: int | None = None
-    """Rank it was armed in."""
+    """Rank of the failpoint."""
     node: int | None = None
-    """Its node."""
+    """Node of that rank."""
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
-        return Note("warning", f"fault never injected: {self.failpoint}{rank}")
+        return Note("warning", f"a fault was never injected: {self.failpoint}{rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,17 +329,17 @@ class AlertRaised(Record):
     """A figure passed its limit. Training continues."""
 
     alert: str
-    """Its name: the key is ``telemetry.alert_<alert>``."""
+    """Name of the alert; the key is ``telemetry.alert_<alert>``."""
     value: float
     """The figure."""
     limit: float
-    """The limit of that key."""
+    """The limit, which is the value of that key."""
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """The rank with that figure, where it is one rank's: its number among those that train now."""
+    """The rank with that figure, if it is the figure of one rank; numbered among the ranks that train now."""
     node: int | None = None
-    """The node of that rank, by its number since the job began."""
+    """The node of that rank; node numbers never change."""
 
     def describe(self) -> Note:
         rank = "the slowest rank" if self.rank is None else f"rank {self.rank} on node {self.node}"
@@ -343,14 +348,14 @@ class AlertRaised(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertCleared(Record):
-    """A figure that had passed its limit is back."""
+    """A figure is within its limit again."""
 
     alert: str
-    """Its name: the key is ``telemetry.alert_<alert>``."""
+    """Name of the alert; the key is ``telemetry.alert_<alert>``."""
     value: float
     """The figure."""
     limit: float
-    """The limit of that key."""
+    """The limit, which is the value of that key."""
     iteration: int
     """Newest iteration of the run."""
 
@@ -363,9 +368,9 @@ class StopRequested(Record):
     """The run was requested to stop after the current iteration."""
 
     source: str
-    """The signal's name, or what requested it."""
+    """The signal's name, or another origin of the request."""
     iteration: int | None = None
-    """Iteration running at that time."""
+    """Iteration that ran at that time."""
 
     def describe(self) -> Note:
         return Note("warning", f"stop requested ({self.source}): finishing the iteration")
@@ -403,7 +408,7 @@ class RunStopped(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkFailed(Record):
-    """A sink cannot take records; the others continue."""
+    """A sink can no longer write records; the other sinks continue."""
 
     sink: str
     """Name of the sink."""
@@ -411,17 +416,17 @@ class SinkFailed(Record):
     """The error."""
 
     def describe(self) -> Note:
-        return Note("bad", f"{self.sink} takes no records: {self.error}")
+        return Note("bad", f"sink {self.sink} no longer accepts records: {self.error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkRecovered(Record):
-    """A sink that had failed takes records again."""
+    """A failed sink can write records again."""
 
     sink: str
     """Name of the sink."""
     num_lost_records: int
-    """Records it lost meanwhile."""
+    """Number of records that were lost meanwhile."""
 
     def describe(self) -> Note:
         lost = f"{self.num_lost_records} records lost" if self.num_lost_records else "nothing lost"
@@ -433,7 +438,7 @@ class RecordRefused(Record):
     """An invalid record was reported; its content is kept here."""
 
     problem: str
-    """The reason it is refused."""
+    """The reason for the refusal."""
     content: str
     """The report, as text."""
 
@@ -443,24 +448,26 @@ class RecordRefused(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTruncated(Record):
-    """A log file ended in half a line (a crash); the half line was cut off."""
+    """A log file ended in a partial line because of a crash; that line was cut off."""
 
     file: str
     """Name of the file."""
     num_dropped_bytes: int
-    """Length of what was cut off."""
+    """Number of bytes that were cut off."""
 
     def describe(self) -> Note:
-        return Note("warning", f"{self.file} ended in half a line; {self.num_dropped_bytes} bytes were cut off")
+        return Note(
+            "warning", f"the last line of {self.file} was incomplete; {self.num_dropped_bytes} bytes were cut off"
+        )
 
 
 def _alert(record: AlertRaised | AlertCleared, rank: str = "the slowest rank") -> str:
     value, limit = record.value, record.limit
     figures = {
         "single_loss_survival": f"the job survives the loss of one failure domain with probability {value:.3f}",
-        "stall_share": f"training waits for captures for {100 * value:.1f} % of its iterations",
-        "windows_behind": f"{value:.1f} windows are due and none was committed: peers or storage are behind",
-        "free_disk_share": f"{100 * value:.1f} % of the run's file system are free",
+        "stall_share": f"training spends {100 * value:.1f} % of its time waiting for captures",
+        "windows_behind": f"{value:.1f} windows are due but not committed (peers or storage are too slow)",
+        "free_disk_share": f"{100 * value:.1f} % of the run's file system is free",
         "slowest_rank_over_median": f"{rank} takes {value:.1f} times as long as the median rank for the same work",
     }
     return f"{figures.get(record.alert, record.alert)} (telemetry.alert_{record.alert}={limit:g})"

@@ -43,8 +43,8 @@ class ExpertLoads:
     iterations: tuple[int, ...]
     """Iteration of each record, as numbered in the file; ascending."""
     tokens: Tokens
-    """``[records, ranks, layers, microbatches, experts]``; ranks and microbatches are 1 where the file holds their sum.
-    Integers, or floats where a file of per-layer loads holds fractions."""
+    """``[records, ranks, layers, microbatches, experts]``; ranks and microbatches are 1 if the file has only their sum.
+    Integers, or floats if a file of per-layer loads has fractions."""
 
     @property
     def num_records(self) -> int:
@@ -53,7 +53,7 @@ class ExpertLoads:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks; 1 where the file holds their sum."""
+        """Number of ranks; 1 if the file has only their sum."""
         return int(self.tokens.shape[1])
 
     @property
@@ -67,7 +67,7 @@ class ExpertLoads:
         return int(self.tokens.shape[4])
 
     def per_layer(self, record: int | None = None) -> Tokens:
-        """``[layers, experts]``: tokens over all ranks and microbatches of one record, or of all records."""
+        """Sum ``[layers, experts]`` of tokens over all ranks and microbatches of one record, or of all records."""
         chosen = self.tokens if record is None else self.tokens[record : record + 1]
         result: Tokens = chosen.sum(axis=(0, 1, 3))
         return result
@@ -181,7 +181,7 @@ def _check_array(name: str, file: IO[bytes], num_bytes: int) -> None:
         raise DataError(f"{name}: is not a readable npy array: holds Python objects")
     said, there = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
     if min(shape, default=0) < 0 or said != there:
-        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, the file has {there}")
+        raise DataError(f"{name}: shape {shape} of {dtype} needs {said} bytes, but the file has {there}")
 
 
 def _npy(name: str, content: bytes) -> tuple[tuple[int, ...], Tokens]:
@@ -236,14 +236,16 @@ def _csv_row(name: str, line: int, row: dict[str, Any]) -> tuple[tuple[int, int,
 
 
 def _csv_table(name: str, loads: dict[tuple[int, int, int, int], int]) -> tuple[tuple[int, ...], Tokens]:
-    """Make the array: records are batches, layers are those of the encoder, then of the decoder."""
+    # Make the array: records are batches; layers are those of the encoder, then those of the decoder.
     batches = _distinct([key[:1] for key in loads])
     layers = _distinct([key[1:3] for key in loads])
     experts = _distinct([key[3:] for key in loads])
     # Compared before the table is allocated: a few rows with distant numbers would make it huge.
     expected = len(batches) * len(layers) * len(experts)
     if len(loads) != expected:
-        raise DataError(f"{name}: has {len(loads)} rows: must have one for each batch, layer and expert, {expected}")
+        raise DataError(
+            f"{name}: has {len(loads)} rows: must have {expected}, one for each combination of batch, layer and expert"
+        )
     tokens = np.zeros((len(batches), 1, len(layers), 1, len(experts)), dtype=np.int64)
     for (batch, stage, layer, expert), count in loads.items():
         tokens[batches[(batch,)], 0, layers[(stage, layer)], 0, experts[(expert,)]] = count

@@ -2,10 +2,10 @@
 
 A point is a phase of an iteration, so it is also where a rank reports its progress (``watch``). A failpoint is a call
 with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It fires in every rank that it matches,
-once per process (so in every generation, unless it names one). It is recorded durably *before* the fault, so that a
-trial can prove the injection. A process may become another rank as memberships change: ``rank`` means the number in
-the named generation, or the process's first number without one. ``hit`` costs two truth tests while nothing is armed
-and no function watches.
+once per process, so also in every generation unless it names one. It is recorded durably *before* the fault, so that a
+trial can prove the injection. A process may become another rank when memberships change: if the failpoint names a
+generation, ``rank`` is the number in that generation, otherwise the process's first number. Without failpoints and
+watching functions ``hit`` costs two truth tests.
 """
 
 import json
@@ -50,9 +50,9 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``migrate`` comes before experts move, ``migrate_build`` before the model
-is built for the new placement. The last three come while a membership forms: before the ranks connect, before state
-moves, before the model is built; their iteration is the last one before that membership."""
+"""Phases that a failpoint can name, in order. ``migrate`` is before experts move, ``migrate_build`` before the model is
+built for the new placement. The last three are reached while a membership is formed: before the ranks connect, before
+state moves, before the model is built; their iteration is the last one before that membership."""
 
 _SELECTORS: dict[str, type] = {
     "rank": int,
@@ -70,13 +70,13 @@ _OPTIONS: dict[str, dict[str, type]] = {
     "delay": {"seconds": float},
 }
 _REQUIRED = {"exit": "code", "delay": "seconds"}
-_KEY = "launch.failpoints"
+_KEY = "testing.failpoints"
 
 Record = dict[str, Any]
 
 
 class InjectedFault(RuntimeError):
-    """Raised by the action ``raise``."""
+    """Error that the action ``raise`` raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ def _check_values(text: str, action: str, values: dict[str, object]) -> None:
     if action in _REQUIRED and _REQUIRED[action] not in values:
         raise ConfigError.of(_KEY, text, f"must give {_REQUIRED[action]}")
     if int(values.get("passes", 1)) < 1:  # type: ignore[call-overload]
-        raise ConfigError.of(_KEY, text, "must give passes of at least 1")
+        raise ConfigError.of(_KEY, text, "must give passes, at least 1")
     if not 0 <= int(values.get("code", 0)) <= 255:  # type: ignore[call-overload]
-        raise ConfigError.of(_KEY, text, "must give a code between 0 and 255")
+        raise ConfigError.of(_KEY, text, "must give code, from 0 to 255")
     if not float(values.get("seconds", 0.0)) >= 0.0:  # type: ignore[arg-type]
         raise ConfigError.of(_KEY, text, "must give seconds of at least 0")
 
@@ -150,7 +150,7 @@ def append_to(path: Path) -> Callable[[Record], None]:
 
 
 ReportProgress = Callable[[int, str], None]
-"""Takes (iteration, phase)."""
+"""Function that takes (iteration, phase)."""
 
 
 @dataclass
@@ -164,9 +164,9 @@ class _Armed:
     waiting: list[Failpoint]
     """Failpoints that have not fired."""
     first_rank: int
-    """The process's rank when it was armed."""
+    """Rank of the process when ``arm`` was called."""
     rank: int
-    """Its rank in the present generation."""
+    """Rank of the process in the present generation."""
     node: int
     record: Callable[[Record], None]
     generation: int
@@ -174,7 +174,7 @@ class _Armed:
 
     @property
     def mine(self) -> tuple[Failpoint, ...]:
-        """Failpoints that match this process."""
+        """Return the failpoints that match this process."""
         return tuple(
             failpoint
             for failpoint in self.waiting
@@ -183,7 +183,7 @@ class _Armed:
         )
 
     def due(self, phase: str, iteration: int) -> list[Failpoint]:
-        """Failpoints of this process that match the phase and iteration."""
+        """Return the failpoints of this process that match the phase and iteration."""
         return [
             failpoint
             for failpoint in self.mine
@@ -198,7 +198,7 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """Call ``report`` at every hit whose phase or iteration differs from the previous hit's; None stops that.
+    """Call ``report`` at every hit whose phase or iteration differs from that of the previous hit; None stops this.
 
     The call comes before a fault that is armed at the same point.
     """
@@ -210,7 +210,7 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
     """Arm the failpoints of ``specs`` that match this process, in place of those armed before.
 
     Args:
-        specs: e.g. ``config.launch.failpoints``.
+        specs: e.g. ``config.testing.failpoints``.
         rank: present rank of the process; ``enter`` changes it.
         record: called with a ``FailpointHit`` record before the fault; must be durable (``append_to``).
         generation: present generation of the job.
@@ -226,13 +226,13 @@ def arm(specs: Iterable[str], *, rank: int, node: int, record: Callable[[Record]
 
 
 def enter(generation: int, *, rank: int) -> None:
-    """Continue as ``rank`` in ``generation``: failpoints that name another generation do not fire."""
+    """Continue as ``rank`` in ``generation``: from now on failpoints that name other generations do not fire."""
     if _armed is not None:
         _armed.generation, _armed.rank = generation, rank
 
 
 def unfired() -> tuple[Failpoint, ...]:
-    """Failpoints of this process, of any generation, that have not fired."""
+    """Return the failpoints of this process, of any generation, that have not fired."""
     return () if _armed is None else _armed.mine
 
 

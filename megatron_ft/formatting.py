@@ -1,17 +1,17 @@
-"""Durations and sizes as people read them."""
+"""Durations and sizes in a readable form."""
 
 import math
 
 
 def seconds(duration: float) -> str:
-    """``0.42 s``, ``12.3 s``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
+    """Format a duration: ``0.42 s``, ``12.3 s``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
     if duration < 60 or not math.isfinite(duration):
         return f"{duration:.2f} s" if duration < 10 else f"{duration:.1f} s"
     return clock(duration)
 
 
 def clock(duration: float) -> str:
-    """``0:07``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
+    """Format a duration as a clock: ``0:07``, ``4:07``, ``1:02:03`` or ``3d 04:05:06``."""
     minutes, second = divmod(int(duration), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -21,7 +21,7 @@ def clock(duration: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """``512 B``, ``3.2 MB`` (powers of ten)."""
+    """Format a size: ``512 B``, ``3.2 MB`` (powers of ten)."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

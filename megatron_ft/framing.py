@@ -62,7 +62,7 @@ class FrameReader:
     def pump(self) -> tuple[list[Message], bool]:
         """Read once; return the messages that are complete now, and whether the peer has closed the connection.
 
-        Without data a blocking socket blocks, and a non-blocking one gives ``([], False)``.
+        Without data a blocking socket blocks, and a non-blocking one returns ``([], False)``.
 
         Raises:
             ControlError: a frame that is too large or not a JSON object.
@@ -114,7 +114,7 @@ class FrameReader:
 def read_line(descriptor: int, *, most: int = MAX_FRAME_BYTES) -> bytes:
     """Read one line and no byte more, so that other code can wait for the end of the stream.
 
-    The newline is missing if the peer has closed before it, or if the line is longer than ``most`` bytes.
+    The newline is missing if the peer closed the stream before it, or if the line is longer than ``most`` bytes.
     """
     line = bytearray()
     # Byte by byte: a buffer would take what follows, and a later wait for the end would not see it.

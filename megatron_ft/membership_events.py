@@ -8,7 +8,7 @@ from megatron_ft.records import Note, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryStarted(Record):
-    """The state that ranks continue from: once for each recovery and for each job that continues the run."""
+    """The state from which ranks continue: one event for each recovery and for each job that continues the run."""
 
     generation: int
     """Number of the membership that begins; 0 for a job that continues the run."""
@@ -20,7 +20,7 @@ class RecoveryStarted(Record):
     source: str | None = None
     """Place of a window: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """Newer or nearer state that was not used, each with its reason."""
+    """Newer or nearer sources that were not used, each with its reason."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -36,22 +36,22 @@ class MembershipChanged(Record):
     generation: int
     """Number of the membership that begins, counted from 0."""
     world_size: int
-    """Its ranks."""
+    """Number of ranks of the membership."""
     nodes: tuple[int, ...]
-    """Its nodes, by the numbers they have had since the job began."""
+    """Nodes of the membership; node numbers never change."""
     reason: str
     """Reason for the end of the previous membership."""
     iteration: int
     """Newest iteration of the state that it begins with."""
     seconds: float
-    """Seconds from the decision until its first rank was ready."""
+    """Seconds from the decision until the first rank of the membership was ready."""
     joining: tuple[int, ...] = ()
-    """Its nodes whose ranks had no state of the run, or another state than the others, and received it. A node
+    """Nodes whose ranks received their state, because they had none of the run, or another one than the others. A node
     that was lost and started again within one iteration is among them."""
     schedule: tuple[str, ...] = ()
-    """Entries of ``launch.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
+    """Entries of ``testing.membership_schedule`` that lead to it from the membership that committed ``iteration``, one
     for each that formed on the way. They take the place of those of earlier memberships of the same iteration. Empty
-    with ``launch.keep_layout``."""
+    with ``recovery.keep_layout``."""
 
     def describe(self) -> Note:
         joining = f", {list(self.joining)} of them joining," if self.joining else ""
@@ -70,23 +70,23 @@ class StageRecovery(Record):
     rank: int
     """The rank."""
     stage: int
-    """Its pipeline stage, counted from 0."""
+    """Pipeline stage of the rank, counted from 0."""
     role: str
-    """``replays`` (its stage returns to a window and computes again), ``serves`` (sends its log) or ``waits``."""
+    """``replays`` (the stage returns to a window and computes again), ``serves`` (sends its log) or ``waits``."""
     start_iteration: int
-    """Newest iteration of the state that its stage returned to; the target where it keeps its state."""
+    """Newest iteration of the state to which the stage returned; the target if the stage keeps its state."""
     iteration: int
-    """The target: newest iteration of the state that all ranks continue from."""
+    """The target: newest iteration of the state from which all ranks continue."""
     num_iterations: int
-    """Iterations that this rank replayed; 0 unless it replays."""
+    """Number of iterations that this rank replayed; 0 unless it replays."""
     num_forward_passes: int
     """Forward passes that this rank computed: microbatches times its model chunks, over all iterations replayed."""
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
     began_unix_seconds: float
-    """Time at which it began, in seconds since 1970 by the wall clock of its node."""
+    """Time of the begin, in seconds since 1970 by the wall clock of the node."""
     seconds: float
-    """Seconds it took."""
+    """Duration in seconds."""
 
     def describe(self) -> Note | None:
         if self.role != "replays":
@@ -99,28 +99,28 @@ class StageRecovery(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed(Record):
-    """A rank died or raised."""
+    """A rank died or raised an error."""
 
     rank: int
     """The rank."""
     node: int | None = None
-    """Its node."""
+    """Node of the rank."""
     exit_code: int | None = None
-    """Its exit code, if it ended by itself."""
+    """Exit code, if the rank ended by itself."""
     signal: str | None = None
-    """The signal that ended it, e.g. ``SIGKILL``."""
+    """The signal that ended the rank, e.g. ``SIGKILL``."""
     first: bool = False
-    """Whether it was the first of the job to fail."""
+    """Whether it was the first rank of the job to fail."""
     phase: str | None = None
-    """Phase it last reported."""
+    """Last phase that the rank reported."""
     iteration: int | None = None
-    """Iteration it last reported."""
+    """Last iteration that the rank reported."""
     error: str | None = None
-    """Last line of its traceback."""
+    """Last line of the traceback."""
 
     @property
     def ending(self) -> str:
-        """Its end: ``SIGKILL``, ``exit code 1`` or ``lost``."""
+        """End of the rank: ``SIGKILL``, ``exit code 1`` or ``lost``."""
         return self.signal or ("lost" if self.exit_code is None else f"exit code {self.exit_code}")
 
     def describe(self) -> Note:
@@ -133,12 +133,12 @@ class RankFailed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost(Record):
-    """A node was lost: its process ended or became unresponsive."""
+    """A node was lost: its agent ended or does not answer."""
 
     node: int
-    """The node, by the number it has had since it first came."""
+    """The node; node numbers never change."""
     reason: str
-    """The sign by which it was detected."""
+    """The evidence of the loss."""
 
     def describe(self) -> Note:
         return Note("bad", f"node {self.node} was lost: {self.reason}")
@@ -146,14 +146,14 @@ class NodeLost(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStartFailed(Record):
-    """A node that was started during the job did not join it: its process or a rank ended, or was late."""
+    """A node that was started during the job did not join it: its agent or a rank ended or was late."""
 
     node: int
-    """The node, by the number it has had since it first came."""
+    """The node; node numbers never change."""
     reason: str
-    """Exit code and last output of its process, or which rank ended how."""
+    """Exit code and last output of its process, or the rank that ended and how."""
     starts_again: bool
-    """Whether the node is started once more, see ``launch.max_node_restarts``."""
+    """Whether the node is started again, see ``nodes.max_node_restarts``."""
 
     def describe(self) -> Note:
         again = "starting it again" if self.starts_again else "it is not started again"
@@ -165,43 +165,44 @@ class RanksRestarted(Record):
     """Ranks failed, and all ranks are started again; they continue the run."""
 
     generation: int
-    """The one that begins: how often ranks have been started again or have continued without lost nodes."""
+    """Number of the generation that begins: how often ranks have been restarted or have continued without lost
+    nodes."""
     reason: str
     """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
-    """Ranks that failed, the first one first; without those that were ended because of them."""
+    """Ranks that failed, the first one first, without ranks that ended as a consequence."""
     iteration: int
-    """Iteration in which the first of them failed; 0 before the first iteration."""
+    """Iteration in which the first rank failed; 0 before the first iteration."""
     num_restarts_left: int
-    """Restarts left if the job gets no further; ``launch.max_restarts`` again as soon as it does."""
+    """Restarts left if the job makes no progress; ``recovery.max_restarts`` again when it does."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""
-        left = f"generation {self.generation}; {self.num_restarts_left} more without progress"
+        left = f"generation {self.generation}; at most {self.num_restarts_left} more restarts without progress"
         return Note("warning", f"starting all ranks again ({left}): {self.reason}{where}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerWaits(Record):
-    """The disk has no space for what the controller writes before it acts: it handles no loss until there is space."""
+    """The disk has no space for what the controller writes before it acts: it handles no loss until space is free."""
 
     problem: str
     """The error of the disk."""
 
     def describe(self) -> Note:
-        text = f"the controller cannot write ({self.problem}): it handles no loss until there is space"
+        text = f"the controller cannot write to disk ({self.problem}); until space is free it does not react to losses"
         return Note("bad", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerGoesOn(Record):
-    """There is space again, and the controller handles what happened meanwhile."""
+    """Disk space is free again, and the controller handles what happened meanwhile."""
 
     seconds: float
-    """Seconds it waited."""
+    """Duration of the wait in seconds."""
 
     def describe(self) -> Note:
-        return Note("good", f"there is space again: the controller continues after {seconds(self.seconds)}")
+        return Note("good", f"disk space is free again: the controller continues after {seconds(self.seconds)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,21 +210,22 @@ class RunFolderMissing(Record):
     """The run's folder was deleted or moved away during the job."""
 
     path: str
-    """Its path."""
+    """Path of the folder."""
 
     def describe(self) -> Note:
         text = (
-            f"the run's folder was deleted or moved away: {self.path}; nothing more is written, and the next loss ends "
+            f"the run's folder {self.path} was deleted or moved away. Nothing more is written, and the next loss "
+            "of a rank ends "
         )
         return Note("bad", f"{text}the job: restore the folder, or stop the job")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerReplaced(Record):
-    """The job's controller ended or became unresponsive; another one takes over from its journal."""
+    """The job's controller ended or does not answer; another one takes over from its journal."""
 
     reason: str
-    """The end of the earlier controller."""
+    """End of the earlier controller."""
 
     def describe(self) -> Note:
-        return Note("warning", f"another controller takes over: {self.reason}")
+        return Note("warning", f"a new controller takes over: {self.reason}")

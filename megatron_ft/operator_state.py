@@ -1,7 +1,7 @@
 """State of an operator, independent of the layout: components, and the shards that ranks capture.
 
 A rank captures one element range of each of its parameters. The full state of an operator (``full``) and the state of a
-frozen one (``frozen``) are lists of components, so that a precision with scales adds components, not code.
+frozen one (``frozen``) are lists of components, so a precision with scales only adds components.
 """
 
 import re
@@ -24,7 +24,7 @@ class Component:
     item_bytes: int
     """Bytes of one value."""
     per_element: bool = True
-    """Whether every element has a value; otherwise a shard has one value, which is captured with every part of it."""
+    """Whether every element has a value; otherwise a shard has one value, which is captured with each of its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class StateShard:
 
 
 def operator_of(parameter: str, num_layers: int) -> OperatorId:
-    """Operator of a parameter, by its global name (MoEvement, section 3.2; appendix E for layers).
+    """Return the operator of a parameter, by its global name (MoEvement, section 3.2; appendix E for layers).
 
     Every routed expert and every gate is an operator, and so is the rest of each layer.
     """

@@ -27,7 +27,7 @@ class OperatorId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """An operator and its numbers of parameters that tensor parallelism splits and that every rank repeats."""
+    """An operator, with its numbers of parameters that tensor parallelism splits and that every rank repeats."""
 
     id: OperatorId
     num_split_parameters: int
@@ -78,7 +78,8 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Number of active parameters per token: all but those of experts that the token is not routed to."""
+    """Number of active parameters per token: all parameters except those of experts to which the token is not
+    routed."""
     topk = model.moe_router_topk
     # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
@@ -119,7 +120,7 @@ def _layer(model: ModelConfig, layer: int) -> list[Operator]:
 
 
 def _experts(model: ModelConfig, layer: int) -> list[Operator]:
-    assert model.num_moe_experts is not None, f"layer {layer} is dense"
+    assert model.num_moe_experts is not None, f"layer {layer} is dense and has no experts"
     split, repeated = _mlp(model, model.moe_ffn_hidden_size or model.ffn_hidden_size)
     return [_operator(layer, "expert", split, repeated, expert) for expert in range(model.num_moe_experts)]
 
@@ -134,7 +135,6 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Split and repeated parameters of query/key/value and output projection."""
     hidden, channels = model.hidden_size, head_channels(model)
     queries = model.num_attention_heads * channels
     keys = (model.num_query_groups or model.num_attention_heads) * channels
@@ -159,7 +159,6 @@ def _latent_attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _mlp(model: ModelConfig, width: int) -> tuple[int, int]:
-    """Split and repeated parameters of one MLP or expert."""
     inner = 2 * width if model.gated_linear_unit else width
     bias = model.add_bias_linear
     return model.hidden_size * (inner + width) + (inner if bias else 0), model.hidden_size if bias else 0

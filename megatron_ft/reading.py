@@ -1,4 +1,4 @@
-"""Parsers for input from outside, files, addresses and calls in key values: a failure is one error that names it."""
+"""Parsers for input from outside (files, addresses and calls in key values): a failure is one error that names it."""
 
 import ast
 import ipaddress
@@ -20,10 +20,10 @@ _PARSE_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError
 def reading(
     path: Path | str, kind: type[MegatronFtError] = DataError, *, what: str = "cannot be read"
 ) -> Iterator[None]:
-    """Turn whatever is raised inside into an error of ``kind`` that names ``path``; the project's own errors pass.
+    """Turn any exception inside into an error of ``kind`` that names ``path``, except the project's own errors.
 
-    Damaged bytes make parsers raise far more than they document: MemoryError for a length, RecursionError for
-    nesting, zlib.error, NotImplementedError... Panics of libraries in Rust are not even an ``Exception``.
+    Damaged bytes make parsers raise far more than they document: MemoryError for a length, RecursionError for nesting,
+    zlib.error, NotImplementedError... Panics of libraries in Rust are not even an ``Exception``.
     """
     try:
         yield

@@ -1,11 +1,12 @@
 """The base of all records of a run: typed, strict, flat JSON. The kinds are in ``events.py``.
 
-A record is a frozen dataclass. ``to_record()`` makes a flat JSON object of it, ``from_record()`` reads
-one back and refuses what does not fit. Numbers that JSON lacks travel as the strings ``"NaN"``,
-``"Infinity"`` and ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
-that reports, or the sink that receives, stamps ``time_unix_seconds``.
+A record is a frozen dataclass. ``to_record()`` makes a flat JSON object; ``from_record()`` reads one back and refuses
+invalid ones; ``read_record()`` keeps kinds that are not defined here. Numbers that JSON lacks are written as strings:
+``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Fields that are ``None`` are left out. No clock is read here: the process
+that reports, or the sink that receives, sets ``time_unix_seconds``.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -16,9 +17,10 @@ from typing import Any, ClassVar, Literal, get_type_hints
 from megatron_ft.strict_json import JsonValue, decode, encode, type_name
 
 _KINDS: dict[str, type["Record"]] = {}
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
 SCHEMA_VERSION = 2
-"""Rises when a field changes its meaning or goes away; new records and new optional fields keep it."""
+"""Version; increases when a field is removed or changes its meaning, not for new records and new optional fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +38,37 @@ class Record:
 
     kind: ClassVar[str] = ""
     durable: ClassVar[bool] = True
-    """Whether the line is forced to disk at once; not so for records of every iteration."""
+    """Whether the line is synced to disk at once; false for records of every iteration."""
 
     time_unix_seconds: float | None = None
-    """Time of the event, in seconds since 1970, by the wall clock of the process that stamped it."""
+    """Time of the event, in seconds since 1970, by the wall clock of the process that set it."""
 
     def __init_subclass__(cls) -> None:
+        # ``OtherRecord``, whose records name their kinds themselves.
+        if isinstance(cls.__dict__.get("kind"), property):
+            return
         # The class name is the kind on disk: a renamed class needs an entry in ``_today``.
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         _KINDS[cls.kind] = cls
 
     def describe(self) -> Note | None:
-        """The line of this record; None where it is shown in other ways or not at all."""
+        """Return the line of this record; None if it is shown in other ways or not at all."""
         return Note("info", self.kind.replace("_", " "))
 
     def to_record(self) -> dict[str, JsonValue]:
-        """A JSON object, ``kind`` first."""
+        """Return a JSON object with ``kind`` first."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"kind": self.kind} | {name: encode(value) for name, value in values.items() if value is not None}
 
     @classmethod
     def from_record(cls, record: Mapping[str, JsonValue]) -> "Record":
-        """The inverse of ``to_record``.
+        """Read the result of ``to_record``.
 
-        Called on ``Record`` it takes any kind, on a subclass only its own. Kinds of earlier versions are read as what
-        replaced them.
+        On ``Record`` any kind is accepted, on a subclass only its own. Kinds of earlier versions are read as the kinds
+        that replaced them.
 
         Raises:
-            ValueError: unknown kind, unknown, missing or ill-typed field; the message names it.
+            ValueError: unknown kind, or an unknown, missing or ill-typed field; the message names it.
         """
         record = _today(record)
         kind = record.get("kind")
@@ -78,7 +83,7 @@ class Record:
         hints = field_types(cls.kind)
         # Refused, not ignored: a misspelled field would be lost without a trace.
         if unknown := [name for name in values if name not in hints]:
-            raise ValueError(f"{cls.kind}.{unknown[0]}: is no field of it; fields are {', '.join(hints)}")
+            raise ValueError(f"{cls.kind}.{unknown[0]}: is not a field of this record; fields are {', '.join(hints)}")
         if missing := [name for name in _required(cls.kind) if name not in values]:
             raise ValueError(f"{cls.kind}.{missing[0]}: is required")
         return cls(**{name: decode(hints[name], value, f"{cls.kind}.{name}") for name, value in values.items()})
@@ -87,9 +92,57 @@ class Record:
 RECORDS: Mapping[str, type[Record]] = MappingProxyType(_KINDS)
 """Every kind of record that is defined."""
 
+_MAX_SHOWN = 200
+"""Characters of the fields of an ``OtherRecord`` in its line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRecord(Record):
+    """A record whose class this process does not know: another package defines it, or a newer version of this one."""
+
+    name: str
+    """Its kind."""
+    values: Mapping[str, JsonValue]
+    """Its fields but the time, as they are in the file."""
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self.name
+
+    def describe(self) -> Note:
+        shown = ", ".join(f"{name}={_shown(value)}" for name, value in self.values.items())
+        if len(shown) > _MAX_SHOWN:
+            shown = f"{shown[:_MAX_SHOWN]}..."
+        return Note("info", self.name.replace("_", " ") + (f": {shown}" if shown else ""))
+
+    def to_record(self) -> dict[str, JsonValue]:
+        time = {} if self.time_unix_seconds is None else {"time_unix_seconds": self.time_unix_seconds}
+        return {"kind": self.name, **time, **self.values}
+
+
+def _shown(value: JsonValue) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "..."
+
+
+def read_record(line: Mapping[str, JsonValue]) -> Record:
+    """Read a record of a run's files: like ``Record.from_record``, but a kind that is not defined here is kept.
+
+    Raises:
+        ValueError: no kind, or an ill-typed field; of a kind that is defined also an unknown or missing field.
+    """
+    kind = _today(line).get("kind")
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or kind in RECORDS:
+        return Record.from_record(line)
+    time = decode(float | None, line.get("time_unix_seconds"), f"{kind}.time_unix_seconds")
+    values = {name: value for name, value in line.items() if name not in ("kind", "time_unix_seconds")}
+    return OtherRecord(name=kind, values=values, time_unix_seconds=time)
+
 
 def schema() -> dict[str, JsonValue]:
-    """All records as JSON: version, and per kind its meaning and each field's type and necessity."""
+    """Return all records as JSON: version, and per kind its meaning and each field's type and necessity."""
     kinds = {
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],
@@ -105,7 +158,7 @@ def schema() -> dict[str, JsonValue]:
 
 @cache
 def field_types(kind: str) -> dict[str, Any]:
-    """Field name to type of a kind of record."""
+    """Return the type of each field of a kind of record, by name."""
     record = RECORDS[kind]
     hints = get_type_hints(record)
     return {field.name: hints[field.name] for field in fields(record)}
@@ -117,7 +170,7 @@ def _required(kind: str) -> tuple[str, ...]:
 
 
 def _today(record: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Rename what version 1 of the records called otherwise, so that run folders of that time are still read."""
+    # Rename what version 1 of the records called otherwise, so that run folders of that time are still read.
     match record.get("kind"):
         case "log_healed":
             return {**record, "kind": "log_truncated"}

@@ -1,6 +1,6 @@
-"""Dataclasses as JSON and back: each field is read by its type, and by bounds that ``Annotated`` gives it.
+"""Dataclasses to JSON and back: the type and the ``Annotated`` bounds of each field are checked.
 
-``encode`` makes JSON values of a dataclass. ``decode`` reads them back and refuses a missing or unknown field, a wrong
+``encode`` makes JSON values of a dataclass. ``decode`` reads them back. It refuses a missing or unknown field, a wrong
 type, and a length or number out of bounds with one ``ValueError`` that names the field.
 """
 
@@ -20,7 +20,7 @@ _MAX_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Bounds of a number, both included. A float must be finite, too."""
+    """Bounds of a number, both included. A float must also be finite."""
 
     low: float
     high: float
@@ -35,7 +35,8 @@ class Length:
 
 
 def encode(value: Any) -> JsonValue:
-    """JSON values of a dataclass, an enum, or a collection of them; tuples become lists, keys become text."""
+    """Return the JSON values of a dataclass, an enum, or a collection of them; tuples become lists, keys become
+    text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -51,7 +52,7 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
     """Read a value as the type ``hint``.
 
     Args:
-        where: name of the value, which the error begins with.
+        where: name of the value, with which the error begins.
 
     Raises:
         ValueError: a missing or unknown field, a wrong type, a length or number out of bounds.
@@ -88,7 +89,7 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """A type in the words of JSON, e.g. ``list of int``."""
+    """Name a type in the words of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return type_name(arguments[0])
@@ -110,7 +111,7 @@ def _to_float(value: float, where: str) -> float:
         # Integers in JSON have any size.
         return float(value)
     except OverflowError:
-        raise ValueError(f"{where}: must be a number that a float can hold") from None
+        raise ValueError(f"{where}: must be within the range of a float") from None
 
 
 def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, hint: Any) -> Any:
@@ -124,7 +125,6 @@ def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, h
 
 @cache
 def _fields_of(kind: type) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Type of each field, and the fields that have no default."""
     hints = get_type_hints(kind, include_extras=True)
     required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
     return {field.name: hints[field.name] for field in fields(kind)}, frozenset(required)
@@ -152,4 +152,4 @@ def _check_bound(bound: Any, value: Any, where: str) -> None:
                 raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be from {low} to {high}")
         case Length(low, high):
             if not low <= len(value) <= high:
-                raise ValueError(f"{where}: must have {low} to {high} entries or characters, has {len(value)}")
+                raise ValueError(f"{where}: must have {low} to {high} entries or characters, but has {len(value)}")

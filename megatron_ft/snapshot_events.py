@@ -11,7 +11,7 @@ class SnapshotPlanned(Record):
     """The windows that are captured from now on."""
 
     iteration: int
-    """Last iteration before the plan is in force."""
+    """Newest iteration before the plan comes into force."""
     window_iterations: int
     """Iterations that together capture every operator once (W)."""
     interval_iterations: int
@@ -21,32 +21,32 @@ class SnapshotPlanned(Record):
     dense_bytes: int
     """Bytes of the whole state on that rank, captured at once."""
     host_bytes: int
-    """Memory that windows and peers' copies take on the node that needs most."""
+    """Memory of windows and peer copies on the node that needs most."""
     reason: str
     """Reason for this size and order of the window."""
 
     def describe(self) -> Note:
         return Note(
-            "info", f"snapshots: window of {self.window_iterations} iterations, {size(self.window_bytes)} a rank"
+            "info", f"snapshots: windows of {self.window_iterations} iterations, {size(self.window_bytes)} per rank"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted(Record):
-    """Every rank's window is in the memory of as many other failure domains as configured."""
+    """A window is committed: every rank's part is in the memory of as many other failure domains as configured."""
 
     iteration: int
-    """Iteration whose vote contained it."""
+    """Iteration whose vote committed it."""
     start_iteration: int
-    """State the window's first slice was taken from."""
+    """Iteration after which the window's first slice was captured."""
     num_iterations: int
-    """Slices of the window."""
+    """Number of slices of the window."""
     stalled_seconds: float
-    """Seconds that training waited for its capture on this rank, the first of the job."""
+    """Seconds for which training on the first rank of the job waited for its capture."""
     captured_bytes: int | None = None
     """Bytes that this rank captured since the previous committed window."""
     replicated_bytes: int | None = None
-    """Bytes that this rank's snapshot server has sent to peers since then, each peer counted."""
+    """Bytes that this rank's snapshot server has sent since then, for all peers together."""
     persisted_bytes: int | None = None
     """Bytes that this rank's snapshot server has written to storage since then."""
 
@@ -56,7 +56,7 @@ class WindowCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowDelayed(Record):
-    """No buffer was free for the next window on some rank: peers or storage are behind. Training continues."""
+    """Some rank had no free buffer for the next window, because peers or storage are slow. Training continues."""
 
     iteration: int
     """Iteration after which the window should have started."""
@@ -65,7 +65,9 @@ class WindowDelayed(Record):
 
     def describe(self) -> Note:
         behind = size(self.replicating_bytes)
-        return Note("warning", f"window after iteration {self.iteration} waits for peers, {behind} behind")
+        return Note(
+            "warning", f"a window is delayed after iteration {self.iteration}: {behind} still have to reach peers"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +75,9 @@ class SnapshotProblem(Record):
     """An operation on a window failed on a node; training continues."""
 
     iteration: int
-    """Last committed iteration when it was noticed."""
+    """Newest committed iteration when the problem was noticed."""
     node: int
-    """Node it happened on."""
+    """Node of the problem."""
     what: str
     """The operation: ``replicate``, ``persist``..."""
     error: str
@@ -87,36 +89,36 @@ class SnapshotProblem(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogPlanned(Record):
-    """Memory was allocated for the tensors that ranks send over pipeline boundaries; it contains the earlier log."""
+    """Memory was allocated for the tensors that ranks send to adjacent stages; the earlier log was copied into it."""
 
     iteration: int
-    """Last iteration before it was allocated."""
+    """Newest iteration before the allocation."""
     iterations_kept: int
-    """Most iterations whose tensors are kept at once."""
+    """Largest number of iterations whose tensors are kept at the same time."""
     log_bytes: int
-    """Memory of the log on the rank that keeps most."""
+    """Memory of the log on the rank with the largest log."""
     node_bytes: int
-    """Memory of logs on the node that keeps most."""
+    """Memory of logs on the node with the largest logs."""
 
     def describe(self) -> Note:
-        return Note("info", f"upstream log: {self.iterations_kept} iterations, {size(self.log_bytes)} a rank")
+        return Note("info", f"upstream log: keeps {self.iterations_kept} iterations, {size(self.log_bytes)} per rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamLogFull(Record):
-    """The log had no space for the tensors of an iteration: the next window is late. Training continues.
+    """The log had no space for the tensors of an iteration, because the next window is late. Training continues.
 
-    A stage that is lost before a window that begins after the gap is committed cannot replay alone.
+    A stage that is lost cannot replay alone until a window that begins after the gap is committed.
     """
 
     iteration: int
-    """First iteration that is not in the log, and perhaps others after it."""
+    """First iteration that is not in the log; later ones may also be missing."""
     iterations_kept: int
-    """Iterations whose tensors are kept."""
+    """Number of iterations whose tensors are kept."""
 
     def describe(self) -> Note:
-        effect = "no stage can replay alone until a later window is committed"
-        return Note("warning", f"upstream log is full from iteration {self.iteration} on: {effect}")
+        effect = "until a later window is committed, no stage can replay alone"
+        return Note("warning", f"upstream log is full from iteration {self.iteration} on; {effect}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

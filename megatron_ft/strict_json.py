@@ -1,4 +1,5 @@
-"""Typed values as strict JSON, with ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` for numbers that JSON lacks."""
+"""Converts typed values to strict JSON and back; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` replace numbers that
+JSON lacks."""
 
 import json
 import math
@@ -7,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
 JsonValue = Any
-"""Any JSON value."""
 
 
 def parse_json(content: bytes | str) -> JsonValue:
@@ -36,10 +36,10 @@ def encode(value: object) -> JsonValue:
 
 
 def to_float(value: object) -> float:
-    """Convert a JSON value to a number, including those that JSON lacks.
+    """Convert a JSON value to a number, including the three that are strings.
 
     Raises:
-        ValueError: it is not a number, or an integer that no float holds.
+        ValueError: it is not a number, or an integer too large for a float.
     """
     if value in ("NaN", "Infinity", "-Infinity"):
         return float(str(value))
@@ -48,14 +48,14 @@ def to_float(value: object) -> float:
     try:
         return float(value)
     except OverflowError:  # JSON integers have no limit
-        raise ValueError("an integer beyond the range of a float: must be a number that a float holds") from None
+        raise ValueError("must be within the range of a float, is a larger integer") from None
 
 
 def decode(hint: Any, value: JsonValue, where: str) -> Any:
     """Convert a JSON value to the type ``hint``.
 
     Raises:
-        ValueError: it has another type; the message begins with ``where``.
+        ValueError: it has another type. The message begins with ``where``.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -73,7 +73,7 @@ def decode(hint: Any, value: JsonValue, where: str) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Name a field's type in the terms of JSON, e.g. ``list of int``."""
+    """Name the type of a field in the terms of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(type_name(argument) for argument in arguments if argument is not types.NoneType)
@@ -85,7 +85,7 @@ def type_name(hint: Any) -> str:
 
 
 def to_number(value: JsonValue, where: str, always_float: bool = False) -> float:
-    """Convert a JSON value to a number; integers stay integers unless ``always_float``."""
+    """Convert a JSON value to a number. Integers stay integers unless ``always_float``."""
     if type(value) is int and not always_float:
         return value
     try:

@@ -1,4 +1,4 @@
-"""Parallel coordinates of ranks in Megatron's order, nodes and failure domains."""
+"""Parallel coordinates of ranks in the order of Megatron, nodes and failure domains."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Topology:
         return topology
 
     def validate(self) -> None:
-        """Check that sizes fit together, as ``parallel_state.initialize_model_parallel`` requires."""
+        """Check that the sizes fit together as ``parallel_state.initialize_model_parallel`` requires."""
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigError.of(_key(name), getattr(self, name), "must be at least 1")
@@ -72,27 +72,27 @@ class Topology:
             raise ConfigError.of(
                 "parallel.expert_model_parallel_size",
                 self.expert_model_parallel_size,
-                f"must, times expert_tensor_parallel_size={self.expert_tensor_parallel_size}, divide the ranks "
-                f"of a pipeline stage, TP * CP * DP = {self.stage_size}",
+                f"times expert_tensor_parallel_size={self.expert_tensor_parallel_size} must divide the number of "
+                f"ranks of a pipeline stage, TP * CP * DP = {self.stage_size}",
             )
 
     @property
     def stage_size(self) -> int:
-        """Number of ranks of one pipeline stage."""
+        """Return the number of ranks of one pipeline stage."""
         return self.world_size // self.pipeline_model_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that read different samples."""
+        """Return the number of ranks that read different samples."""
         return self.stage_size // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Number of ranks that hold the same experts."""
+        """Return the number of ranks that hold the same experts."""
         return self.stage_size // (self.expert_tensor_parallel_size * self.expert_model_parallel_size)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of a global rank."""
+        """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not below the world size {self.world_size}"
         # Order of ``parallel_state.initialize_model_parallel``: another one would put shards on the wrong ranks.
         stage, inside = divmod(rank, self.stage_size)
@@ -107,11 +107,11 @@ class Topology:
         return ((rank, self.coordinates(rank)) for rank in range(self.world_size))
 
     def stage_ranks(self, pipeline_stage: int) -> range:
-        """Global ranks of one pipeline stage."""
+        """Return the global ranks of one pipeline stage."""
         return range(pipeline_stage * self.stage_size, (pipeline_stage + 1) * self.stage_size)
 
     def chunk_layers(self, num_layers: int, pipeline_stage: int, chunk: int = 0) -> range:
-        """Layer numbers (from 1) of one virtual chunk of a stage."""
+        """Return the layer numbers (from 1) of one virtual chunk of a stage."""
         num_chunks = self.pipeline_model_parallel_size * self.virtual_pipeline_model_parallel_size
         layers_per_chunk = num_layers // num_chunks
         # Interleaved: chunk 0 of all stages comes before chunk 1 of the first stage.
@@ -119,14 +119,14 @@ class Topology:
         return range(first, first + layers_per_chunk)
 
     def stage_layers(self, num_layers: int, pipeline_stage: int) -> tuple[int, ...]:
-        """Layer numbers (from 1) of all chunks of a stage, ascending."""
+        """Return the layer numbers (from 1) of all chunks of a stage, ascending."""
         chunks = range(self.virtual_pipeline_model_parallel_size)
         return tuple(layer for chunk in chunks for layer in self.chunk_layers(num_layers, pipeline_stage, chunk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes of a job: number of ranks, failure domains, and which nodes are alive."""
+    """Nodes of a job: number of ranks per node, failure domains, and which nodes are alive."""
 
     ranks_per_node: int
     failure_domains: tuple[str, ...]
@@ -134,22 +134,22 @@ class Cluster:
 
     @classmethod
     def of(cls, num_nodes: int, ranks_per_node: int, failure_domains: list[str] | None = None) -> "Cluster":
-        """Make a cluster with every node alive; without names every node is a failure domain of its own."""
+        """Make a cluster with every node alive. Without names, every node is its own failure domain."""
         domains = tuple(failure_domains or (f"node{node}" for node in range(num_nodes)))
-        assert len(domains) == num_nodes, f"{len(domains)} failure domains for {num_nodes} nodes"
+        assert len(domains) == num_nodes, f"{len(domains)} names of failure domains for {num_nodes} nodes"
         return cls(ranks_per_node=ranks_per_node, failure_domains=domains, alive=frozenset(range(num_nodes)))
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, alive or not."""
+        """Return the number of nodes, alive or not."""
         return len(self.failure_domains)
 
     def node_of(self, rank: int) -> int:
-        """Node of a global rank."""
+        """Return the node of a global rank."""
         return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Global ranks of a node."""
+        """Return the global ranks of a node."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def without(self, node: int) -> "Cluster":

@@ -1,14 +1,16 @@
 """Check a job on the login node and submit it: ``python slurm/submit.py --nodes 8 experiment=mixtral_slurm``.
 
-The configuration is checked as ``dry_run=true`` does, with the nodes that the job will have; what is refused is not
-submitted. What is submitted is ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``) with the options and
-overrides written into it; the job keeps it in its run's folder, as ``slurm/JOBID.sbatch``.
+The script checks the configuration as ``dry_run=true`` does, with the nodes that the job will have. A job that fails
+the check is not submitted. The script then submits ``pretrain.sbatch`` (``--shape array``: ``pretrain_array.sbatch``)
+with the options and overrides written into it. The job keeps a copy in the run's folder, as ``slurm/JOBID.sbatch``.
+``--check`` submits and writes nothing: it prints the dry run and the command of sbatch.
 """
 
 import argparse
 import datetime
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,11 +23,11 @@ _START = "set -euo pipefail\n"
 
 
 class Refused(Exception):
-    """The job is not submitted."""
+    """The script does not submit the job, for the given reason."""
 
 
 def read_site(path: Path) -> dict[str, str]:
-    """Read the values of a site's file as the batch script will.
+    """Read the values of a site's file in the same way as the batch script.
 
     Raises:
         Refused: the file cannot be read, names no network interface, or has an invalid count.
@@ -47,18 +49,19 @@ def read_site(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Distribution of nodes over jobs of Slurm."""
+    """Distribution of the nodes over Slurm jobs."""
 
     script: str
     launch: str
-    """Choice of the group ``launch``."""
+    """Option of the configuration group ``launch``."""
     overrides: tuple[str, ...] = ()
-    """Overrides that the script sets besides sizes and places."""
+    """Overrides that the script sets in addition to sizes and folders."""
     log: str = "%j"
     """Name of the log in sbatch's syntax, after ``slurm-``."""
 
     def options(self, num_nodes: int, num_queued: int) -> list[str]:
-        """Return options of sbatch for this number of nodes; queued ones are not among those that run at a time."""
+        """Return the options of sbatch for ``num_nodes``. ``num_queued`` further nodes wait and do not run at the same
+        time."""
         if self.launch == "slurm":
             return [f"--nodes={num_nodes}"]
         return [f"--array=0-{num_nodes - 1}%{num_nodes - num_queued}"]
@@ -71,48 +74,52 @@ SHAPES = {
 
 
 def check(site: dict[str, str], shape: Shape, num_nodes: int, overrides: Sequence[str]) -> None:
-    """Run the job's own dry run, with its plan on standard output.
+    """Run the dry run of the job. It prints the plan to standard output.
 
     Raises:
-        Refused: it fails.
+        Refused: the dry run fails.
     """
     num_spares = int(site["MFT_SPARE_NODES"])
-    sizes = {"num_nodes": num_nodes - num_spares, "num_spare_nodes": num_spares}
-    sizes["ranks_per_node"] = int(site["MFT_RANKS_PER_NODE"])
-    launch = [f"launch={shape.launch}", *(f"launch.{name}={value}" for name, value in sizes.items()), *shape.overrides]
+    sizes = {"launch.num_nodes": num_nodes - num_spares, "nodes.num_spare_nodes": num_spares}
+    sizes["launch.ranks_per_node"] = int(site["MFT_RANKS_PER_NODE"])
+    launch = [f"launch={shape.launch}", *(f"{key}={value}" for key, value in sizes.items()), *shape.overrides]
     words = [site["MFT_PYTHON"], "pretrain_moe.py", *launch, *overrides, "dry_run=true"]
     if subprocess.run(words, cwd=HERE.parent, check=False).returncode != 0:
         raise Refused("the dry run refuses this job: nothing was submitted")
 
 
 def make_script(name: str, options: Sequence[str], overrides: Sequence[str], *, variables: Mapping[str, str]) -> str:
-    """Write these options of sbatch, overrides and environment variables into a script of this folder."""
+    """Return a script of this folder with the given sbatch options, overrides and environment variables."""
     script = (HERE / name).read_text(encoding="utf-8")
-    assert script.count(_START) == 1, "its first command, behind the directives: of two the later one counts"
+    assert script.count(_START) == 1, "the script must have exactly one first command after the directives"
     directives = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
     exports = "".join(f"export {variable}={shlex.quote(text)}\n" for variable, text in variables.items())
     return script.replace(_START, f'{directives}{_START}{exports}set -- {shlex.join(overrides)} "$@"\n')
 
 
 def refuse(chosen: argparse.Namespace, num_spares: int) -> None:
-    """Refuse options that are impossible for any shape or for this one.
+    """Refuse options that are impossible for every shape or for the chosen one.
 
     Raises:
-        Refused: one of them is.
+        Refused: an option is impossible.
     """
     if chosen.shape != "array" and chosen.queued != 0:
-        raise Refused("--queued is of --shape array")
+        raise Refused("--queued needs --shape array")
     if not 0 <= chosen.queued <= num_spares:
-        raise Refused(f"--queued={chosen.queued}: must be in 0..{num_spares}, MFT_SPARE_NODES: only spares can be late")
+        raise Refused(
+            f"--queued={chosen.queued}: must be in 0..{num_spares} (MFT_SPARE_NODES): only spares can start late"
+        )
     if chosen.chain < 1:
         raise Refused(f"--chain={chosen.chain}: must be at least 1")
+    if not chosen.check and shutil.which("sbatch") is None:
+        raise Refused("sbatch: must be a command here: submit on a login node of the cluster; --check needs no Slurm")
 
 
 def submit(script: str) -> str:
-    """Submit the script with ``sbatch``; returns the job's id.
+    """Submit the script with ``sbatch``. Return the id of the job.
 
     Raises:
-        Refused: Slurm does not take it.
+        Refused: Slurm does not accept the script.
     """
     done = subprocess.run(
         ["sbatch", "--parsable"], input=script, capture_output=True, text=True, cwd=HERE.parent, check=False
@@ -123,10 +130,10 @@ def submit(script: str) -> str:
 
 
 def submit_chain(script: str, length: int) -> list[str]:
-    """Submit the script with ``sbatch`` several times; returns the jobs' ids.
+    """Submit the script with ``sbatch`` several times. Return the ids of the jobs.
 
     Raises:
-        Refused: Slurm does not take one; those before it stay, and are named.
+        Refused: Slurm does not accept one. Earlier jobs stay submitted; the message names them.
     """
     jobs: list[str] = []
     for _ in range(length):
@@ -135,20 +142,27 @@ def submit_chain(script: str, length: int) -> list[str]:
         except Refused as refusal:
             if not jobs:
                 raise
-            raise Refused(f"{refusal}\nof {length} jobs these were submitted, and stay: {', '.join(jobs)}") from None
+            raise Refused(f"{refusal}\nof {length} jobs these were submitted and remain: {', '.join(jobs)}") from None
     return jobs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the command; its exit code."""
+    """Run the command. Return the exit code."""
     default_site = Path(os.environ.get("MFT_SITE") or HERE / "site.env")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--nodes", type=int, required=True, help="of the allocation or the array, spares included")
-    parser.add_argument("--shape", choices=SHAPES, default="allocation", help="one allocation, or a task per node")
-    parser.add_argument("--queued", type=int, default=0, help="spares of an array that wait in Slurm's queue")
-    parser.add_argument("--chain", type=int, default=1, help="jobs, one after the other until the run is done")
-    parser.add_argument("--site", type=Path, default=default_site, help="file of the site's values (MFT_SITE)")
-    parser.add_argument("overrides", nargs="*", help="of Hydra, e.g. experiment=mixtral_slurm")
+    parser.add_argument(
+        "--nodes", type=int, required=True, help="number of nodes of the allocation or array, spares included"
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="allocation", help="one allocation, or an array with a task per node"
+    )
+    parser.add_argument(
+        "--queued", type=int, default=0, help="number of an array's spares that may still wait in Slurm's queue"
+    )
+    parser.add_argument("--chain", type=int, default=1, help="number of jobs; each continues the run of the one before")
+    parser.add_argument("--check", action="store_true", help="check the job and print the command of sbatch only")
+    parser.add_argument("--site", type=Path, default=default_site, help="file with the values of the site (MFT_SITE)")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, e.g. experiment=mixtral_slurm")
     chosen = parser.parse_args(arguments)
     overrides = list(chosen.overrides)
     names = [word.partition("=")[2] for word in overrides if word.startswith("run.name=")]
@@ -162,12 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(site, shape, chosen.nodes, overrides)
         folders = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
         runs = HERE.parent / [site["MFT_RUNS"], *folders][-1]
-        runs.mkdir(parents=True, exist_ok=True)
         is_chained = chosen.shape == "array" or chosen.chain > 1
         options = [*shlex.split(site["MFT_SBATCH"]), *shape.options(chosen.nodes, chosen.queued)]
         options += [f"--job-name={names[-1]}", "--dependency=singleton"] if is_chained else []
         options += [f"--output={runs}/slurm-{shape.log}.log"]
         variables = {"MFT_SITE": str(site_file)} | ({"MFT_CHAINED": "1"} if is_chained else {})
+        if chosen.check:
+            exports = shlex.join(f"{name}={text}" for name, text in variables.items())
+            line = shlex.join(["sbatch", *options, str(HERE / shape.script), *overrides])
+            print(f"checked; nothing was submitted. sbatch\n  {exports} {line}")
+            return 0
+        runs.mkdir(parents=True, exist_ok=True)
         jobs = submit_chain(make_script(shape.script, options, overrides, variables=variables), chosen.chain)
     except Refused as refusal:
         print(refusal, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Starts a node for a running job; it joins at an iteration boundary.
+"""Starts a node for a running job. The node joins between two iterations.
 
 python -m tools.add_node runs/moe_tiny-001 2
 """
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatronFtError as error:
         print(f"add_node: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"node {options.node} is started; it joins at an iteration boundary")
+    print(f"node {options.node} is being started; it joins at an iteration boundary")
     return EXIT_OK
 
 

@@ -21,11 +21,14 @@ if __package__ in (None, ""):
 
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.devices import on_device, refused_devices
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.inputs import read_inputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.admin import AdminClient, JobNotRunning
-from megatron_ft.errors import EXIT_OK, ConfigError, DataError, MegatronFtError, RecoveryError
+from megatron_ft.control.run_id import RUN_ID_NAME, read_run_id
+from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import choose_device, other_device
@@ -36,14 +39,16 @@ from megatron_ft.planning.recovery.losses import Stored, cost_of_loss
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import report_snapshots
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.manifest import Manifest, verify
+from megatron_ft.snapshot.storage.window_folder import open_windows
+from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
 """Number of newest iterations whose median is the duration of an iteration."""
 _VOCABULARY = 1
-"""Stand-in where the tokenizer decides the vocabulary's size: no answer here depends on it."""
+"""Placeholder for a vocabulary size that only the tokenizer knows. No answer of this tool depends on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +58,12 @@ class Answer:
     cost: LossCost
     num_operators: int
     seconds_again: float | None
-    """Seconds for the repeated iterations, at the run's own pace; None where it is not known."""
+    """Time for the repeated iterations at the measured pace of the run; None if not known."""
     seconds_to_continue: float | None
-    """Median seconds of the run's earlier changes of membership; None where there were none, or ranks start again."""
+    """Median time of earlier changes of membership in the run. None if there were none, or if all ranks start again."""
     notes: tuple[str, ...] = ()
     device: str = "cpu"
-    """Device that the answer holds for: ``cpu`` or ``cuda``."""
+    """Device for which the answer is valid: ``cpu`` or ``cuda``."""
 
     def to_json(self) -> dict[str, Any]:
         figures = {"num_operators": self.num_operators, "notes": list(self.notes), "device": self.device}
@@ -68,7 +73,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run's folder."""
+    """Data from the folder of a run."""
 
     path: Path
     config: JobConfig
@@ -81,8 +86,8 @@ class Run:
         """Read a folder.
 
         Raises:
-            DataError: it is no run, or its files are damaged.
-            ControlError: the running job's controller refuses.
+            DataError: the folder holds no run, or files are damaged.
+            ControlError: the controller of the running job refuses the request.
         """
         config = read_config(path / "config.yaml")
         try:
@@ -100,11 +105,12 @@ class Run:
         return cls(path=path, config=config, events=events, nodes=nodes, is_running=is_running)
 
     def placement(self) -> tuple[list[PlacementPlan], list[Any] | None]:
-        """Return (the placement in force of each stage, the loads of each that it is based on); nothing without
-        replicas.
+        """Return the current placement of each stage, and the loads that each placement was planned for.
+
+        Returns an empty list and None for a job without replicas.
 
         Raises:
-            DataError: its file is missing, damaged, or of another membership.
+            DataError: the placement file is missing, damaged, or belongs to another membership.
         """
         if self.config.placement.algorithm is None:
             return [], None
@@ -120,20 +126,29 @@ class Run:
         num_ranks = len(self.nodes) * self.config.launch.ranks_per_node
         if (found := sum(len(plan.ranks) for plan in plans)) != num_ranks:
             raise DataError(
-                f"{path}: is of {found} ranks; the nodes present, {list(self.nodes)}, have {num_ranks}: "
-                "a membership may be forming just now, ask again"
+                f"{path}: has a placement of {found} ranks, but the present nodes {list(self.nodes)} have "
+                f"{num_ranks} ranks; if a membership is being formed, try again"
             )
         return plans, loads
 
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
-        """Return (stored state of the run, skipped state with reasons)."""
+        """Return the stored state of the run, and the state that was skipped with the reasons."""
         metrics = read_metrics(self.path)
-        path, damaged = newest_valid(self.path / "checkpoints")
+        identity = self._identity()
+
+        def check(directory: Path) -> Manifest:
+            """Verify a checkpoint and refuse one of another run."""
+            manifest = verify(directory)
+            if (reason := _not_own(identity, manifest)) is not None:
+                raise CheckpointError(reason)
+            return manifest
+
+        path, damaged = newest_valid(self.path / "checkpoints", check)
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
         persisted = None
-        if folder := self._windows():
+        if folder := open_windows(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
-            entry, reports = folder.newest(world_size)
+            entry, reports = folder.newest(world_size, lambda window: _not_own(identity, window))
             persisted = None if entry is None else entry.start_iteration
             notes += [f"{report.path}: skipped: {report.reason}" for report in reports]
         committed = [event for event in since_start(self.events) if isinstance(event, WindowCommitted)]
@@ -145,49 +160,60 @@ class Run:
         )
         return stored, tuple(notes)
 
-    def _windows(self) -> WindowFolder | None:
-        url = self.config.snapshot.persist_url
-        own = self.path / "windows"
-        if url is None:
-            return WindowFolder(own) if own.is_dir() else None
-        return WindowFolder(f"{url.rstrip('/')}/{self.path.name}")
+    def _identity(self) -> JobIdentity | None:
+        """Identity of the run, without settings; None for a folder of a version that gave runs none."""
+        if not (self.path / RUN_ID_NAME).exists():
+            return None
+        known = read_run_id(self.path)
+        older = known.is_older
+        return JobIdentity(run_id=known.run_id, run_name=self.path.name, settings={}, takes_format_1=older)
+
+
+def _not_own(identity: JobIdentity | None, found: Manifest | Window) -> str | None:
+    """Why a checkpoint or window, which a job of this run would not use, is not its own."""
+    if identity is None:
+        return None
+    name = found.run_name if isinstance(found, Manifest) else "of another name"
+    return identity.not_of_run(run_id=found.run_id, run_name=name, format_version=found.format_version)
 
 
 def read_config(path: Path) -> JobConfig:
-    """Read the configuration a run was started with, and derive it as at the start.
+    """Read the configuration that a run was started with, with derived values as at the start.
 
     Raises:
-        DataError: no such file, or none of a run.
+        DataError: there is no such file, or it does not belong to a run.
     """
     import yaml
 
     try:
-        return derive_placement(from_dict(yaml.safe_load(path.read_text())))
+        return derive_placement(from_dict(with_present_keys(yaml.safe_load(path.read_text()))))
     except (OSError, yaml.YAMLError, ConfigError, AttributeError) as error:
-        raise DataError(f"{path}: must be the configuration of a run: {error}") from None
+        raise DataError(f"{path}: must contain the configuration of a run: {error}") from None
 
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
-    """Put ``config`` on the device that the run's ranks reported last, or the one it names; ``auto``
-    before any rank."""
+    """Return ``config`` with the device that the ranks reported last.
+
+    Before any rank has reported, return ``config`` unchanged.
+    """
     reported = [event.device.partition(":")[0] for event in events if isinstance(event, RunStarted) and event.device]
     return on_device(config, reported[-1]) if reported else config
 
 
 def since_start(events: Sequence[Record]) -> Sequence[Record]:
-    """Select the events of the present start of the ranks."""
+    """Return the events since the ranks started last."""
     starts = [index for index, event in enumerate(events) if isinstance(event, RanksReady)]
     return events[starts[-1] :] if starts else []
 
 
 def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
-    """List the nodes in the run's records: all since a start, or those of the newest membership."""
+    """Return the nodes in the run's records: those that started, or those of the newest membership."""
     changes = [event for event in since_start(events) if isinstance(event, MembershipChanged)]
     return tuple(sorted(changes[-1].nodes)) if changes else tuple(range(config.launch.num_nodes))
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
-    """Answer for a run's folder. Raises MegatronFtError where it cannot be read or the question is invalid."""
+    """Answer for the folder of a run. Raises MegatronFtError if it cannot be read or the question is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = report_snapshots(run.config, _VOCABULARY)
     plans, loads = run.placement()
@@ -203,7 +229,7 @@ def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bo
 
 
 def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) -> Answer:
-    """Answer for a job that has not begun. Raises as ``ask_run``."""
+    """Answer for a job that has not begun. Raises the same errors as ``ask_run``."""
     from megatron_ft.config.validate import validate
     from pretrain_moe import compose
 
@@ -229,14 +255,14 @@ def ask_config(overrides: Sequence[str], lost: Sequence[int], *, is_gone: bool) 
 
 
 def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
-    """Return (the device of an answer, what holds on the other one where ranks may find that).
+    """Return the device of an answer, and notes on the other device if ranks may run on it.
 
     Raises:
-        ConfigError: the device refuses the configuration.
+        ConfigError: the configuration cannot run on the device.
     """
     from pretrain_moe import observe_here
 
-    refused, gpu_memory_bytes = refused_devices(config), config.launch.gpu_memory_bytes
+    refused, gpu_memory_bytes = refused_devices(config), config.limits.gpu_memory_bytes
     choice = choose_device(
         config.training.device,
         observe_here(),
@@ -249,7 +275,7 @@ def _device_of(config: JobConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def seconds_of(run: Run, cost: LossCost) -> dict[str, float | None]:
-    """Measure durations from the run's own records; None where they have none."""
+    """Measure durations from the records of the run. A duration without records is None."""
     pace = [each.values["iteration_seconds"] for each in read_metrics(run.path) if "iteration_seconds" in each.values]
     changes = [event.seconds for event in run.events if isinstance(event, MembershipChanged)]
     again = None
@@ -279,14 +305,14 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: LossCost) -> str:
-    """Describe the use of the present state of operators on the remaining nodes."""
+    """Describe how the remaining nodes can use the current state of the operators."""
     if cost.rung in ("replicas", "localized"):
-        return "stay alive in their present state"
-    return "have their present state on nodes that are left, which is not used"
+        return "keep their present state"
+    return "have their present state on other nodes, but it is not used"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:
-    """Group consecutive experts of a layer: ``2.gate, 2.expert.0-3``."""
+    """Write operators with consecutive experts of a layer grouped: ``2.gate, 2.expert.0-3``."""
     names: list[str] = []
     run: list[OperatorId] = []
     for operator in [*operators, None]:
@@ -309,10 +335,12 @@ def parser() -> argparse.ArgumentParser:
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="can_recover", description=first)
     result.add_argument("run_dir", type=Path, nargs="?", help="folder of the run")
-    result.add_argument("--config", nargs="+", metavar="KEY=VALUE", help="a job that has not begun, instead of a run")
-    result.add_argument("--lose", required=True, metavar="2,5", help="nodes lost together")
-    result.add_argument("--ranks-only", action="store_true", help="their ranks die, the nodes' processes live")
-    result.add_argument("--as-if-running", action="store_true", help="a run that has ended: what would have followed")
+    result.add_argument(
+        "--config", nargs="+", metavar="KEY=VALUE", help="evaluate a job that is not started, instead of a run"
+    )
+    result.add_argument("--lose", required=True, metavar="2,5", help="nodes that are lost together")
+    result.add_argument("--ranks-only", action="store_true", help="only their ranks die; the agents continue")
+    result.add_argument("--as-if-running", action="store_true", help="evaluate a run that has ended as if it still ran")
     result.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return result
 
@@ -322,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
     if (options.run_dir is None) == (options.config is None):
-        command.error("give a run's folder or --config, one of them")
+        command.error("give either a run's folder or --config")
     try:
         lost = [int(number) for number in options.lose.split(",")]
     except ValueError:

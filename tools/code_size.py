@@ -21,7 +21,7 @@ class CodeSize:
     """Size of some files of the package."""
 
     num_lines: int
-    """All lines except those that hold only a comment."""
+    """All lines except those that contain only a comment."""
     num_code_lines: int
     """Lines without blank ones, comments, docstrings and imports."""
     num_names: int
@@ -29,7 +29,7 @@ class CodeSize:
     num_comments: int
     """Comments, without pragmas."""
     circular_modules: tuple[str, ...]
-    """Modules that import each other when they are imported; imports for type checking count."""
+    """Modules that import each other at import time. Imports for type checking count."""
     longest: tuple[str, int]
     """Path and lines of the longest file."""
 

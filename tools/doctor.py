@@ -1,11 +1,11 @@
-"""Checks what this machine lacks for a job, before the job is submitted to it: each finding with its fix.
+"""Checks a machine before a job is submitted to it. Each finding says how to fix the problem.
 
     python -m tools.doctor model=moe_tiny launch.num_nodes=2 snapshot=sparse_window
-    srun --nodes=1 python -m tools.doctor --nodes-here 1 <the job's overrides>
+    srun --nodes=1 python -m tools.doctor --nodes-here 1 <overrides of the job>
 
-It takes the job's own overrides and checks ports, interfaces, memory, limits, the run's file system, clocks, devices
-and versions. Nothing is started. Exit code 0: nothing is wrong; 1: warnings, with --strict; 2: something would break
-the job.
+The tool takes the overrides of the job. It checks ports, interfaces, memory, limits, the run's file system, clocks,
+devices and versions, and starts nothing. Exit code 0: no problem; 1: warnings, with --strict; 2: a problem that would
+make the job fail.
 """
 
 import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding]:
     """Return all findings for the job of ``overrides``.
 
-    Without the packages it is built on, a configuration cannot even be read: then these are the findings.
+    If required packages are missing, the configuration cannot be read. The findings are then the missing packages.
     """
     software = observe_software()
     if lacking := missing(software):
@@ -46,7 +46,7 @@ def examine(overrides: Sequence[str], *, nodes_here: int | None) -> list[Finding
         needs = needs_of(config, plan, nodes_here=nodes_here)
     except ConfigError as refusal:
         subject = "data" if isinstance(refusal, DataError) else "configuration"
-        fix = "change what it names; the checks of the job's needs were left out"
+        fix = "change what it names; the checks against the job's needs were skipped"
         found.append(error(subject, str(refusal), fix))
     device = "cpu" if needs is None else needs.device
     required = needs is not None and needs.uses_transformer_engine
@@ -81,9 +81,13 @@ def parser() -> argparse.ArgumentParser:
     """Command line of this tool."""
     first, *_ = (__doc__ or "").split("\n\n")
     result = argparse.ArgumentParser(prog="doctor", description=first)
-    result.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for pretrain_moe.py")
-    result.add_argument("--nodes-here", type=int, help="nodes on this machine (all with launch.mode=local, else 1)")
-    result.add_argument("--strict", action="store_true", help="exit code 1 for warnings")
+    result.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the job, as for pretrain_moe.py"
+    )
+    result.add_argument(
+        "--nodes-here", type=int, help="number of nodes on this machine (all with launch.mode=local, otherwise 1)"
+    )
+    result.add_argument("--strict", action="store_true", help="exit with code 1 if there are warnings")
     result.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return result
 

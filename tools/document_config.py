@@ -24,7 +24,7 @@ names. Unknown keys, values of another type and combinations that cannot run are
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     options, about = group_options(ROOT / "conf"), group_docs()
     sections = [INTRODUCTION]
     for group, docs in groupby(key_docs(), key=lambda doc: doc.key.rpartition(".")[0]):

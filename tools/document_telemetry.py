@@ -16,7 +16,7 @@ _BEGIN, _END = "<!-- generated: {name} -->", "<!-- end of {name} -->"
 
 
 def field_meanings(kind: type[Record]) -> dict[str, str]:
-    """Field name to the docstring below that field."""
+    """Return the docstring below each field, by the name of the field."""
     (node,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(node, ast.ClassDef), f"{kind} has no class source"
     return {
@@ -30,7 +30,7 @@ def field_meanings(kind: type[Record]) -> dict[str, str]:
 
 
 def metrics_table() -> str:
-    """All metrics as a Markdown table."""
+    """Return all metrics as a Markdown table."""
     places = (("`metrics.jsonl`, wandb", METRICS), ("wandb", FROM_EVENTS))
     rows = [
         f"| `{metric.name}` | {metric.unit} | {place} | {metric.meaning} |"
@@ -41,7 +41,7 @@ def metrics_table() -> str:
 
 
 def events_table() -> str:
-    """All records and their fields as a Markdown table."""
+    """Return all records and their fields as a Markdown table."""
     lines = ["| record | field | type | meaning |", "|---|---|---|---|"]
     for kind, described in schema()["records"].items():
         lines.append(f"| **`{kind}`** | | | *{described['meaning']}* |")
@@ -55,7 +55,7 @@ def events_table() -> str:
 
 
 def render(page: str) -> str:
-    """``page`` with its generated tables replaced.
+    """Replace the generated tables in ``page``.
 
     Raises:
         ValueError: a marker is missing.
@@ -65,7 +65,7 @@ def render(page: str) -> str:
         head, _, rest = page.partition(begin)
         _, found, tail = rest.partition(end)
         if not found:
-            raise ValueError(f"{PAGE.name}: markers of {name!r} must be there")
+            raise ValueError(f"{PAGE.name}: must contain the markers of {name!r}")
         page = f"{head}{begin}\n{text}\n{end}{tail}"
     return page
 

@@ -1,4 +1,4 @@
-"""Drains a node of a running job at the next iteration boundary; the others continue.
+"""Drains a node of a running job: the node leaves between two iterations, and the others continue.
 
 python -m tools.drain runs/moe_tiny-001 2
 """
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegatronFtError as error:
         print(f"drain: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"node {options.node} leaves at the next iteration boundary")
+    print(f"node {options.node} is to leave at the next iteration boundary")
     return EXIT_OK
 
 

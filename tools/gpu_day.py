@@ -1,12 +1,12 @@
-"""Runs the stages of a GPU day and keeps their results.
+"""Runs the stages of a GPU day and keeps the results.
 
-python tools/gpu_day.py first --budget 560 --out day
-python tools/gpu_day.py nccl --budget 570 --out day
-python tools/gpu_day.py first --stages facts recovery
+    python tools/gpu_day.py first --budget 560 --out day
+    python tools/gpu_day.py nccl --budget 570 --out day
+    python tools/gpu_day.py first --stages facts recovery
 
-Every stage is a process of its own with its own time limit; one that fails, hangs or dies stops no other. A stage's
-result is one JSON line, printed and written at once; a table comes last. Without a GPU each stage runs its code on the
-CPU over gloo, in small, and nothing is kept under benchmarks/results. docs/gpu-day.md describes a day.
+Every stage is a process with its own time limit. A stage that fails, hangs or dies does not stop the others. The result
+of a stage is one JSON line, printed and written at once. A table comes last. Without a GPU, each stage runs its code on
+the CPU over gloo with small sizes, and writes nothing to benchmarks/results. docs/gpu-day.md describes a day.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DEFAULT_BUDGET_SECONDS = 560.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one call of the day; 0 when no stage failed."""
+    """Run one call of the day. Return 0 if no stage failed."""
     options = _parse(arguments)
     plan = [stage for stage in stages.CALLS[options.call] if options.stages is None or stage.name in options.stages]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -46,12 +46,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("call", choices=sorted(stages.CALLS), help="which stages")
     parser.add_argument(
-        "--budget", type=float, default=DEFAULT_BUDGET_SECONDS, metavar="SECONDS", help="the whole call ends by then"
+        "--budget",
+        type=float,
+        default=DEFAULT_BUDGET_SECONDS,
+        metavar="SECONDS",
+        help="time when the whole command must end",
     )
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for lines, logs and results")
+    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder for output lines, logs and results")
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="where a GPU's results are kept"
+        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder that keeps results of GPUs"
     )
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()

@@ -1,10 +1,10 @@
-"""Unpacks the packages that a GPU machine without a network lacks into a folder beside the tree (``make gpu-site``).
+"""Unpacks missing packages for a GPU machine without a network into a folder beside the tree (``make gpu-site``).
 
-python tools/gpu_site.py .gpu-site
-PYTHONPATH=.gpu-site:. python3 tools/gpu_day.py first
+    python tools/gpu_site.py .gpu-site
+    PYTHONPATH=.gpu-site:. python3 tools/gpu_day.py first
 
-Versions and hashes are those of requirements/train.lock. Wheels are for Python 3.12 on Linux x86-64, whatever runs
-this; a package without a wheel is built, which is possible only where it has no compiled parts.
+Versions and hashes come from requirements/train.lock. Wheels are for Python 3.12 on Linux x86-64, on whatever machine
+this runs. A package without a wheel is built; this is possible only if it has no compiled parts.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LOCK = ROOT / "requirements" / "train.lock"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill the folder; 0 when it is complete."""
+    """Fill the folder. Return 0 if it is complete."""
     head, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="gpu_site", description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str:
-    """Lines for pip: each package with its version and all its hashes.
+    """Return lines for pip: each package with version and all hashes.
 
     Raises:
-        ValueError: a package that the lock does not have, or has without hashes.
+        ValueError: the lock lacks a package or the hashes of one.
     """
     lines = []
     for name in names:
@@ -69,7 +69,7 @@ def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> int:
-    """Replace the folder by the contents of the wheels; returns their number."""
+    """Replace the folder by the contents of the wheels. Return the number of wheels."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for wheel in wheels:

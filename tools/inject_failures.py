@@ -9,7 +9,7 @@ python -m tools.inject_failures runs/moe_tiny-001 --disk-error 0 1 --for 5
 python -m tools.inject_failures runs/moe_tiny-001 --trace trace.csv --minutes 80 --scale 0.05 --most-nodes 10
 
 A failure affects whole nodes from outside, at any moment of an iteration. A failure in one phase of one rank needs
-launch.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
+testing.failpoints, which the job has to be started with. Every failure is in <run>/injected.jsonl before it happens.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import yaml
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ft.config.moved import with_present_keys
 from megatron_ft.control.admin import CONTROLLER_FILE, AdminClient, JobNotRunning
 from megatron_ft.errors import EXIT_OK, ConfigError, ControlError, DataError, MegatronFtError
 from megatron_ft.failures.injecting import INJECTED_FILE, Injector
@@ -34,7 +35,7 @@ _PAUSE_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command line. Return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         problems = _inject(options)
@@ -60,28 +61,30 @@ def _parser() -> argparse.ArgumentParser:
     node(
         "--partition",
         nargs="+",
-        help="cut the network of these nodes, each in a network namespace of its own; needs root",
+        help="cut the network of these nodes, each in its own network namespace; needs root",
     )
-    node("--disk-error", nargs="+", help="every write of these nodes' processes to files fails (EFBIG)")
-    node("--drain", help="have the node leave at an iteration boundary")
-    node("--add", help="have the node started, so that it joins")
+    node("--disk-error", nargs="+", help="let every file write of these nodes' processes fail (EFBIG)")
+    node("--drain", help="let the node leave at an iteration boundary")
+    node("--add", help="start the node, so that it joins")
     what.add_argument("--trace", type=Path, metavar="FILE", help="replay `milliseconds,add|remove,node` lines")
-    parser.add_argument("--at-iteration", type=int, metavar="N", help="begin once iteration N is reported")
+    parser.add_argument("--at-iteration", type=int, metavar="N", help="start when iteration N is reported")
     parser.add_argument(
         "--for",
         dest="seconds",
         type=float,
         metavar="SECONDS",
-        help="with --stop: then SIGCONT; how long a partition or disk error lasts",
+        help="seconds: with --stop until SIGCONT, otherwise the length of the partition or disk error",
     )
-    parser.add_argument("--minutes", type=float, help="with --trace: length of it that is used; default all")
-    parser.add_argument("--scale", type=float, help="with --trace: seconds here for each of its seconds; default 1")
-    parser.add_argument("--most-nodes", type=int, help="with --trace: node numbers used; default launch.max_nodes")
+    parser.add_argument("--minutes", type=float, help="with --trace: seconds of the trace that are used; default all")
+    parser.add_argument("--scale", type=float, help="with --trace: real seconds per second of the trace; default 1")
+    parser.add_argument(
+        "--most-nodes", type=int, help="with --trace: number of nodes that are used; default nodes.max_nodes"
+    )
     return parser
 
 
 def _inject(options: argparse.Namespace) -> list[str]:
-    """Inject the requested failures; returns what could not be injected. Raises MegatronFtError."""
+    """Inject the requested failures. Return those that could not be injected. Raises MegatronFtError."""
     _check(options)
     with AdminClient(options.run_dir) as operator:
         operator.status()  # a job runs there
@@ -111,31 +114,33 @@ def _inject(options: argparse.Namespace) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse inconsistent options before any waiting. Raises ConfigError."""
+    """Check that the options are consistent before any waiting. Raises ConfigError."""
     for option in ("minutes", "scale", "most-nodes"):
         if (value := getattr(options, option.replace("-", "_"))) is not None and options.trace is None:
-            raise ConfigError.of(f"--{option}", value, "is for --trace only")
+            raise ConfigError.of(f"--{option}", value, "can only be used with --trace")
     lasting = options.partition is not None or options.disk_error is not None
     if options.seconds is not None and options.stop is None and not lasting:
-        raise ConfigError.of("--for", options.seconds, "is for --stop, --partition and --disk-error only")
+        raise ConfigError.of("--for", options.seconds, "can only be used with --stop, --partition or --disk-error")
     if lasting and options.seconds is None:
-        raise ConfigError.of("--for", None, "must be given: a partition or a disk error ends by itself")
+        raise ConfigError.of("--for", None, "must be given, because a partition or disk error needs an end")
     if options.seconds is not None and not 0 < options.seconds < float("inf"):
         raise ConfigError.of("--for", options.seconds, "must be finite and above 0")
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """Read the nodes from the run's configuration. Raises DataError."""
+    """Read the number of nodes and ranks from the run's configuration. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
-        launch = yaml.safe_load(path.read_text(encoding="utf-8"))["launch"]
-        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes", "num_spare_nodes", "max_nodes")}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+        launch, nodes = config["launch"], config["nodes"]
+        numbers = {name: launch[name] for name in ("ranks_per_node", "num_nodes")}
+        numbers |= {name: nodes[name] for name in ("num_spare_nodes", "max_nodes")}
+    except (OSError, ValueError, KeyError, TypeError, ConfigError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {error!r}") from None
     if numbers["max_nodes"] is None:
         numbers["max_nodes"] = numbers["num_nodes"] + numbers["num_spare_nodes"]
     if any(type(value) is not int for value in numbers.values()):
-        raise DataError(f"{path}: launch must hold numbers, has {numbers}")
+        raise DataError(f"{path}: launch and nodes must contain numbers, but have {numbers}")
     return numbers
 
 
@@ -150,16 +155,16 @@ def _replay(injector: Injector, options: argparse.Namespace, launch: dict[str, i
     with AdminClient(options.run_dir) as operator:
         members = sorted(operator.status()["members"])
     if members != list(range(schedule.num_initial_nodes)):
-        wanted = f"the trace begins with {schedule.num_initial_nodes} nodes"
+        wanted = f"the trace starts with {schedule.num_initial_nodes} nodes"
         raise ControlError(f"members={members}: must be nodes 0 to {schedule.num_initial_nodes - 1}: {wanted}")
     return injector.replay(schedule, until=lambda: not (options.run_dir / CONTROLLER_FILE).exists())
 
 
 def _wait_for_iteration(options: argparse.Namespace) -> None:
-    """Wait until the run has reported an iteration.
+    """Wait until the run has reported the iteration.
 
     Raises:
-        JobNotRunning: it has ended before.
+        JobNotRunning: the job has ended before.
     """
     if options.at_iteration is None:
         return

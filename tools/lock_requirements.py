@@ -1,8 +1,8 @@
-"""Writes requirements/*.lock: every package of an installation with the hashes of all its files (``make lock``).
+"""Writes requirements/*.lock: every package of an installation with the hashes of all files of it (``make lock``).
 
-Versions are those of requirements/constraints.txt. ``uv`` resolves the packages of an installation on each supported
-Python, and lists the hashes of the package index. torch is the user's choice and in no lock; the needs of its builds
-for the CPU are in torch.lock, with those of building packages without a wheel.
+Versions come from requirements/constraints.txt. ``uv`` resolves the packages of an installation on each supported
+Python and lists the hashes from the package index. torch is the user's choice and is in no lock. torch.lock holds the
+packages that CPU builds of torch need, and the packages needed to build others without a wheel.
 """
 
 import argparse
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements"
 PYTHONS = ("3.10", "3.11", "3.12")
 SETS: Mapping[str, str] = {"torch": "torch-needs.txt", "train": "train.txt", "docs": "docs.txt", "dev": "dev.txt"}
-"""Name of a lock to the requirements it is for. Each lock includes the one before it."""
+"""Requirements file of each lock. Each lock includes the previous one."""
 HEADER = "# Written by `make lock` from constraints.txt; do not edit it by hand.\n"
 _PLATFORM = "x86_64-manylinux_2_28"
 _PIN = re.compile(r'([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(?:\s*;\s*python_version\s*(<|>=)\s*"3\.11")?')
@@ -34,7 +34,7 @@ class Pin:
     """Normalized name: lower case, with ``-``."""
     version: str
     pythons: str = ""
-    """``<`` or ``>=``: for Pythons before 3.11 only, or for later ones only; empty for all."""
+    """``<`` or ``>=``: only for Pythons before 3.11, or only for later ones; empty for all."""
 
     def __str__(self) -> str:
         marker = f'; python_version {self.pythons} "3.11"' if self.pythons else ""
@@ -42,10 +42,10 @@ class Pin:
 
 
 def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
-    """The pins of constraints or of a lock, with their hashes; none in constraints.
+    """Return the pins of constraints or of a lock, with hashes; constraints have no hashes.
 
     Raises:
-        ValueError: a line that is neither a pin, a hash nor a comment.
+        ValueError: a line is neither a pin, a hash nor a comment.
     """
     pins: dict[Pin, tuple[str, ...]] = {}
     for logical in text.replace("\\\n", " ").splitlines():
@@ -55,18 +55,21 @@ def read_pins(text: str) -> dict[Pin, tuple[str, ...]]:
         match = _PIN.match(line)
         hashes = tuple(_HASH.findall(line))
         if match is None or _HASH.sub("", line[match.end() :]).strip():
-            raise ValueError(f"{line[:80]!r}: must be name==version, for all Pythons or those before or from 3.11")
+            raise ValueError(
+                f"{line[:80]!r}: must be name==version, for all Python versions, or with a marker for those "
+                "before or from 3.11"
+            )
         pins[Pin(normal(match[1]), match[2], match[3] or "")] = hashes
     return pins
 
 
 def normal(name: str) -> str:
-    """Normalize a package's name as indexes compare it."""
+    """Normalize a package's name in the way in which indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def render(pins: Iterable[Pin], hashes: Mapping[Pin, Sequence[str]], includes: str | None = None) -> str:
-    """Render a lock's text; ``includes`` names another lock."""
+    """Return the text of a lock; ``includes`` names another lock."""
     lines = [HEADER, *([f"-r {includes}.lock\n"] if includes else [])]
     for pin in sorted(pins):
         lines.append(" \\\n".join([str(pin), *(f"    --hash=sha256:{found}" for found in sorted(hashes[pin]))]) + "\n")
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, file in SETS.items():
         members = {found for python in PYTHONS for found in _closure(uv, (SETS["torch"], file), python)}
         if members - known:
-            print(f"constraints.txt: must pin {', '.join(sorted(members - known))}", file=sys.stderr)
+            print(f"constraints.txt: must pin also {', '.join(sorted(members - known))}", file=sys.stderr)
             return 1
         text = render([pin for pin in constraints if pin.name in members - done], hashes, before)
         (FOLDER / f"{name}.lock").write_text(text)
@@ -94,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
-    """Return the index's hashes for the pins that a Python takes."""
+    """Return the hashes in the index for the pins that apply to a Python version."""
     wanted = [pin for pin in pins if pin.pythons in kinds]
     plain = {Pin(pin.name, pin.version): pin for pin in wanted}
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +108,8 @@ def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -
 
 
 def _closure(uv: str, files: Sequence[str], python: str) -> set[str]:
-    """List all packages of an installation of ``files``, without torch and what only its CUDA builds need."""
+    """Return all packages of an installation of ``files``, without torch and the packages that only CUDA builds of
+    torch need."""
     with tempfile.TemporaryDirectory() as folder:
         never = Path(folder, "never.txt")
         never.write_text('torch==0; sys_platform == "never"\n')

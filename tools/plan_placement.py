@@ -1,4 +1,5 @@
-"""Plans expert replicas for recorded loads: how many of each, on which node, and what survives lost nodes."""
+"""Plans expert replicas for recorded loads: how many of each expert, on which node, and which losses of nodes they
+survive."""
 
 import argparse
 import json
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Largest number of nodes with a whole survival curve in plots; beyond it only requested numbers are drawn."""
+"""Limit of nodes for a whole survival curve in plots. Above it, only the requested numbers of lost nodes are drawn."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,14 +37,16 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="plan_placement", description=__doc__)
     source = result.add_mutually_exclusive_group(required=True)
     source.add_argument("--loads", type=Path, metavar="FILE", help=f"recorded loads ({', '.join(SUFFIXES)})")
-    source.add_argument("--replica-counts", metavar="2,3,3", help="replicas of each expert; skips the allocation")
+    source.add_argument(
+        "--replica-counts", metavar="2,3,3", help="number of replicas of each expert; the allocation is skipped"
+    )
     result.add_argument(
-        "--iteration", type=int, help="only this iteration of the recorded loads (default: all, summed)"
+        "--iteration", type=int, help="use only this iteration of the recorded loads (default: sum of all)"
     )
     result.add_argument("--num-nodes", type=int, required=True)
     result.add_argument("--slots-per-node", type=int, required=True)
     result.add_argument(
-        "--min-replicas", type=int, help=f"replicas every expert has at least (default: {DEFAULT_MIN_REPLICAS})"
+        "--min-replicas", type=int, help=f"least number of replicas of each expert (default: {DEFAULT_MIN_REPLICAS})"
     )
     result.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="overlap_search")
     result.add_argument(
@@ -51,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         action="append",
         metavar="K",
-        help="nodes lost together; repeatable (default: 1 and 2)",
+        help="number of nodes lost together; repeatable (default: 1 and 2)",
     )
     result.add_argument(
         "--survival-share",
@@ -75,10 +78,10 @@ class Result:
     """A plan and its survival figures."""
 
     allocations: tuple[Allocation, ...]
-    """Allocation of each layer; empty where the counts were given."""
+    """Allocation of each layer; empty if the counts were given."""
     plan: PlacementPlan
     layers: tuple[tuple[Survival, ...], ...]
-    """Figures of each layer alone, for each number of lost nodes."""
+    """Figures of each layer, for each number of lost nodes."""
     joint: tuple[Survival, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +130,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for impossible numbers."""
+    """Check the numbers. Raises ConfigError for impossible ones."""
     for key in ("num_nodes", "slots_per_node", "min_replicas"):
         value = getattr(options, key)
         if value is not None and value < 1:
@@ -164,7 +167,7 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocations and replica counts of each layer; given counts are one layer without loads."""
+    """Return loads, allocations and replica counts of each layer. Given counts are one layer without loads."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -195,7 +198,7 @@ def read_loads(options: argparse.Namespace) -> Tokens:
 
 
 def chosen_algorithm(options: argparse.Namespace, lost: Sequence[int]) -> PlacementAlgorithm:
-    """Choose the algorithm; a search optimizes the requested numbers of lost nodes with equal weights."""
+    """Return the algorithm; a search optimizes the requested numbers of lost nodes with equal weights."""
     if options.algorithm != "overlap_search":
         return ALGORITHMS[options.algorithm]()
     return search_for(lost, options.num_nodes, options.survival_share or 0.0)
@@ -251,12 +254,12 @@ def draw_curve(points: Sequence[TradeoffPoint], path: Path) -> None:
 
 
 def table(result: Result) -> str:
-    """Format layers, their replicas and slots, and survival as text."""
+    """Format layers with replicas and slots, and survival, as text."""
     lines = [result.plan.summary()]
     lowered = {allocation.min_replicas for allocation in result.allocations if allocation.lowered}
     if lowered:
         wanted = result.allocations[0].requested_min_replicas
-        lines.append(f"too few slots: at least {min(lowered)} replicas per expert instead of {wanted}")
+        lines.append(f"too few slots: every expert has at least {min(lowered)} replicas instead of {wanted}")
     lines += ["", "survival        " + "".join(f"{value.num_lost:>3} lost" for value in result.joint)]
     for number, values in enumerate(result.layers, start=1):
         lines.append(f"  layer {number:<8}" + "".join(f"{value.probability:>8.4f}" for value in values))
@@ -264,7 +267,7 @@ def table(result: Result) -> str:
     for value in result.joint:
         if value.interval is not None:
             low, high = value.interval
-            lines.append(f"  {value.num_lost} lost: an estimate, between {low:.4f} and {high:.4f} (99.9 %)")
+            lines.append(f"  {value.num_lost} lost: an estimate between {low:.4f} and {high:.4f} (99.9 %)")
     for number, by_rank in enumerate(result.plan.slots, start=1):
         counts = ",".join(str(count) for count in result.plan.replica_counts(number - 1))
         lines += ["", f"layer {number}: replicas {counts}"]
@@ -285,7 +288,7 @@ def new_figure() -> "Figure":
 
 
 def plot(result: Result, path: Path) -> None:
-    """Draw the slots (one layer: the first) and the survival of each layer and of all together."""
+    """Draw the slots of the first layer, and the survival of each layer and of all together."""
     figure = new_figure()
     left, right = figure.subplots(1, 2)
     matrix = result.plan.replicas_per_rank(0)
@@ -304,7 +307,7 @@ def plot(result: Result, path: Path) -> None:
 
 
 def curves(result: Result) -> tuple[list[int], list[list[float]], list[float]]:
-    """Compute numbers of lost nodes, survival of each layer, survival of all."""
+    """Return numbers of lost nodes, survival of each layer, and survival of all layers."""
     num_nodes = len(result.plan.ranks)
     if num_nodes > MAX_CURVE_NODES:
         rows = [[value.probability for value in values] for values in result.layers]

@@ -1,8 +1,9 @@
-"""Draws a run as one picture: loss, learning rate, gradient norm, expert load.
+"""Draws a run as one picture: loss, learning rate, gradient norm and expert load.
 
     python tools/plot_run.py runs/moe_tiny-001 --out run.png
 
-Reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be running. Needs matplotlib (the ``docs`` extra).
+The tool reads ``metrics.jsonl`` and ``events.jsonl``; the run may still be going on. It needs matplotlib (the ``docs``
+extra).
 """
 
 import argparse
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write; its suffix names the format")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write; the suffix chooses the format")
     options = parser.parse_args(arguments)
     try:
         metrics, events = read_run(options.run_dir)
@@ -51,7 +52,7 @@ def read_run(run_dir: Path) -> tuple[list[Metrics], list[Record]]:
     except (OSError, ValueError) as error:
         raise DataError(f"run_dir={run_dir}: must be a run with metrics.jsonl and events.jsonl: {error}") from error
     if not metrics:
-        raise DataError(f"run_dir={run_dir}: must hold the metrics of one iteration at least")
+        raise DataError(f"run_dir={run_dir}: must contain the metrics of at least one iteration")
     return metrics, events
 
 
@@ -64,7 +65,7 @@ def draw(metrics: Sequence[Metrics], events: Sequence[Record], *, title: str) ->
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SoftwareError("matplotlib: must be installed to draw; pip install -e '.[docs]'") from error
+        raise SoftwareError("matplotlib: must be installed; pip install -e '.[docs]'") from error
     loads = {event.iteration: event for event in events if isinstance(event, ExpertLoad)}
     figure = Figure(figsize=(11, 7.5 if loads else 4), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
@@ -106,7 +107,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw a heat map per mixture layer: experts upwards, iterations to the right; white is the even share."""
+    """Draw a heat map per MoE layer: experts upwards, iterations to the right; white is the mean over experts."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))
@@ -135,7 +136,7 @@ def _draw_layer(panel: Any, loads: Sequence[ExpertLoad], layer: Sequence[Sequenc
 
 
 def _resumes(events: Sequence[Record]) -> list[int]:
-    """List the iterations the run was resumed from."""
+    """Return the iterations that the run was resumed from."""
     started = [event.resumed_from_iteration for event in events if isinstance(event, RunStarted)]
     return [iteration for iteration in started if iteration is not None]
 

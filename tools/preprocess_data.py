@@ -36,16 +36,21 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto: JSONL by suffix .jsonl, .json, .ndjson",
     )
-    result.add_argument("--json-key", default="text", help="key that holds the text of a JSONL line (default: text)")
-    result.add_argument("--split-on-blank-lines", action="store_true", help="text: a blank line ends a document")
+    result.add_argument(
+        "--json-key", default="text", help="key of a JSONL line whose value is the text (default: text)"
+    )
+    result.add_argument("--split-on-blank-lines", action="store_true", help="for text: a blank line ends a document")
     result.add_argument("--tokenizer", choices=("bytes", "huggingface", "gpt2"), default="bytes")
     result.add_argument("--tokenizer-file", help="tokenizer.json of huggingface")
     result.add_argument("--vocab-file", help="vocab.json of gpt2")
     result.add_argument("--merges-file", help="merges.txt of gpt2")
     result.add_argument(
-        "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end each document with its token"
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="append the end-of-document token to each document",
     )
-    result.add_argument("--workers", type=int, default=None, help="threads that tokenize (default: one per core)")
+    result.add_argument("--workers", type=int, default=None, help="threads for tokenization (default: one per core)")
     result.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     return result
 
@@ -60,7 +65,7 @@ def documents(options: argparse.Namespace) -> Iterator[str]:
 
 
 def write(writer: IndexedWriter, tokenizer: Tokenizer, texts: Iterator[str], *, append_eod: bool) -> int:
-    """Tokenize and write all of ``texts``; returns how many were empty and left out."""
+    """Tokenize and write all ``texts``. Return how many were empty and left out."""
     end = np.asarray([tokenizer.eod] if append_eod else [], dtype=np.int64)
     num_empty = 0
     while batch := list(islice(texts, BATCH_DOCUMENTS)):
@@ -91,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
     with IndexedWriter(options.output_prefix, dtype, overwrite=options.overwrite) as writer:
         num_empty = write(writer, tokenizer, documents(options), append_eod=options.append_eod)
     seconds = time.perf_counter() - started
-    skipped = f", {num_empty:,} empty ones left out" if num_empty else ""
+    skipped = f", {num_empty:,} empty ones skipped" if num_empty else ""
     print(
         f"{options.output_prefix}: {writer.num_tokens:,} tokens ({dtype.name}) in {writer.num_documents:,} documents"
         f"{skipped}, vocabulary {tokenizer.vocab_size:,}, {seconds:.1f} s"

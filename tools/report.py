@@ -1,11 +1,11 @@
-"""Renders a run as one page: loss, failures, and for each recovery which ranks computed, which waited and what moved.
+"""Renders a run as one page: the loss, the failures, and the ranks and transfers of each recovery.
 
     python -m tools.report runs/moe_tiny-001                    # writes runs/moe_tiny-001/report.html
     python -m tools.report runs/moe_tiny-001 --out page.html
     python -m tools.report runs/moe_tiny-001 --live             # writes it again while the run continues
 
-The page is one file that fetches nothing. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and placements/;
-the run may still be running.
+The page is one file that loads nothing else. It is made from events.jsonl, metrics.jsonl, decisions.jsonl and
+placements/. The run may still be going on.
 """
 
 import argparse
@@ -33,16 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"page to write; {FILE} in the run's folder if not given"
     )
-    parser.add_argument("--live", action="store_true", help="write it again during the run, until it has ended")
+    parser.add_argument("--live", action="store_true", help="update the page during the run, until the run ends")
     parser.add_argument(
-        "--every", type=_whole_seconds, default=5, metavar="SECONDS", help="how often, at most; 5 if not given"
+        "--every", type=_whole_seconds, default=5, metavar="SECONDS", help="least time between two updates; default 5"
     )
     parser.add_argument(
         "--patience",
         type=_whole_seconds,
         default=600,
         metavar="SECONDS",
-        help="how long the run may report nothing before --live gives up; 600 if not given",
+        help="time without a report after which --live ends; default 600",
     )
     options = parser.parse_args(arguments)
     out = options.out or options.run_dir / FILE
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int) -> int:
-    """Write the page until the run has ended, and once more, so that the last one is not reloaded."""
+    """Write the page until the run has ended. The last page no longer reloads itself."""
 
     def write_page() -> bool:
         report = build(read_run(run_dir))
@@ -66,13 +66,13 @@ def _live(run_dir: Path, out: Path, *, every_seconds: int, patience_seconds: int
         write(out, render(report, refresh_seconds=None if has_ended else every_seconds))
         return has_ended
 
-    print(f"{out}: written again as the run reports; end with Ctrl-C", flush=True)
+    print(f"{out}: updated when the run reports; end with Ctrl-C", flush=True)
     try:
         if follow(run_dir, write_page, every_seconds=every_seconds, patience_seconds=patience_seconds):
             return EXIT_OK
         print(f"report: {run_dir} has reported nothing for {patience_seconds} s", file=sys.stderr)
     except KeyboardInterrupt:
-        print("report: no longer written", file=sys.stderr)
+        print("report: updates have ended", file=sys.stderr)
     write(out, render(build(read_run(run_dir))))
     return EXIT_OK
 
@@ -85,10 +85,10 @@ def _whole_seconds(text: str) -> int:
 
 
 def write(path: Path, page: str) -> None:
-    """Put the page in place atomically: readers see the old one or the new one.
+    """Replace the page atomically: readers see the old page or the new one.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the page cannot be written there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -96,7 +96,7 @@ def write(path: Path, page: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ConfigError.of("--out", path, f"must be a file that can be written: {error}") from None
+        raise ConfigError.of("--out", path, f"must be a writable file: {error}") from None
 
 
 if __name__ == "__main__":

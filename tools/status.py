@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render(status: Mapping[str, Any]) -> str:
-    """Render one line on the job, one on each node.
+    """Render one line on the job and one on each node.
 
     Raises:
         ControlError: the controller's answer cannot be read.

@@ -8,7 +8,7 @@ class CheckpointConfig:
     """Saving, retention and loading of dense checkpoints."""
 
     save_interval_iterations: int = 0
-    """Iterations from one save to the next; 0 saves at the end only."""
+    """Number of iterations between two saves; 0 saves only at the end."""
     save_at_end: bool = True
     """Save after the last iteration."""
     async_save: bool = True
@@ -18,10 +18,10 @@ class CheckpointConfig:
     keep_every_iterations: int = 0
     """Also keep checkpoints whose iteration is a multiple of this; 0 keeps no others."""
     load: str | None = None
-    """Checkpoint directory of any run to start from (weights, optimizer, position); differences in configuration are
-    printed. Null starts from scratch."""
+    """Checkpoint directory from which a new run starts (weights, optimizer, position); it may belong to another run.
+    Differences in configuration are printed. null starts at iteration 0 without a checkpoint."""
     trust: bool = False
-    """Load a checkpoint that has no manifest of this project. Its metadata is pickled: loading it can run code."""
+    """Load a checkpoint without a manifest of this project. Its metadata is pickled, so loading it can run code."""
     fully_parallel: bool = True
     """Distribute writing and reading over the data-parallel ranks."""
     allow_other_data: bool = False

@@ -20,7 +20,7 @@ class DataConfig:
     valid_weights: list[float] | None = None
     """Relative weights of the validation sources."""
     valid_fraction: float = 0.02
-    """Share of each training source, at its end, that is held out for validation when ``valid`` is empty."""
+    """Share at the end of each training source that is held out for validation if ``valid`` is empty."""
     tokenizer: str = "bytes"
     """``bytes``, ``huggingface`` (a ``tokenizers`` JSON file) or ``gpt2`` (vocab.json and merges.txt)."""
     tokenizer_file: str | None = None

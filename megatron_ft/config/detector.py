@@ -8,13 +8,12 @@ class DetectorConfig:
     """Timeouts for unresponsive ranks and nodes and for a job without progress. Mode ``local``."""
 
     heartbeat_interval_seconds: float = 1.0
-    """Time between two heartbeats of a rank, and of a node's agent."""
+    """Time between two heartbeats of a rank or of a node's agent."""
     heartbeat_timeout_seconds: float = 10.0
-    """A rank without a heartbeat for this long is killed; a node whose agent sends none for this long counts as
-    lost."""
+    """Limit of the time without a heartbeat. A rank is then killed; a node whose agent sends none counts as lost."""
     lost_controller_seconds: float = 60.0
-    """A node without an answer from the controller for this long ends its ranks: it is disconnected, and another node
-    may have taken its place. Must be above ``detector.heartbeat_timeout_seconds``."""
+    """Limit of the time that a node gets no answer from the controller. The node then ends its ranks, because it is
+    disconnected and another node may have replaced it. Must be above ``detector.heartbeat_timeout_seconds``."""
     hang_seconds: float | None = 600.0
-    """Time without progress of any rank after which the ranks furthest behind are killed; if all are at the same
-    point, all of them. Null waits without limit."""
+    """Limit of the time without progress of any rank. The ranks furthest behind are then killed, or all ranks if they
+    are at the same point. null waits without limit."""

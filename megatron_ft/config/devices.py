@@ -1,4 +1,4 @@
-"""The devices that ``training.device=auto`` can become, and why a configuration cannot run on one of them."""
+"""Devices that ``training.device=auto`` can choose, and the reasons why a device cannot run a configuration."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ def on_device(config: JobConfig, device: str) -> JobConfig:
 
 
 def refused_devices(config: JobConfig) -> dict[str, str]:
-    """Map each possible device to the reason why it refuses ``config``; the reason is empty where it accepts it.
+    """Return each possible device with the reason why it refuses ``config``; empty if it accepts the configuration.
 
     Both devices are possible with ``training.device=auto``, otherwise only the named one.
     """

@@ -56,7 +56,6 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _field_docstrings(cls: type[Any]) -> dict[str, str]:
-    """Strings written below the fields, by field."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef), f"{cls} has no class source"
     docs: dict[str, str] = {}

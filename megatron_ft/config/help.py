@@ -1,4 +1,4 @@
-"""The text of ``--help``."""
+"""Text of ``--help``."""
 
 import textwrap
 from pathlib import Path
@@ -22,14 +22,14 @@ examples:
   python pretrain_moe.py training.train_iterations=200 run.name=a run.resume=must
                                                                    resume that run, same overrides
   python pretrain_moe.py experiment=fault_campaign \\
-      'launch.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
+      'testing.failpoints=["kill(rank=1,at_iteration=7,phase=\\"backward\\")"]'
   torchrun --nproc-per-node 2 pretrain_moe.py parallel=ep2         two ranks that torchrun starts
 
 options: --help, --version. Overrides follow Hydra's grammar: quote lists and special characters."""
 
 
 def help_text(conf: Path) -> str:
-    """Write usage, groups with their options, every key with type, default and meaning, and exit codes."""
+    """Return usage, groups with options, every key with type, default and meaning, and exit codes."""
     return "\n\n".join([USAGE, _groups(conf), _keys(), _exit_codes()])
 
 

@@ -1,7 +1,7 @@
-"""Identity of a job: its run, data, model, optimizer and learning-rate schedule.
+"""Identity of a job: run, data, model, optimizer and learning-rate schedule.
 
-Checkpoints and windows record it, and a job compares it before it loads one. The layout (nodes, ranks, parallel
-sizes, replicas), telemetry, snapshot and launch keys are not part of it: they may change between starts.
+sizes, replicas), telemetry, snapshot, launch and recovery keys are not part of it, because they may change between
+starts.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that change no iteration, or that the vocabulary size replaces."""
+"""Keys of ``model`` that do not change any iteration, or that the vocabulary size replaces."""
 # The fingerprint decides whether data are equal; these only let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -42,7 +42,7 @@ class Difference:
     present: JsonValue
     """Value of the job."""
     advice: str = ""
-    """Way to keep the stored value, where it was derived from another key."""
+    """Advice how to keep the stored value if it was derived from another key."""
 
     def __str__(self) -> str:
         text = f"{self.key}: was {_shown(self.stored)}, now {_shown(self.present)}"
@@ -51,22 +51,22 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity that a job writes into checkpoints and windows, and compares with theirs."""
+    """Identity of a job, written into checkpoints and windows, and compared before one of them is loaded."""
 
     run_id: str
     """Random name of the run, stored in its folder."""
     run_name: str
-    """Name of the run's folder, for messages and for files of format 1, which identify the run by it."""
+    """Name of the run's folder, for messages, and for files of format 1, which contain no other identity of the run."""
     settings: Settings
-    """Result of ``settings_of`` for the job."""
+    """The job's settings, from ``settings_of``."""
     takes_format_1: bool = False
-    """Whether the run was started before it had a ``run_id``: then files of format 1 can be its own."""
+    """Whether the run began before runs had a ``run_id``. Files of format 1 can then belong to it."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Say why a file with these records belongs to another run; None if it belongs to this one.
+        """Return the reason why a file with these records belongs to another run; None if it belongs to this one.
 
         Args:
-            run_id: as recorded; in format 1 the name of the run's folder.
+            run_id: Recorded id; in format 1 the name of the run's folder.
         """
         # Folders may be renamed or copied, so only the random name identifies a run.
         if format_version > 1:
@@ -82,8 +82,8 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
     """Collect the settings that determine the results of iterations, by concern, as plain JSON values.
 
     Args:
-        data_fingerprint: digest of the training samples and their order.
-        vocab_size: entries of the model's vocabulary, padding included.
+        data_fingerprint: Digest of the training samples and their order.
+        vocab_size: Entries of the model's vocabulary, including padding.
     """
     data, model, optimizer = asdict(config.data), asdict(config.model), asdict(config.optimizer)
     return {
@@ -108,10 +108,11 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
 
 
 def differences(stored: Settings, present: Settings) -> list[Difference]:
-    """List the differences between ``stored`` (a checkpoint's or window's) and ``present`` (the job's) settings.
+    """List the differences between ``stored`` settings (of a checkpoint or window) and ``present`` settings (of the
+    job).
 
-    Data with equal fingerprints are equal, since files may have moved. A key that is missing on one side counts as
-    null, so that new keys with a default of null can be added.
+    Data with equal fingerprints count as equal, because files may have moved. A key that is missing on one side counts
+    as null, so that keys with a default of null can be added later.
     """
     found = _data_differences(stored.get("data", {}), present.get("data", {}))
     for concern in sorted({*stored, *present} - {"data"}):
@@ -131,11 +132,10 @@ def differences(stored: Settings, present: Settings) -> list[Difference]:
 
 
 _DERIVED = ("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations")
-"""Keys whose null stands for a value derived from ``training.train_iterations``; settings hold that value."""
+"""Keys for which null means a value derived from ``training.train_iterations``. Settings contain the derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:
-    """Keys that determine the learning rate of every iteration."""
     options, num_iterations = config.optimizer, config.training.train_iterations
     schedule: dict[str, JsonValue] = {
         "training.global_batch_size": config.training.global_batch_size,
@@ -162,7 +162,7 @@ def _data_differences(stored: Mapping[str, JsonValue], present: Mapping[str, Jso
     keys = sorted(key for key in {*stored, *present} - {FINGERPRINT} if stored.get(key) != present.get(key))
     if keys:
         return [Difference(concern="data", key=key, stored=stored.get(key), present=present.get(key)) for key in keys]
-    advice = "the files contain other tokens"
+    advice = "the files contain different tokens"
     before, now = stored.get(FINGERPRINT), present.get(FINGERPRINT)
     return [Difference(concern="data", key=FINGERPRINT, stored=before, present=now, advice=advice)]
 

@@ -1,4 +1,4 @@
-"""Readers of the recorded loads and placements that a configuration names; planning checks that they fit the job."""
+"""Reads the recorded loads and placements that a configuration names. Planning checks that they fit the job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from megatron_ft.strict_json import parse_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledPlacement:
-    """A scheduled placement, as read from its file."""
+    """Scheduled placement as read from a file."""
 
     path: str
     stages: tuple[Mapping[str, Any], ...]
@@ -23,11 +23,11 @@ class ScheduledPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInputs:
-    """Contents of placement and routing files; None or empty where the configuration names none."""
+    """Contents of placement and routing files; None or empty if the configuration names none."""
 
     loads: ExpertLoads | None = None
     schedule: Mapping[int, ScheduledPlacement] = field(default_factory=dict)
-    """Placements by their first iteration."""
+    """Placements by the first iteration that uses them."""
     trace: ExpertLoads | None = None
 
 
@@ -35,7 +35,7 @@ def read_inputs(config: JobConfig) -> JobInputs:
     """Read every placement and routing file of ``config``.
 
     Raises:
-        ConfigError, DataError: naming the key.
+        ConfigError, DataError: the message names the key.
     """
     trace = read_trace(config) if config.model.router == "trace" else None
     return JobInputs(loads=read_first_loads(config), schedule=read_schedule(config), trace=trace)
@@ -58,8 +58,8 @@ def read_schedule(config: JobConfig) -> dict[int, ScheduledPlacement]:
     """Read the files of ``placement.schedule``, by iteration.
 
     Raises:
-        ConfigError: an entry that is not ITERATION:FILE, or an iteration given twice.
-        DataError: a file that cannot be read or does not hold placements.
+        ConfigError: an entry is not ITERATION:FILE, or an iteration occurs twice.
+        DataError: a file cannot be read or does not contain placements.
     """
     schedule: dict[int, ScheduledPlacement] = {}
     for entry in config.placement.schedule:

@@ -1,10 +1,10 @@
 """Scheduled membership changes of a configuration, e.g. ``lose(nodes=[2],before_iteration=5)``.
 
-Before that iteration, ranks leave without a fault and others join: the reference for a job that had the same losses
-and joins by failures. ``join(nodes=[2],before_iteration=9)`` adds nodes, ``change(lose=[1],join=[2],
-before_iteration=12)`` does both at once. A node in both lists is restarted: its new ranks have no state.
-``change(lose=[],join=[],before_iteration=12)`` keeps the members and plans the placement again. Several entries before
-one iteration are memberships that form one after the other.
+Before the iteration, ranks leave without a fault and others join. Tests compare a job that loses and adds nodes by
+failures with such a run. ``join(nodes=[2],before_iteration=9)`` adds nodes.
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists is restarted, and its new
+ranks have no state. ``change(lose=[],join=[],before_iteration=12)`` keeps the members and plans the placement again.
+Several entries before one iteration form several memberships, one after the other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_ft.errors import ConfigError
 from megatron_ft.reading import parse_call
 
-_KEY = "launch.membership_schedule"
+_KEY = "testing.membership_schedule"
 _KEYWORDS = {
     "lose": ("nodes", "before_iteration"),
     "join": ("nodes", "before_iteration"),
@@ -28,12 +28,11 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """Nodes that leave and nodes that join before an iteration; a node that does both joins without state."""
+    """Nodes that leave and nodes that join before an iteration; a node in both lists joins without state."""
 
     lose: tuple[int, ...] = ()
-    """Ascending."""
+    """Node numbers, ascending."""
     join: tuple[int, ...] = ()
-    """Ascending."""
     before_iteration: int
     """First iteration of the new members; at least 1."""
 
@@ -41,13 +40,13 @@ class MembershipChange:
     def between(
         cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
     ) -> "MembershipChange":
-        """Make the change from nodes ``before`` to nodes ``after``, of which those in ``joining`` have no state."""
+        """Make the change from nodes ``before`` to nodes ``after``. The nodes in ``joining`` have no state."""
         lost = (set(before) - set(after)) | (set(before) & set(joining))
         joined = (set(after) - set(before)) | set(joining)
         return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
 
     def to_text(self) -> str:
-        """Write the entry that ``parse_membership_change`` reads."""
+        """Write the change in the syntax that ``parse_membership_change`` reads."""
         lose, join = (str(list(nodes)).replace(" ", "") for nodes in (self.lose, self.join))
         if self.lose and not self.join:
             return f"lose(nodes={lose},before_iteration={self.before_iteration})"
@@ -56,11 +55,11 @@ class MembershipChange:
         return f"change(lose={lose},join={join},before_iteration={self.before_iteration})"
 
     def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
-        """The members after the change of ``nodes``, ascending."""
+        """Return the members after the change, ascending. ``nodes`` are the members before it."""
         return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
 
     def summary(self) -> str:
-        """Part of a log line."""
+        """Describe the change as part of a log line."""
         leaving = [f"nodes {list(self.lose)} leave"] if self.lose else []
         joining = [f"nodes {list(self.join)} join"] if self.join else []
         what = " and ".join(leaving + joining) or "the placement is planned again"
@@ -71,8 +70,8 @@ def parse_membership_change(text: str) -> MembershipChange:
     """Parse one entry.
 
     Raises:
-        ConfigError: not a call of ``lose``, ``join`` or ``change`` with all keywords as literals; nodes that are not
-            ascending; an iteration below 1.
+        ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the
+            nodes are not ascending, or the iteration is below 1.
     """
     name, values = parse_call(_KEY, text, _KEYWORDS, " or ".join(_EXAMPLES.values()))
     if sorted(values) != sorted(_KEYWORDS[name]):
@@ -89,7 +88,7 @@ def parse_membership_change(text: str) -> MembershipChange:
 
 
 def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
-    """Yield the members of a job of ``num_nodes`` at its start and after each of ``changes``."""
+    """Yield the members of a job with ``num_nodes`` at the start and after each of ``changes``."""
     nodes = tuple(range(num_nodes))
     yield nodes
     for change in changes:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass
 class ModelConfig:
-    """Architecture of a decoder-only transformer with mixture-of-experts layers, in the names of Megatron-Core."""
+    """Architecture of a decoder-only transformer with mixture-of-experts layers. The names are those of
+    Megatron-Core."""
 
     name: str = "moe_tiny"
     """Short name for run names and reports."""
@@ -24,10 +25,9 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Rows of a learned position table; null means ``seq_length``."""
     vocab_size: int | None = None
-    """Entries of the vocabulary; null takes the tokenizer's. Never smaller than the tokenizer's."""
+    """Entries of the vocabulary. null means the size of the tokenizer's vocabulary, which is also the minimum."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this, which must be a multiple of
-    ``parallel.tensor_model_parallel_size``."""
+    """Divisor of the padded vocabulary size. Must be a multiple of ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
     """Whether the output head has its own weights."""
     position_embedding_type: str = "rope"
@@ -39,15 +39,15 @@ class ModelConfig:
     normalization: str = "RMSNorm"
     """``RMSNorm`` or ``LayerNorm``."""
     layernorm_epsilon: float = 1e-5
-    """Added to the variance."""
+    """Term added to the variance."""
     gated_linear_unit: bool = True
     """SwiGLU-style gate in every MLP and expert."""
     activation: str = "silu"
     """``silu`` or ``gelu``."""
     add_bias_linear: bool = False
-    """Biases in linear layers."""
+    """Use biases in linear layers."""
     add_qkv_bias: bool = False
-    """Bias in the query/key/value projection only."""
+    """Use a bias only in the query/key/value projection."""
     qk_layernorm: bool = False
     """Normalise queries and keys per head."""
     ffn_hidden_size: int = 256
@@ -60,10 +60,10 @@ class ModelConfig:
     """Standard deviation of initial weights; output projections use this over sqrt(2 * num_layers)."""
 
     num_moe_experts: int | None = 8
-    """Routed experts per mixture layer; null makes a dense model."""
+    """Routed experts per MoE layer; null makes a dense model."""
     moe_layer_freq: int = 1
-    """Every n-th layer is a mixture layer (layers n, 2n, ... counted from 1) after the first
-    ``moe_first_dense_layers``."""
+    """Distance between MoE layers: layers n, 2n, ... (from 1) are MoE layers, except among the first
+    ``moe_first_dense_layers`` layers."""
     moe_first_dense_layers: int = 0
     """Number of first layers that are dense regardless of ``moe_layer_freq``."""
     moe_ffn_hidden_size: int | None = 256
@@ -75,12 +75,13 @@ class ModelConfig:
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate."""
     router: str = "learned"
-    """``learned``, or ``trace``: tokens are routed so that loads follow ``router_trace_file``; gate weights are still
-    computed and trained."""
+    """``learned`` or ``trace``. ``trace`` routes tokens so that loads follow ``router_trace_file``; gate weights are
+    still computed and trained."""
     router_trace_file: str | None = None
-    """Recorded loads for ``trace``: its layers in order, the most loaded experts of each."""
+    """Recorded loads for ``trace``. Layers take the recorded layers in order, and the most loaded experts of each."""
     router_trace_start: int = 0
-    """Record of the first iteration, from 0; each iteration takes the next one, and after the last record the first."""
+    """Record of the first iteration, from 0. Each iteration takes the next record; after the last one comes the
+    first."""
     moe_router_score_function: str = "softmax"
     """``softmax`` or ``sigmoid``."""
     moe_router_pre_softmax: bool = False
@@ -88,9 +89,9 @@ class ModelConfig:
     moe_router_num_groups: int | None = None
     """Groups for group-limited routing; null for none."""
     moe_router_group_topk: int | None = None
-    """Groups a token may be routed to."""
+    """Number of groups to which a token may be routed."""
     moe_router_topk_scaling_factor: float | None = None
-    """Multiplies the routing weights."""
+    """Factor of the routing weights."""
     moe_router_load_balancing_type: str = "aux_loss"
     """``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``sinkhorn`` or ``none``."""
     moe_aux_loss_coeff: float = 0.01
@@ -100,9 +101,9 @@ class ModelConfig:
     moe_router_enable_expert_bias: bool = False
     """Auxiliary-loss-free balancing by a bias per expert (needs ``sigmoid`` scores)."""
     moe_router_bias_update_rate: float = 0.001
-    """Update step of that bias per iteration."""
+    """Update step of the expert bias per iteration."""
     moe_expert_capacity_factor: float | None = None
-    """Capacity of an expert over its even share of tokens; null drops no tokens."""
+    """Capacity of an expert divided by an even share of tokens; null drops no tokens."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: str = "probs"
@@ -120,8 +121,9 @@ class ModelConfig:
     v_head_dim: int = 128
     """Channels of a value head."""
     published_parameters: int | None = None
-    """Parameter count published by the model's authors, which ``dry_run`` compares with; null if none."""
+    """Parameter count that the model's authors published; ``dry_run`` compares the plan with it. null if there is
+    none."""
     published_active_parameters: int | None = None
     """Active parameters per token as published by the model's authors; null if none."""
     published_parameters_source: str = ""
-    """Publication of these counts, and how they are rounded."""
+    """Publication that contains these counts, and how they are rounded."""

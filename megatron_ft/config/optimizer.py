@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 MAX_DEFAULT_WARMUP = 10
-"""Iterations."""
+"""Default iterations of warm-up."""
 
 
 @dataclass
@@ -15,9 +15,10 @@ class OptimizerConfig:
     min_lr: float = 1e-4
     """Final learning rate."""
     lr_warmup_iterations: int | None = None
-    """Iterations of linear warm-up from ``lr_warmup_init``; null means 10, at most a sixth of the decay."""
+    """Iterations of linear warm-up from ``lr_warmup_init``. null means 10, but at most a sixth of the iterations of
+    decay."""
     lr_warmup_init: float = 0.0
-    """Learning rate of the first iteration of the warm-up; with 0 that iteration changes no weight, as in Megatron."""
+    """Learning rate of the first warm-up iteration. With 0, that iteration changes no weight, as in Megatron."""
     lr_decay_style: str = "cosine"
     """``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
     lr_decay_iterations: int | None = None
@@ -25,7 +26,7 @@ class OptimizerConfig:
     lr_wsd_decay_iterations: int | None = None
     """Length of the final decay of ``WSD``."""
     lr_wsd_decay_style: str = "exponential"
-    """Shape of that decay: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
+    """Shape of the final decay of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
     weight_decay: float = 0.1
     """Decoupled weight decay; biases and norms have none."""
     adam_beta1: float = 0.9
@@ -33,16 +34,16 @@ class OptimizerConfig:
     adam_beta2: float = 0.95
     """Decay of the second moment."""
     adam_eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Term added to the root of the second moment."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
     def num_decay_iterations(self, train_iterations: int) -> int:
-        """Iterations until ``min_lr``."""
+        """Return the number of iterations until ``min_lr``."""
         return train_iterations if self.lr_decay_iterations is None else self.lr_decay_iterations
 
     def num_warmup_iterations(self, train_iterations: int) -> int:
-        """Iterations of warm-up."""
+        """Return the number of warm-up iterations."""
         if self.lr_warmup_iterations is not None:
             return self.lr_warmup_iterations
         return min(MAX_DEFAULT_WARMUP, self.num_decay_iterations(train_iterations) // 6)

@@ -1,19 +1,39 @@
-"""Error messages for wrong keys, groups, options and flags, with close matches. No Hydra."""
+"""Error messages with close matches for wrong keys, groups, options and flags. Does not use Hydra."""
 
 import difflib
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.docs import KeyDoc, group_docs, key_docs
+from megatron_ft.config.moved import MOVED
 from megatron_ft.config.serialize import close_matches
 from megatron_ft.errors import ConfigError
 
 
 def group_options(conf: Path) -> dict[str, list[str]]:
-    """Map each group to the names of its options, the files of its folder."""
+    """Return the names of the options of each group, which are the files in the folder of the group."""
     folders = sorted(path for path in conf.iterdir() if path.is_dir())
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
+    """Refuse old keys, all in one message that says what to write instead.
+
+    Args:
+        overrides: key and text of each override, e.g. ``("launch.interface", "launch.interface=lo")``.
+
+    Raises:
+        ConfigError: a key was moved.
+    """
+    lines = []
+    for key, text in overrides:
+        if new := MOVED.get(key):
+            given = text.lstrip("+")
+            lines.append(f"{given}: is now {new}; write {shlex.quote(given.replace(key, new, 1))}")
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: bool) -> None:
@@ -34,10 +54,11 @@ def check_override(key: str, value: Any, conf: Path, *, deletes: bool, sweeps: b
 
 
 def flag_error(argument: str) -> ConfigError:
-    """Make the error for a flag such as ``--num-layers``."""
+    """Make the error for a flag such as ``--num-layers``, which is not supported."""
     flag, _, value = argument.lstrip("-").partition("=")
     name = flag.replace("-", "_")
     keys = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    keys = keys or [new for old, new in MOVED.items() if old.rpartition(".")[2] == name]
     if keys:
         return ConfigError(f"{argument}: must be written as {keys[0]}={value or '<value>'} (docs/from-megatron-lm.md)")
     return ConfigError(f"{argument}: must be --help or --version, or a key written as key=value")
@@ -59,7 +80,7 @@ def known_keys() -> dict[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key with arbitrary subkeys (the fields of a policy) that ``key`` is or belongs to; None if neither."""
+    """Return the key with arbitrary subkeys (e.g. fields of a policy) that contains ``key``; None if there is none."""
     opened = [doc.key for doc in known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -77,18 +98,20 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
     plain = key.partition("[")[0]
     reason = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     value = _given(plain, given)
+    if plain in MOVED:
+        return ConfigError.of(key, value, f"is now {MOVED[plain]}")
     documented = known_keys().get(plain)
     if documented is not None and "nterpolation" not in type(cause).__name__:
         return ConfigError.of(key, value, f"must be of type {documented.type} ({reason})")
     if documented is not None:
-        return ConfigError.of(key, value, f"must refer to something that exists ({reason})")
+        return ConfigError.of(key, value, f"must be an interpolation of keys that exist ({reason})")
     if plain in group_docs():
         return ConfigError.of(key, value, f"must be a mapping of the keys of group {plain} ({reason})")
     return ConfigError.of(key, value, "is not a known key" + _near(plain, list(known_keys())))
 
 
 def _given(key: str, given: Mapping[str, Any]) -> Any:
-    """Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``."""
+    # Value of a key in the overrides, also inside ``group={key: value}``; otherwise a hint at ``conf/``.
     if key in given:
         return given[key]
     group, _, name = key.partition(".")
@@ -97,7 +120,6 @@ def _given(key: str, given: Mapping[str, Any]) -> Any:
 
 
 def _near(key: str, known: Iterable[str]) -> str:
-    """Suggest keys with the same last part, else keys with a similar last part, else similar keys."""
     keys, last = list(known), key.rpartition(".")[2]
     ends = [candidate for candidate in keys if candidate.rpartition(".")[2] == last]
     if ends:

@@ -14,8 +14,8 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline stage (VPP); null for one."""
     expert_model_parallel_size: int = 1
-    """Ranks that split the experts of a layer (EP). Must divide the experts and, times the expert tensor parallel size,
-    the ranks of a pipeline stage (TP * CP * DP)."""
+    """Ranks that split the experts of a layer (EP). It must divide the number of experts. EP times the expert tensor
+    parallel size must divide the ranks of a pipeline stage (TP * CP * DP)."""
     expert_tensor_parallel_size: int = 1
     """Ranks that split one expert's matrices; must be 1 with gloo."""
     context_parallel_size: int = 1
@@ -25,11 +25,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool = False
-    """Gather parameters during the next forward pass. Must be false: an iteration is committed only after its
+    """Gather parameters during the next forward pass. Must be false: an iteration is committed only after all
     parameters are gathered."""
     device_backend: str = "auto"
     """Backend of the process groups for the model's tensors: ``nccl``, ``gloo`` or ``auto`` (NCCL on CUDA, gloo on
-    CPU). gloo on CUDA is for tests without NCCL: it copies all tensors through host memory."""
+    CPU). gloo on CUDA is for tests without NCCL, because it copies all tensors through host memory."""
 
     def backend_on(self, device: str) -> str:
         """Resolve ``device_backend`` to ``nccl`` or ``gloo`` for ``device``, ``cpu`` or ``cuda``."""

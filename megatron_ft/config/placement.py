@@ -10,25 +10,26 @@ SHARES = (BALANCED, EVEN)
 
 @dataclass
 class PlacementConfig:
-    """Replica slots of mixture layers. Without an ``algorithm`` every expert group has one copy, as in Megatron."""
+    """Replica slots of MoE layers. Without an ``algorithm`` every expert group has one copy, as in Megatron."""
 
     algorithm: dict[str, Any] | None = None
-    """Placement algorithm: ``_target_`` names its class, the other entries are its fields; null for none."""
+    """Placement algorithm. ``_target_`` names the class; the other entries are fields of it. null for none."""
     num_slots_per_rank: int | None = None
-    """Replica slots of each rank and layer; null takes twice an even share of the experts, rounded up."""
+    """Replica slots of each rank and layer. null means twice an even share of the experts, rounded up."""
     min_replicas: int = 2
-    """Fewest replicas of an expert (f), on distinct failure domains; lowered, with a note, where there are too few
-    slots. At most the number of failure domains of a pipeline stage."""
+    """Fewest replicas of an expert (f), on distinct failure domains. At most the number of failure domains of a
+    pipeline stage. If there are too few slots, the number is lowered and a note says so."""
     state_copies: int | None = None
-    """Copies of each optimizer shard, on distinct failure domains; null keeps one with every expert replica."""
+    """Copies of each optimizer shard, on distinct failure domains. null keeps one copy with every expert replica."""
     rebalance_interval_iterations: int = 0
-    """Iterations from one planning of the placement by recorded loads to the next; 0 never plans again."""
+    """Number of iterations between two plans of the placement from recorded loads; 0 plans only once."""
     rebalance_min_gain: float = 0.05
-    """Smallest share of the busiest ranks' tokens that a new placement must save."""
+    """Smallest gain for which a new placement is used: the share of the busiest ranks' tokens that it saves."""
     rebalance_bytes_per_token: float = 65536.0
-    """Bytes that may move per token that the busiest ranks save until the next rebalancing."""
+    """Limit of bytes moved per saved token. Saved tokens are those that the busiest ranks no longer process until the
+    next rebalancing."""
     load_smoothing: float = 0.5
-    """Weight of the past in the smoothed load, from 0 (newest iteration only) to below 1."""
+    """Weight of older iterations in the smoothed load, from 0 (newest iteration only) to below 1."""
     loads_file: str | None = None
     """Recorded loads for the first placement; null assumes even loads."""
     dispatch_backend: str = "auto"
@@ -38,7 +39,7 @@ class PlacementConfig:
     """Division of an expert's tokens among its replicas: ``balanced`` makes the fullest rank least, ``even`` gives
     every replica the same number (Lazarus, algorithm 1)."""
     schedule: list[str] = field(default_factory=list)
-    """Scheduled placements, ``ITERATION:FILE`` each: from that iteration on the plan in FILE is used. Tests compare
+    """Scheduled placements, each ``ITERATION:FILE``: the plan in FILE is used from that iteration on. Tests compare
     rebalanced runs with such a run."""
 
     def backend_on(self, device: str) -> str:

@@ -1,8 +1,8 @@
-"""Builder of policies: frozen dataclasses that a configuration names by the dotted path in ``_target_``.
+"""Builds policies: frozen dataclasses that a configuration names by the dotted path in ``_target_``.
 
-Another package extends the project with a class and a YAML file; there is no registry to edit. Only frozen dataclasses
-are built, which catches mistakes but protects nothing: the module in ``_target_`` is imported, also by a dry run, and
-importing runs its code. Who can write a configuration can run code (SECURITY.md).
+Another package extends the project with a class and a YAML file; no registry has to be edited. Only frozen dataclasses
+are built. This catches mistakes but is no protection: the module in ``_target_`` is imported, even by a dry run, and
+the import runs code of the module. Users who can write a configuration can therefore run code (SECURITY.md).
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from megatron_ft.errors import ConfigError
 def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
     """Build the policy that ``spec``, the value of ``key``, describes.
 
-    The value of a dataclass field is a mapping, with ``_target_`` where the field's own type is not meant; lists become
-    tuples where the field is one.
+    The value of a dataclass field is a mapping. ``_target_`` in it chooses another class than the type of the field.
+    Lists become tuples where the field is a tuple.
 
     Raises:
-        ConfigError: no ``_target_``, a path that names no frozen dataclass, or fields that do not fit it.
+        ConfigError: there is no ``_target_``, the path names no frozen dataclass, or the fields do not fit it.
     """
     found = find_target(key, spec)
     # Ranks build their policies independently: one that changed while it runs would plan differently on each of them.
@@ -33,7 +33,7 @@ def find_target(key: str, spec: Mapping[str, Any]) -> Any:
     """Import and return the object that ``spec`` names by ``_target_``.
 
     Raises:
-        ConfigError: no ``_target_``, or a path that cannot be imported.
+        ConfigError: there is no ``_target_``, or the path cannot be imported.
     """
     path = spec.get("_target_")
     if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
@@ -49,7 +49,7 @@ def _build(key: str, found: type, values: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(found) if field.init}
     for name in values:
         if name not in fields:
-            what = f"must be a field of {found.__name__}: {', '.join(sorted(fields))}"
+            what = f"must be one of the fields of {found.__name__}: {', '.join(sorted(fields))}"
             raise ConfigError.of(f"{key}.{name}", values[name], what)
     # Checked before the call, whose TypeError would name arguments of a class and no key.
     for name, field in fields.items():

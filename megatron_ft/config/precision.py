@@ -24,4 +24,4 @@ class PrecisionConfig:
     loss_scale_window: int = 1000
     """Iterations without overflow before the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Overflows before the dynamic loss scale halves."""
+    """Number of overflows before the dynamic loss scale halves."""

@@ -8,24 +8,25 @@ from megatron_ft.config.job import JobConfig
 
 
 def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
-    """Return ``job`` for the ranks on ``nodes`` alone (original node numbers, one for each rank).
+    """Return ``job`` for the ranks on ``nodes`` only (original node numbers, one for each rank).
 
-    Failure domains keep their names; a node without one is a domain of its own. Minimum replicas and peer copies of
-    windows are lowered to the number of domains. With ``launch.keep_layout`` the number of nodes stays the same and
-    only their domains change.
+    Failure domains keep their names; a node without a name is its own domain. The minimum number of replicas and the
+    peer copies of windows are lowered to the number of domains. With ``recovery.keep_layout`` the number of nodes stays
+    the same, and only the domains change.
     """
-    launch = job.launch
     # With a kept layout ranks go by place: the order of nodes says which one has the place of which.
-    present = list(dict.fromkeys(nodes)) if launch.keep_layout else sorted(set(nodes))
-    names = dict(enumerate(launch.failure_domains))
+    present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
+    names = dict(enumerate(job.topology.failure_domains))
     domains = [names.get(node, f"node{node}") for node in present]
-    if launch.keep_layout:
-        return replace(job, launch=replace(launch, failure_domains=domains))
+    topology = replace(job.topology, failure_domains=domains)
+    if job.recovery.keep_layout:
+        return replace(job, topology=topology)
     num_domains = len(set(domains))
     return derive_placement(
         replace(
             job,
-            launch=replace(launch, num_nodes=len(present), failure_domains=domains),
+            launch=replace(job.launch, num_nodes=len(present)),
+            topology=topology,
             # ``derive_placement`` sets it again: all ranks that are left are one expert group.
             parallel=replace(job.parallel, expert_model_parallel_size=1),
             placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),

@@ -1,4 +1,4 @@
-"""Values that each kind of recovery requires: one table for the checks, ``dry_run`` and ``tools/can_recover``."""
+"""Values that each kind of recovery requires. The checks, ``dry_run`` and ``tools/can_recover`` use the same table."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,19 +16,24 @@ class Requirement:
     """Dotted key, e.g. ``launch.mode``."""
     value: Any = None
     is_excluded: bool = False
-    """Whether ``value`` is the one that the key must not have."""
+    """Whether ``value`` is forbidden instead of required."""
     instead: str = ""
-    """Constraint of the key in words, for an excluded value."""
+    """Description of the allowed values, if ``value`` is forbidden."""
     reason: str = ""
-    """Why, as the end of a message."""
+    """Reason for the requirement, as the end of a message."""
 
     def is_met(self, config: JobConfig) -> bool:
-        """Whether ``config`` meets it."""
+        """Return whether ``config`` meets the requirement."""
         return bool(value_of(config, self.key) == self.value) != self.is_excluded
 
+    @property
+    def demand(self) -> str:
+        """The value that the key must have, as ``must be false``."""
+        return f"must be {self.instead if self.is_excluded else show(self.value)}"
+
     def constraint(self, feature: str) -> str:
-        """The end of an error message; ``feature`` is the key and value that needs this."""
-        text = f"must be {self.instead if self.is_excluded else show(self.value)} with {feature}"
+        """Return the end of an error message. ``feature`` is the key and value that has this requirement."""
+        text = f"{self.demand} with {feature}"
         return f"{text}: {self.reason}" if self.reason else text
 
 
@@ -37,7 +42,7 @@ _NO_CUDA = Requirement(
     value="cuda",
     is_excluded=True,
     instead="cpu",
-    reason="after the loss of a rank NCCL communicators cannot be formed again yet",
+    reason="this version cannot form NCCL communicators again after the loss of a rank",
 )
 
 REPLICAS: tuple[Requirement, ...] = (
@@ -53,16 +58,16 @@ REPLICAS: tuple[Requirement, ...] = (
         key="placement.algorithm",
         is_excluded=True,
         instead="given",
-        reason="a lost node's experts survive only as replicas on other nodes, e.g. placement=overlap_search",
+        reason="only replicas on other nodes keep the experts of a lost node; choose e.g. placement=overlap_search",
     ),
     _NO_CUDA,
 )
-"""Continuing on fewer nodes: every rank holds all dense state, and experts have replicas."""
+"""Requirements for continuing on fewer nodes: every rank holds all dense state, and experts have replicas."""
 
 KEPT_LAYOUT: tuple[Requirement, ...] = (
     Requirement(key="launch.mode", value="local"),
     Requirement(key="launch.master_port", value=0),
-    Requirement(key="launch.max_nodes", reason="a job that keeps its layout does not grow"),
+    Requirement(key="nodes.max_nodes", reason="a job that keeps its layout does not grow"),
     Requirement(
         key="placement.algorithm",
         reason="with replica slots a job continues on fewer ranks and does not keep its layout",
@@ -71,19 +76,19 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
         key="snapshot.policy",
         is_excluded=True,
         instead="given",
-        reason="a stage that loses a rank goes back to a window, e.g. snapshot=sparse_window",
+        reason="a stage that loses a rank restarts from a window; choose e.g. snapshot=sparse_window",
     ),
     _NO_CUDA,
 )
-"""Continuing in the same layout: other processes take the places of lost ranks and replay their stage."""
+"""Requirements for continuing in the same layout: other processes replace lost ranks and replay the pipeline stage."""
 
 
 def unmet(config: JobConfig, requirements: Iterable[Requirement]) -> list[Requirement]:
-    """Requirements that ``config`` does not meet."""
+    """Return the requirements that ``config`` does not meet."""
     return [requirement for requirement in requirements if not requirement.is_met(config)]
 
 
 def value_of(config: JobConfig, key: str) -> Any:
-    """Value of a dotted key."""
+    """Return the value of a dotted key."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)

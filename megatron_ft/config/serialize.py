@@ -1,4 +1,4 @@
-"""Conversion of ``JobConfig`` to plain dictionaries and back, without Hydra, to send it to ranks."""
+"""Converts ``JobConfig`` to plain dictionaries and back, to send it to ranks. Does not use Hydra."""
 
 import dataclasses
 import difflib
@@ -27,13 +27,13 @@ def from_dict(values: dict[str, Any]) -> JobConfig:
 
 
 def close_matches(word: str, known: typing.Iterable[str]) -> str:
-    """Return ``; did you mean 'a' or 'b'?``, or an empty text."""
+    """Return ``; did you mean 'a' or 'b'?`` or an empty text."""
     found = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
     return "; did you mean " + " or ".join(repr(match) for match in found) + "?" if found else ""
 
 
 def type_name(annotation: Any) -> str:
-    """Name a field's type in the terms of YAML, e.g. ``int or null`` or ``list of str``."""
+    """Name the type of a field in the terms of YAML, e.g. ``int or null`` or ``list of str``."""
     if annotation is type(None):
         return "null"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

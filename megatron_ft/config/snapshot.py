@@ -9,26 +9,27 @@ class SnapshotConfig:
     """Capture of training state during training. Without a ``policy`` nothing is captured."""
 
     policy: dict[str, Any] | None = None
-    """Snapshot policy: ``_target_`` names its class, the other entries are its fields; null for none."""
+    """Snapshot policy. ``_target_`` names the class; the other entries are fields of it. null for none."""
     num_peer_copies: int = 2
-    """Copies of every window in the memory of other failure domains (r); 0 keeps windows on their own node only."""
+    """Copies of every window in the memory of other failure domains (r). With 0, windows stay only on the node that
+    captured them."""
     bandwidth_bytes_per_second: float | None = None
-    """Bytes that one rank may capture per second; null measures it at start."""
+    """Bytes that one rank may capture per second. null measures the rate at start."""
     iteration_seconds: float | None = None
-    """Iteration time within which a slice is captured; null measures it."""
+    """Duration of an iteration, within which a slice is captured. null measures it."""
     host_memory_limit_bytes: int | None = None
-    """Largest host memory of one node for its windows and its peers' copies, checked before the start; null checks
+    """Limit of the host memory of one node for windows and copies for peers, checked before the start. null checks
     nothing."""
     persist_interval_windows: int = 0
-    """Committed windows from one that is written to storage to the next; 0 writes on request only, e.g. on a stop
-    request."""
+    """Number of committed windows between two that are written to storage. 0 writes only on request, e.g. when the run
+    is asked to stop."""
     persist_url: str | None = None
-    """Path or fsspec URL for persisted windows, where each run has a folder of its name; null takes ``windows`` in the
-    run's folder."""
+    """Path or fsspec URL for persisted windows; each run has a subfolder with the name of the run. null means
+    ``windows`` in the run's folder."""
     keep_persisted: int = 2
     """Number of newest complete persisted windows to keep; 0 keeps all."""
     replan_interval_windows: int = 4
-    """Windows after which the plan is compared with measured bandwidth, iteration time and expert loads; 0 keeps the
-    first plan."""
+    """Number of windows between checks of the plan. A check compares the plan with measured bandwidth, iteration time
+    and expert loads. 0 keeps the first plan."""
     skip_frozen_gradients: bool = True
-    """Skip weight gradients of frozen operators in a replay; false only to measure what this saves."""
+    """Skip weight gradients of frozen operators in a replay. false is only for measuring the gain."""

@@ -21,12 +21,13 @@ class TelemetryConfig:
     """Sinks of metrics and events, and limits of alerts."""
 
     sinks: dict[str, Any] = field(default_factory=_sinks)
-    """Places records go to, by name: ``_target_`` names the class, the other entries are its arguments; null for none.
-    The sinks of ``conf/telemetry/default.yaml`` are the defaults; ``metrics`` and ``events`` are always needed."""
+    """Sinks for records, by name. ``_target_`` names the class; the other entries are arguments of it. null removes
+    a sink. The sinks of ``conf/telemetry/default.yaml`` are the defaults; ``metrics`` and ``events`` are always
+    needed."""
     log_interval_iterations: int = 1
-    """Iterations from one report of metrics to the next."""
+    """Number of iterations between two reports of metrics."""
     expert_load_interval_iterations: int = 1
-    """Iterations from one report of tokens per expert and layer to the next; 0 reports none."""
+    """Number of iterations between two reports of tokens per expert and layer; 0 reports none."""
     progress: str = "auto"
     """``live``, ``plain`` or ``auto`` (live on a terminal)."""
     wandb: str = "auto"
@@ -36,14 +37,16 @@ class TelemetryConfig:
     wandb_entity: str | None = None
     """Team in wandb; null for the default."""
     alert_single_loss_survival: float | None = 1.0
-    """Alert when the probability of surviving the loss of one failure domain without a restart is below this; null
-    never. Known only for jobs that continue by expert replicas (``launch.min_nodes``)."""
+    """Limit for the probability that the job survives the loss of one failure domain without a restart. An alert is
+    reported below it; null never. The probability is known only for jobs that continue by expert replicas
+    (``recovery.min_nodes``)."""
     alert_stall_share: float | None = 0.05
-    """Alert when capture stalls take more than this share of iteration time, over five windows; null never."""
+    """Limit for the share of iteration time that training waits for captures, over five windows. An alert is reported
+    above it; null never."""
     alert_windows_behind: float | None = 3.0
-    """Alert when more windows than this are due and none has been committed; null never."""
+    """Limit for the windows that are due while none has been committed. An alert is reported above it; null never."""
     alert_free_disk_share: float | None = 0.05
-    """Alert when less than this share of the file system of the run's folder is free; null never."""
+    """Limit for the free share of the file system of the run's folder. An alert is reported below it; null never."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert when the slowest rank takes more than this many times as long as the median rank for the same work; null
-    never."""
+    """Limit for the time of the slowest rank divided by the time of the median rank for the same work. An alert is
+    reported above it; null never."""

@@ -10,15 +10,16 @@ class TrainingConfig:
     train_iterations: int = 60
     """Iterations of the whole run."""
     exit_at_iteration: int | None = None
-    """Stop after this iteration as at the end of a time limit; null runs to the end. Schedules do not depend on it."""
+    """Stop after this iteration as at the end of a time limit. null runs to the end. Learning-rate schedules do not
+    depend on it."""
     micro_batch_size: int = 2
     """Samples per microbatch and data-parallel rank."""
     global_batch_size: int = 16
-    """Samples per iteration over all ranks; independent of their number."""
+    """Samples per iteration over all ranks. The number of ranks does not change it."""
     seed: int = 1234
     """Seed of weights and dropout."""
     eval_interval_iterations: int = 30
-    """Iterations from one evaluation to the next; 0 never evaluates."""
+    """Number of iterations between two evaluations; 0 never evaluates."""
     eval_iterations: int = 4
     """Batches of ``global_batch_size`` per evaluation."""
     deterministic: bool = True
@@ -26,20 +27,20 @@ class TrainingConfig:
     num_threads: int = 1
     """CPU threads per rank."""
     device: str = "auto"
-    """``cpu``, ``cuda`` or ``auto``: CUDA where the machine that starts the job has a GPU. The device is resolved and
-    checked with all other keys before ranks start; a dry run on a machine without a GPU checks both devices."""
+    """``cpu``, ``cuda`` or ``auto``: CUDA if the machine that starts the job has a GPU. The device is resolved and
+    checked with all other keys before ranks start. A dry run on a machine without a GPU checks both devices."""
     transformer_impl: str = "auto"
     """``local``, ``transformer_engine`` or ``auto`` (Transformer Engine where it is fully installed, on CUDA only)."""
     non_finite_policy: str = "stop"
-    """Action on a loss or gradient norm that is NaN or infinite: ``stop``, or ``skip`` the update. With ``fp16`` an
-    overflow is always skipped and lowers the loss scale."""
+    """Action if a loss or gradient norm is NaN or infinite: ``stop``, or ``skip`` the update. With ``fp16`` an overflow
+    always skips the update and lowers the loss scale."""
     max_consecutive_skips: int = 10
     """Largest number of skipped updates in a row; one more stops the run."""
     loss_spike_factor: float | None = None
-    """A loss above this factor times the median of the last ``loss_spike_window`` committed losses is a spike; null
+    """Limit for a loss spike: this factor times the median of the last ``loss_spike_window`` committed losses. null
     turns the check off."""
     loss_spike_window: int = 50
-    """Number of losses in that median; half as many are needed before the check starts."""
+    """Number of losses in the median for loss spikes. The check starts after half as many."""
     loss_spike_policy: str = "warn"
     """Action on a spike: ``warn``, ``skip`` the update, or ``stop``."""
     recompute_granularity: str | None = None
@@ -47,5 +48,5 @@ class TrainingConfig:
     distributed_timeout_seconds: float = 600.0
     """Timeout of collectives."""
     digest_interval_iterations: int = 0
-    """Iterations from one record of a digest of every rank's whole state to the next, and at the end; 0 records
-    none."""
+    """Number of iterations between two records with a digest of every rank's whole state; the last iteration has one,
+    too. 0 records none."""

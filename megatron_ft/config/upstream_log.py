@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class UpstreamLogConfig:
-    """Log of activations and gradients sent between pipeline stages, with ``launch.keep_layout``."""
+    """Log of activations and gradients sent between pipeline stages, for ``recovery.keep_layout``."""
 
     commit_lag_iterations: int = 4
-    """Largest number of iterations from a window's last slice to the vote that commits it; the log holds two windows
-    and twice this number of iterations."""
+    """Largest number of iterations between the last slice of a window and the vote that commits the window. The log has
+    space for two windows and twice this number of iterations."""
     memory_limit_bytes: int | None = None
-    """Largest memory for the logs of one node, checked before it is allocated; null checks nothing."""
+    """Limit of the memory for the logs of one node, checked before the memory is allocated. null checks nothing."""

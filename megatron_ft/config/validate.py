@@ -24,7 +24,7 @@ from megatron_ft.failpoints import parse
 
 
 def validate(config: JobConfig) -> None:
-    """Check every key and every combination of keys; stop at the first that cannot run.
+    """Check every key and every combination of keys. The first violation is raised.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -35,7 +35,7 @@ def validate(config: JobConfig) -> None:
         if dataclasses.is_dataclass(group):
             finite_numbers(field.name, group)
     check_names(config)
-    check_launch(config.launch)
+    check_launch(config)
     check_detector(config.detector)
     check_launchers(config)
     check_run(config.run)
@@ -59,32 +59,32 @@ def validate(config: JobConfig) -> None:
 
 def _check_failpoints(config: JobConfig) -> None:
     """Check that failpoints parse and name a rank, node and iteration that exist: one that cannot fire is a mistake."""
-    num_nodes, world_size = config.launch.most_nodes, config.launch.most_nodes * config.launch.ranks_per_node
-    for text in config.launch.failpoints:
+    num_nodes, world_size = config.most_nodes, config.most_nodes * config.launch.ranks_per_node
+    for text in config.testing.failpoints:
         failpoint = parse(text)
         for name, value, bound in (("rank", failpoint.rank, world_size), ("node", failpoint.node, num_nodes)):
             if value is not None and not 0 <= value < bound:
-                raise ConfigError.of("launch.failpoints", text, f"must name a {name} in 0..{bound - 1}")
+                raise ConfigError.of("testing.failpoints", text, f"must name a {name} in 0..{bound - 1}")
         last_generation = _last_generation(config)
         generation = 0 if failpoint.generation is None else failpoint.generation
         if generation < 0 or (last_generation is not None and generation > last_generation):
             constraint = (
-                f"must name a generation that can occur with launch.max_restarts={config.launch.max_restarts} and "
-                f"launch.min_nodes={show(config.launch.min_nodes)}, or it never fires"
+                f"must name a generation that can occur with recovery.max_restarts={config.recovery.max_restarts} and "
+                f"recovery.min_nodes={show(config.recovery.min_nodes)}, or it never fires"
             )
-            raise ConfigError.of("launch.failpoints", text, constraint)
+            raise ConfigError.of("testing.failpoints", text, constraint)
         last = config.training.train_iterations
         # A test with a fault that never happens would pass without testing anything.
         if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
             constraint = f"must name an iteration in 0..training.train_iterations={last}, or it never fires"
-            raise ConfigError.of("launch.failpoints", text, constraint)
+            raise ConfigError.of("testing.failpoints", text, constraint)
 
 
 def _last_generation(config: JobConfig) -> int | None:
-    """Largest generation that can occur; None where nodes can join without limit."""
+    # Largest generation that can occur; None where nodes can join without limit.
     # The count of restarts begins again after every iteration of progress, and after each start nodes can be lost one
     # by one.
-    if config.launch.most_nodes > config.launch.num_nodes or config.launch.restart_lost_nodes:
+    if config.most_nodes > config.launch.num_nodes or config.nodes.restart_lost_nodes:
         return None
-    num_restarts = config.launch.max_restarts * (config.training.train_iterations + 1)
-    return num_restarts + (num_restarts + 1) * (config.launch.num_nodes - config.launch.fewest_nodes)
+    num_restarts = config.recovery.max_restarts * (config.training.train_iterations + 1)
+    return num_restarts + (num_restarts + 1) * (config.launch.num_nodes - config.fewest_nodes)

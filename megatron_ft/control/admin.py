@@ -1,6 +1,6 @@
-"""Client for administrators of a running job: its status, and requests that a node leaves or joins.
+"""Client for administrators of a running job: reads its status, lets nodes leave or join.
 
-A job that runs keeps ``controller.json`` in its folder, of mode 0600: address and token of its controller.
+A running job keeps ``controller.json`` (mode 0600) in its folder: address and token of its controller.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Annotated
 
 from megatron_ft.control.certificates import read_certificates
-from megatron_ft.control.rpc import RpcClient, RpcError
+from megatron_ft.control.rpc import ACCEPT_SECONDS, RpcClient, RpcError
 from megatron_ft.control.secret_file import read_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
@@ -17,12 +17,14 @@ from megatron_ft.serde import Length, decode
 from megatron_ft.strict_json import parse_json
 
 CONTROLLER_FILE = "controller.json"
-CALL_SECONDS = 10.0
-"""Longest wait for an answer; a controller on a busy machine may take a connection late."""
+STATUS_SECONDS = 10.0
+"""Longest wait for a status; on a busy machine the controller may accept a connection late."""
+REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
+"""Longest wait for the answer to a request, which a busy controller answers late."""
 
 
 class JobNotRunning(ControlError):
-    """No job runs in the folder, or none that answers."""
+    """No job runs in the folder, or its controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +36,21 @@ class ControllerAddress:
     epoch: int
     """Rises with each controller of the job."""
     tls_dir: str | None = None
-    """Value of ``launch.tls_dir``."""
+    """Value of ``control.tls_dir``."""
 
 
 def read_address(run_dir: Path) -> ControllerAddress:
-    """The address in a run's folder.
+    """Read the controller's address from a run's folder.
 
     Raises:
-        JobNotRunning: there is none.
-        ControlError: others than its owner can read or write it, it belongs to another user, or is damaged.
+        JobNotRunning: the file is missing.
+        ControlError: the file belongs to another user, other users can read or write it, or it is damaged.
     """
     path = run_dir / CONTROLLER_FILE
     try:
         content = read_secret(path)
     except FileNotFoundError:
-        missing = "there is no such folder" if not run_dir.is_dir() else f"it has no {CONTROLLER_FILE}"
+        missing = "there is no such folder" if not run_dir.is_dir() else f"the folder has no {CONTROLLER_FILE}"
         raise JobNotRunning(f"run_dir={run_dir}: no job runs there: {missing}") from None
     return _parse(path, content)
 
@@ -65,7 +67,7 @@ def _parse(path: Path, content: bytes) -> ControllerAddress:
 
 
 class AdminClient:
-    """Calls a running job's controller. A context manager: the connection is closed at its end.
+    """Calls the controller of a running job. A context manager, which closes the connection at its end.
 
     Raises:
         ControlError: as ``read_address``.
@@ -86,18 +88,18 @@ class AdminClient:
         self._client.close()
 
     def status(self) -> Message:
-        """``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
-        return self._call("status", {})
+        """Return ``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
+        return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:
-        """Have ``node`` leave at the next iteration boundary."""
-        self._call("drain", {"node": node})
+        """Let ``node`` leave at the next iteration boundary."""
+        self._call("drain", {"node": node}, REQUEST_SECONDS)
 
     def add(self, node: int) -> None:
-        """Have ``node`` started, so that it joins at an iteration boundary."""
-        self._call("add", {"node": node})
+        """Start ``node``, so that it joins at an iteration boundary."""
+        self._call("add", {"node": node}, REQUEST_SECONDS)
 
-    def _call(self, method: str, body: Message) -> Message:
+    def _call(self, method: str, body: Message, timeout_seconds: float) -> Message:
         """Call the controller.
 
         Raises:
@@ -105,11 +107,12 @@ class AdminClient:
             ControlError: the controller refuses, with its reason.
         """
         try:
-            return self._client.call(method, body, timeout_seconds=CALL_SECONDS, wait_for_peer=True)
+            return self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=True)
         except RpcError as error:
             if error.refused:
                 raise ControlError(f"{method}: refused: {error}") from None
+            note = "" if method == "status" else "; the request may still take effect, see tools/status.py"
             raise JobNotRunning(
-                f"run_dir={self._run_dir}: the job's controller does not answer; "
+                f"run_dir={self._run_dir}: the job's controller does not answer{note}; "
                 f"if no job runs there, its {CONTROLLER_FILE} was left behind ({error})"
             ) from None

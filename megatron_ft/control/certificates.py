@@ -1,7 +1,7 @@
-"""Certificates of the control channel, where a job asks for encryption (``launch.tls_dir``): mutual TLS.
+"""Certificates of the control channel, for jobs that encrypt it (``control.tls_dir``): mutual TLS.
 
-A folder holds ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the name
-or address it is called by) and ``key.pem`` (its private key, mode 0600 or 0400).
+The folder contains ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the
+name or address that others call) and ``key.pem`` (its private key, mode 0600 or 0400).
 """
 
 import os
@@ -13,7 +13,7 @@ import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.errors import ConfigError
 
-_KEY = "launch.tls_dir"
+_KEY = "control.tls_dir"
 _MAX_BYTES = 1024 * 1024
 
 
@@ -26,20 +26,20 @@ class Certificates:
     private_key: bytes = field(repr=False)
 
     def of_server(self) -> grpc.ServerCredentials:
-        """Credentials of a server that refuses callers without a certificate of the authority."""
+        """Return credentials of a server that refuses callers without a certificate of the authority."""
         pair = (self.private_key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.authority, require_client_auth=True)
 
     def of_client(self) -> grpc.ChannelCredentials:
-        """Credentials of a caller that refuses servers without one."""
+        """Return credentials of a caller that refuses servers without a certificate of the authority."""
         return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
 
 
 def read_certificates(folder: str | None) -> Certificates | None:
-    """Certificates of ``launch.tls_dir``; None where it is null.
+    """Read the certificates of ``control.tls_dir``; None if that is null.
 
     Raises:
-        ConfigError: a file is missing, too long or no PEM, or others can read the private key.
+        ConfigError: a file is missing, too long or not PEM, or other users can read the private key.
     """
     if folder is None:
         return None
@@ -54,7 +54,9 @@ def _read(path: Path, folder: str) -> bytes:
     except OSError as error:
         raise ConfigError.of(_KEY, folder, f"must hold {path.name}: {error.strerror}") from None
     if path.name == "key.pem" and mode & 0o077:
-        raise ConfigError.of(_KEY, folder, f"must keep {path.name} from others: its mode is {mode:04o}, not 0600")
+        raise ConfigError.of(
+            _KEY, folder, f"must not let other users read {path.name}: its mode is {mode:04o}, must be 0600"
+        )
     if len(content) > _MAX_BYTES or b"-----BEGIN" not in content:
-        raise ConfigError.of(_KEY, folder, f"must hold {path.name} in PEM, of at most {_MAX_BYTES} bytes")
+        raise ConfigError.of(_KEY, folder, f"must hold {path.name} in PEM format, at most {_MAX_BYTES} bytes")
     return content

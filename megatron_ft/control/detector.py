@@ -1,4 +1,5 @@
-"""Detector of nodes and ranks that are lost without having ended: silence and standstill. Pure: takes the clock."""
+"""Detects nodes and ranks that are lost although their processes exist: no heartbeat, no progress. Pure: takes the
+clock."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectorPolicy:
-    """Knobs, as ``DetectorConfig`` has them."""
+    """Limits of the detector, see ``DetectorConfig``."""
 
     heartbeat_interval_seconds: float = 1.0
     heartbeat_timeout_seconds: float = 10.0
@@ -21,7 +22,7 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Keys without a sign of life for too long. All times are on one clock of the caller."""
+    """Finds keys without a heartbeat for too long. All times are on one clock of the caller."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -29,22 +30,23 @@ class SignsOfLife(Generic[Key]):
         self._asked_at: float | None = None
 
     def hear(self, key: Key, now: float) -> None:
-        """Take in a sign of life; more are expected from now on. Safe in any thread."""
+        """Record a heartbeat; from now on more are expected. Safe in any thread."""
         self._heard[key] = now
 
     def forget(self, key: Key) -> None:
-        """Expect no more signs."""
+        """Expect no more heartbeats of a key."""
         self._heard.pop(key, None)
 
     def seconds_since(self, key: Key, now: float) -> float | None:
-        """Time since the last sign; None of an unknown key."""
+        """Return the time since the last heartbeat; None for an unknown key."""
         heard = self._heard.get(key)
         return None if heard is None else now - heard
 
     def silent(self, now: float) -> list[Key]:
-        """Keys that are overdue; to be called several times within the timeout.
+        """Return the keys that are overdue. Must be called several times within the timeout.
 
-        A caller that is late was held up itself and may have missed signs: every key gets the whole time again.
+        If the caller is late, it was blocked itself and may have missed heartbeats: every key gets the whole time
+        again.
         """
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
@@ -57,7 +59,7 @@ class SignsOfLife(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Progress of a rank: the ``step``-th report of an iteration, from 1."""
+    """Progress of a rank: the ``step``-th report of an iteration, counted from 1."""
 
     iteration: int
     phase: str
@@ -65,7 +67,7 @@ class Place:
 
 
 class Detector:
-    """Finds nodes whose agent is unresponsive, and ranks without progress; used by the controller."""
+    """Finds nodes whose agent does not answer, and ranks without progress."""
 
     def __init__(self, membership: MembershipPolicy, policy: DetectorPolicy) -> None:
         self._membership = membership
@@ -76,38 +78,38 @@ class Detector:
         self._generation: int | None = None
 
     def hear(self, node: int, now: float) -> None:
-        """A node's process has called; safe in any thread."""
+        """Record a call of a node's agent; safe in any thread."""
         self._nodes.hear(node, now)
 
     def forget(self, node: int) -> None:
-        """A node's process is gone."""
+        """Forget a node whose agent has ended."""
         self._nodes.forget(node)
 
     def progress(self, rank: int, place: Place, now: float) -> None:
-        """A rank got further."""
+        """Record the progress of a rank."""
         self._places[rank] = place
         self._progress_at = now
 
     def place(self, rank: int) -> Place | None:
-        """Progress of a rank, as far as it is known."""
+        """Return the progress of a rank, if known."""
         return self._places.get(rank)
 
     def seconds_since_word(self, node: int, now: float) -> float | None:
-        """Seconds since a node's process has called; None without a process."""
+        """Return the seconds since the last call of a node's agent; None without an agent."""
         return self._nodes.seconds_since(node, now)
 
     def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
-        """Losses found since the last call.
+        """Return the losses found since the last call.
 
         Args:
             now: on the clock of all other calls.
-            at_seconds: the same moment since the epoch.
+            at_seconds: the same time in seconds since 1970.
         """
         found: list[NodeLost | RankHung | JobHung] = []
         limit = f"(detector.heartbeat_timeout_seconds={self._policy.heartbeat_timeout_seconds:g})"
         for node in self._nodes.silent(now):
             self.forget(node)
-            found.append(NodeLost(node, at_seconds, f"no sign of its process {limit}"))
+            found.append(NodeLost(node, at_seconds, f"no heartbeat from its agent {limit}"))
         return found + self._hung(state, now, at_seconds)
 
     def _hung(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
@@ -128,11 +130,11 @@ class Detector:
         # All wait at one point, so no rank is to blame: to kill some of them would cost their node without a reason.
         if len({None if place is None else (place.iteration, place.phase) for place in places.values()}) == 1:
             where = _where(next(iter(places.values())))
-            return [JobHung(at_seconds, f"no rank got any further {limit}: all are {where}")]
+            return [JobHung(at_seconds, f"no rank made progress {limit}: all are {where}")]
         behind = min(_order(place) for place in places.values())
         hung = sorted(rank for rank, place in places.items() if _order(place) == behind)
         return [
-            RankHung(rank, at_seconds, f"got no further than {_where(places[rank])} {limit}", max(0, behind[0]))
+            RankHung(rank, at_seconds, f"made no progress {limit}: it is {_where(places[rank])}", max(0, behind[0]))
             for rank in hung
         ]
 

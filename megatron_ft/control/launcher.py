@@ -1,7 +1,7 @@
-"""The launcher of ``launch.mode=local``: what the command that a user typed becomes.
+"""The launcher of ``launch.mode=local``: the process that a user's command becomes.
 
 It claims the run folder, starts the controller, a fork server and one agent per node, feeds the sinks, and leaves no
-process behind. Where and how agents start is up to the ``NodeLauncher`` that ``launch.node_launcher`` names.
+process behind. The ``NodeLauncher`` of ``launch.node_launcher`` decides where and how agents start.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
@@ -40,7 +39,7 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, claim, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir
-from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed
+from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError, RankFailed
 from megatron_ft.events import ControllerGoesOn, ControllerReplaced, ControllerWaits, RunFolderMissing, StopRequested
 from megatron_ft.framing import Message
 
@@ -51,20 +50,20 @@ _CLEANUP_SECONDS = 5.0
 
 
 class Sinks(Protocol):
-    """Takes records; ``megatron_ft.telemetry.SinkSet`` is one."""
+    """Protocol of a destination of records, such as ``megatron_ft.telemetry.SinkSet``."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record."""
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Take in that the run has ended."""
+        """End the run's records."""
 
 
 class OpenSinks(Protocol):
-    """Opens the sinks of a run; ``megatron_ft.telemetry.open_sinks`` is one."""
+    """Protocol of functions that open the sinks of a run, such as ``megatron_ft.telemetry.open_sinks``."""
 
     def __call__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> Sinks:
-        """Open them."""
+        """Open the sinks."""
 
 
 def launch(
@@ -77,13 +76,13 @@ def launch(
     command: Sequence[str] | None = None,
     sidecars: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the job; its exit code (``errors.EXIT_CODES``).
+    """Run the job and return its exit code (``errors.EXIT_CODES``).
 
     Args:
         config_yaml: the resolved configuration, kept in the run folder.
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``.
         preload: modules imported (``module:function``: called) before ranks are forked; default: those of the device.
-        command: how the user started the job, for the advice how to resume; default: as this process was.
+        command: the user's command, for the advice how to resume; default: that of this process.
         sidecars: name to module of processes that every node has beside its ranks, see ``node/sidecars.py``.
 
     Raises:
@@ -92,9 +91,9 @@ def launch(
     if preload is None:
         preload = PRELOAD_ON_CUDA if config.training.device == "cuda" else PRELOAD
     # Whatever can be refused is refused before the run has a folder.
-    launcher = open_launcher(config.launch, os.environ)
-    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, interface=launcher.interface))
-    _check_places(config.launch, is_local=launcher.is_local)
+    launcher = open_launcher(config, os.environ)
+    config = dataclasses.replace(config, control=dataclasses.replace(config.control, interface=launcher.interface))
+    _check_places(config, is_local=launcher.is_local)
     run_dir = claim(config.run, model_name=config.model.name, config_yaml=config_yaml)
     try:
         world_size = config.launch.num_nodes * config.launch.ranks_per_node
@@ -118,14 +117,13 @@ def launch(
         run_dir.release()
 
 
-def _check_places(config: LaunchConfig, *, is_local: bool) -> None:
-    """Refuse addresses and sockets that cannot work."""
-    check_interface(config.interface)
-    read_certificates(config.tls_dir)
-    free_port(config.interface)
-    path = config.forkserver_socket
+def _check_places(config: JobConfig, *, is_local: bool) -> None:
+    check_interface(config.control.interface)
+    read_certificates(config.control.tls_dir)
+    free_port(config.control.interface)
+    path, other = config.launch.forkserver_socket, config.launch.node_launcher
     if path is not None and not is_local:
-        constraint = f"must be null with launch.node_launcher={config.node_launcher}: its nodes are other machines"
+        constraint = f"must be null with launch.node_launcher={other}: its nodes are other machines"
         raise ConfigError.of("launch.forkserver_socket", path, constraint)
     if path is not None and not Path(path).is_socket():
         raise ConfigError.of("launch.forkserver_socket", path, "must be the socket of a running fork server")
@@ -142,7 +140,6 @@ class _Job:
         sidecars: dict[str, str],
         launcher: NodeLauncher,
     ) -> None:
-        self._config = config.launch
         self._run_dir = run_dir
         self._sinks = sinks
         self._preload = preload
@@ -152,16 +149,16 @@ class _Job:
         self._run_finished = False
         self._faults = report.InjectedFaults()
         self._has_ended = False
-        self._policy = MembershipPolicy.of(config.launch, starts_nodes=launcher.starts_nodes)
+        self._policy = MembershipPolicy.of(config, starts_nodes=launcher.starts_nodes)
         self._detection = DetectorPolicy(**dataclasses.asdict(config.detector))
         self._token = new_token()
-        self._port = free_port(config.launch.interface)
+        self._port = free_port(config.control.interface)
         self._job = config
         self._launcher = launcher
         self._fork_server: subprocess.Popen[bytes] | None = None
 
     def run(self) -> JobResult:
-        """Start everything, serve until the job ends, leave nothing behind."""
+        """Start all processes, serve until the job ends, and end all processes."""
         with make_runtime_dir() as runtime_dir:
             processes = Processes(runtime_dir, self._run_dir.path / "logs")
             self._controller = self._link(processes)
@@ -192,7 +189,6 @@ class _Job:
         return result
 
     def _link(self, processes: Processes) -> ControllerLink:
-        """The connection to the controller of this job, which begins with an empty journal."""
         run_dir, resume_from = self._run_dir.path, self._run_dir.resume_from
         # A journal belongs to one job. ``epoch`` stays: it has to rise over all jobs of the run.
         (run_dir / FOLDER / JOURNAL).unlink(missing_ok=True)
@@ -217,13 +213,13 @@ class _Job:
         return ControllerLink(
             start,
             access_path=run_dir / CONTROLLER_FILE,
-            access={"token": self._token, "tls_dir": self._config.tls_dir},
+            access={"token": self._token, "tls_dir": self._job.control.tls_dir},
             silence_seconds=self._detection.heartbeat_timeout_seconds,
             log=processes.log_dir / "controller.log",
         )
 
     def _start_fork_server(self, processes: Processes) -> None:
-        if self._launcher.is_local and self._config.forkserver_socket is None:
+        if self._launcher.is_local and self._job.launch.forkserver_socket is None:
             arguments = ["--socket", str(processes.forkserver_socket), "--preload", *self._preload]
             module = "megatron_ft.control.node.fork_server"
             self._fork_server = processes.start(module, arguments, "forkserver.log", SINGLE_THREAD_ENVIRONMENT)
@@ -232,7 +228,7 @@ class _Job:
         return lambda detail, process_id: self._controller.post(events.NodeLost(node, time.time(), detail, process_id))
 
     def _start_again(self, processes: Processes, node: int) -> None:
-        """Start an agent in a running job: an obstacle fails this start and nothing else."""
+        # Start an agent in a running job; an error fails only this start.
         try:
             self._launcher.start(node, self._agent_spec(processes, node), self._on_end(node))
         except OSError as error:
@@ -241,15 +237,15 @@ class _Job:
 
     def _agent_spec(self, processes: Processes, node: int) -> AgentSpec:
         return AgentSpec(
-            controller_address=join_address(self._config.interface, self._port),
+            controller_address=join_address(self._job.control.interface, self._port),
             token=self._token,
             node=node,
             runtime_dir=str(processes.runtime_dir),
-            forkserver_socket=self._config.forkserver_socket or str(processes.forkserver_socket),
+            forkserver_socket=self._job.launch.forkserver_socket or str(processes.forkserver_socket),
             sidecars=self._sidecars,
-            interface=self._config.interface,
+            interface=self._job.control.interface,
             log_dir=str(processes.log_dir),
-            tls_dir=self._config.tls_dir,
+            tls_dir=self._job.control.tls_dir,
             heartbeat_interval_seconds=self._detection.heartbeat_interval_seconds,
             heartbeat_timeout_seconds=self._detection.heartbeat_timeout_seconds,
             lost_controller_seconds=self._detection.lost_controller_seconds,
@@ -278,7 +274,7 @@ class _Job:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once."""
+        # First Ctrl-C, SIGTERM or SIGHUP: stop after the iteration; second: end at once.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
@@ -294,7 +290,7 @@ class _Job:
         self._controller.post(events.StopRequested() if self._num_interrupts == 1 else events.KillRequested())
 
     def _clean_up(self) -> None:
-        """End every process: agents first, which the controller has ordered to end, then fork server and ranks."""
+        # End every process: agents first, which have the controller's order to end, then fork server and ranks.
         patience_seconds = _CLEANUP_SECONDS + (STOP_SECONDS if self._sidecars else 0.0)
         # Without the order to end no agent ends soon.
         patience_seconds = patience_seconds if self._has_ended else 0.5
@@ -307,19 +303,20 @@ class _Job:
             kill(self._fork_server)
 
     def exit_code(self, result: JobResult) -> int:
-        """The job's exit code; records of failed ranks go to the sinks."""
+        """Return the job's exit code; records of failed ranks go to the sinks."""
         if result.outcome is Outcome.FAILED:
             for event in report.end_records(result, self._policy):
                 self._sinks.write(event.to_record())
         return exit_code_of(result, run_finished=self._run_finished)
 
     def print_result(self, result: JobResult, exit_code: int, command: Sequence[str]) -> None:
-        """Print what the user has to know, on standard error."""
+        """Print the result for the user on standard error."""
         if exit_code == EXIT_OK:
             return
         run_dir = self._run_dir.path
         has_checkpoint = has_complete_state(run_dir)
-        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint)
+        fails_again = result.outcome is Outcome.FAILED and exit_code in FINAL_EXIT_CODES
+        resume = report.resume_advice(command, run_dir, has_checkpoint=has_checkpoint, fails_again=fails_again)
         if result.outcome is Outcome.FAILED:
             print(report.failure_screen(result, run_dir, resume, self._node_log(result)), file=sys.stderr, flush=True)
         else:

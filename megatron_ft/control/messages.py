@@ -1,8 +1,8 @@
-"""Every message between agents and the controller, typed once; what fits no type here is refused.
+"""Types of every message between agents and the controller; other messages are refused.
 
 An agent registers (``Join``), fetches orders (``Poll`` -> ``Order``) and delivers reports of its ranks (``Deliver`` ->
-``Report``). A message travels, and stands in the journal, as a JSON object with its kind as ``op``. Ranks have the
-number that they were started with, whatever number memberships give them.
+``Report``). On the wire and in the journal, a message is a JSON object with its kind as ``op``. Ranks have the number
+with which they were started, whatever number memberships give them.
 """
 
 import json
@@ -19,11 +19,12 @@ from megatron_ft.serde import Between, decode, encode
 
 # The rest of the frame is for the message around the record.
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
-"""JSON bytes of the report of a record: it is forwarded to the launcher in one message."""
+"""Limit of the JSON of a report with a record: it is forwarded to the launcher in one message."""
 MAX_REPORT_BYTES = 1024 * 1024
-"""JSON bytes of every other report: it goes into the journal, and details of an end are forwarded to the launcher."""
+"""Limit of the JSON of every other report: it is written to the journal, and details of an end are forwarded to the
+launcher."""
 MAX_JOIN_BYTES = 64 * 1024
-"""JSON bytes of a registration: every node receives a part of it."""
+"""Limit of the JSON of a registration: every node receives a part of it."""
 _LAST_LINE_CHARACTERS = 500
 # JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
@@ -62,7 +63,7 @@ class Poll:
     node: Integer
     session: Count
     after: Count
-    """Orders that it has."""
+    """Number of orders that the agent has."""
     wait_seconds: Seconds
 
 
@@ -87,7 +88,7 @@ class Report:
     op: ClassVar[str] = ""
     rank: Count
     start: Count
-    """Number of the start that made the rank's process; reports of earlier ones are stale."""
+    """Number of the start that made the rank's process; reports of processes of earlier starts are stale."""
     generation: Count
 
 
@@ -130,17 +131,17 @@ class EndReport(Report):
     error: str | None = None
     traceback: str | None = None
     exit_code: Integer | None = None
-    """Exit code that the rank's own error has."""
+    """Exit code of the rank's own error."""
     log: str | None = None
     log_tail: str | None = None
 
     @property
     def is_final(self) -> bool:
-        """Whether another try would fail in the same way."""
+        """Whether another attempt would fail in the same way."""
         return self.exit_code in FINAL_EXIT_CODES
 
     def event(self) -> events.MachineEvent:
-        """The machine event that the state machine takes in."""
+        """Return the event for the state machine."""
         raise NotImplementedError
 
 
@@ -163,7 +164,7 @@ class Broken(EndReport):
     planned: bool = False
 
     def event(self) -> events.MachineEvent:
-        """Input of the state machine."""
+        """Return the event for the state machine."""
         about = (self.at_seconds, self.iteration or 0, self.is_final, self.planned)
         return events.RankBroken(self.rank, self.position, *about)
 
@@ -203,7 +204,7 @@ _REPORTS: dict[object, type[Report]] = {
 
 @dataclass(frozen=True, kw_only=True)  # without slots: ``Start`` has a second base
 class LaunchSpec:
-    """Part of a rank's specification that is the same for all ranks of a start."""
+    """Part of a rank's spec that is the same for all ranks of a start."""
 
     entry: str
     """``package.module:function``."""
@@ -236,17 +237,17 @@ class Start(Order, LaunchSpec):
     start: Count
     generation: Count
     ranks: dict[str, list[Count]]
-    """Node, as text, to the numbers of its ranks."""
+    """Numbers of the ranks to start, by node (as text)."""
     nodes: list[Count]
     """Node of each rank of the membership."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
-    """Name to node, as text, to address."""
+    """Addresses by service and node (as text)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Break(Order):
-    """The membership has ended: kill ranks of ``lost`` nodes, have the others stop and report how far they are."""
+    """The membership has ended: kill ranks of ``lost`` nodes, order the others to stop and report their positions."""
 
     op: ClassVar[str] = "break"
     generation: Count
@@ -255,7 +256,7 @@ class Break(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change(Order):
-    """Have ranks stop at the next boundary and report how far they are."""
+    """Order ranks to stop at the next boundary and report their positions."""
 
     op: ClassVar[str] = "change"
     generation: Count
@@ -274,7 +275,7 @@ class Reform(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Order):
-    """Ask ranks to stop; ``survivors_end``: those that wait for a next membership end, too."""
+    """Ask ranks to stop; ``survivors_end``: ranks that wait for a next membership end, too."""
 
     op: ClassVar[str] = "stop"
     survivors_end: bool
@@ -302,7 +303,7 @@ _ORDERS: dict[object, type[Order]] = {kind.op: kind for kind in (Start, Break, C
 
 
 def to_message(value: Report | Order) -> Message:
-    """The JSON object that travels; fields that are null are left out."""
+    """Return the JSON object of a message; fields that are null are left out."""
     # Absent instead of null: most reports have few of their fields, and a job's orders are sent to every node.
     return {"op": value.op, **{name: item for name, item in encode(value).items() if item is not None}}
 
@@ -337,7 +338,7 @@ def decode_order(content: Message) -> Order:
     """Read an order.
 
     Raises:
-        ControlError: unknown kind, or malformed: the controller is of another version.
+        ControlError: unknown kind, or malformed, because the controller is of another version.
     """
     kind, rest = _kind_of(_ORDERS, content, "order")
     return _decode(kind, rest, f"malformed order {kind.op}")
@@ -365,12 +366,12 @@ _EVENTS = {kind.__name__: kind for kind in get_args(events.MachineEvent)}
 
 
 def event_to_json(event: events.MachineEvent) -> Message:
-    """A machine event as the launcher sends it and the journal has it, its name as ``event``."""
+    """Return the JSON of a machine event for the launcher and the journal, with its name as ``event``."""
     return {"event": type(event).__name__, **encode(event)}
 
 
 def event_from_json(content: Message) -> events.MachineEvent:
-    """Inverse of ``event_to_json``.
+    """Read the JSON of ``event_to_json``.
 
     Raises:
         ControlError: unknown or malformed.

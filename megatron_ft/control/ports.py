@@ -7,18 +7,17 @@ import socket
 from megatron_ft.errors import ConfigError, ControlError
 
 PORTS = range(20000, 32000)
-"""Below what Linux gives to outgoing connections by itself (32768-60999)."""
+"""Range below the ports that Linux chooses for outgoing connections (32768-60999)."""
 _PORT_TRIES = 100
 
 
 def free_port(interface: str) -> int:
-    """A port that is unused on ``interface`` right now, from a range that systems do not hand out by themselves.
+    """Return a port that is unused on ``interface`` now, outside the range of ephemeral ports.
 
-    The process that serves the port binds it again later; outside the ephemeral range no outgoing connection takes it
-    in between.
+    The process that serves the port binds it later; no outgoing connection can take it in between.
 
     Raises:
-        ConfigError: the address is none of this machine.
+        ConfigError: this machine does not have the address.
     """
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -26,7 +25,7 @@ def free_port(interface: str) -> int:
             probe.bind((interface.strip("[]"), 0))
         except OSError as error:
             raise ConfigError.of(
-                "launch.interface", interface, f"must be an address of this machine: {error}"
+                "control.interface", interface, f"must be an address of this machine: {error}"
             ) from None
     # At random: two jobs that start at the same time rarely try the same port.
     for port in random.SystemRandom().sample(PORTS, _PORT_TRIES):

@@ -17,14 +17,14 @@ _TAIL_LINES = 15
 _ENDING_FAULTS = ("kill", "exit", "raise")
 """Actions of failpoints that end the process, and its node's membership with it."""
 # The advice names the run itself. Faults would be injected again, and the fork server may be gone.
-_NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "launch.failpoints=", "launch.forkserver_socket=")
+_NOT_AGAIN = ("run.name=", "run.resume=", "run.dir=", "testing.failpoints=", "launch.forkserver_socket=")
 
 
 def failure_screen(end: JobResult, run_dir: Path, resume: str, node_log: str = "") -> str:
-    """Report the first rank that died, its cause, the fate of the others, the logs, and how to resume.
+    """Describe the first rank that died, the cause, the other ranks, the logs, and how to resume.
 
     Args:
-        node_log: last lines of a lost node's own log, shown when no rank is to blame.
+        node_log: last lines of a lost node's own log, shown if no rank failed first.
     """
     first = end.first_failure
     rank = first.rank if first else None
@@ -47,12 +47,10 @@ def _headline(end: JobResult, rank: int | None, details: Message) -> str:
 
 
 def _number(rank: int, details: Message) -> int:
-    """Number of a rank in its membership, which is not the one it was started with once nodes have been lost."""
     return int(details.get("number", rank))
 
 
 def _last_lines(details: Message) -> str:
-    """Describe the end of a rank that left no traceback."""
     hint = ""
     if details.get("returncode") == -9:
         hint = "SIGKILL comes from outside: a kill command, a failpoint, or the kernel out of memory (see dmesg).\n"
@@ -78,7 +76,6 @@ def _clock(details: Message) -> str:
 
 
 def _indent(text: str) -> str:
-    """Set in, without the lines of carets of a traceback, and without its middle if it is long."""
     lines = [line for line in text.rstrip().splitlines() if line.strip(" ~^") or not line.strip()]
     if len(lines) > _MAX_LINES:
         lines = [*lines[: _MAX_LINES // 3], f"... {len(lines) - _MAX_LINES} lines ...", *lines[-2 * _MAX_LINES // 3 :]]
@@ -86,7 +83,6 @@ def _indent(text: str) -> str:
 
 
 def _others(end: JobResult, first: int | None) -> str:
-    """List ranks that failed later, probably because the first was gone, and those that the launcher ended."""
     begin = end.details.get(first, {}).get("at_seconds", 0.0) if first is not None else 0.0
     failed = [(about["at_seconds"], rank, about) for rank, about in end.details.items() if rank != first]
     failed = [entry for entry in failed if not entry[2]["caused_by_us"] and not entry[2].get("done")]
@@ -99,19 +95,18 @@ def _others(end: JobResult, first: int | None) -> str:
     ours = {rank: about for rank, about in end.details.items() if about["caused_by_us"] and rank != first}
     ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:
-        lines.append(f"  ended by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
+        lines.append(f"  killed by the launcher: {'ranks' if len(ended) > 1 else 'rank'} {_ranges(ended)}")
     return "\n".join(["The others:", *lines]) if lines else ""
 
 
 def _survived(end: JobResult) -> str:
     lines = [f"  generation {number}: {reason}" for number, reason in enumerate(end.survived)][-8:]
-    again = f"Its ranks had been started again {len(end.survived) - end.num_reforms} times"
-    went_on = f" and had gone on with other nodes {end.num_reforms} times" if end.num_reforms else ""
+    again = f"Before that, all ranks had been restarted {len(end.survived) - end.num_reforms} times"
+    went_on = f" and the job had continued with changed nodes {end.num_reforms} times" if end.num_reforms else ""
     return "\n".join([f"{again}{went_on}:", *lines]) if lines else ""
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """``0-3, 7`` for ``0 1 2 3 7``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -126,28 +121,30 @@ def _logs(run_dir: Path, details: Message) -> str:
     return (f"Its log:  {log}\n" if log else "") + f"All logs: {run_dir / 'logs'}"
 
 
-def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool) -> str:
-    """The command that continues the run.
+def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool, fails_again: bool = False) -> str:
+    """Return the command that continues the run.
 
     Args:
-        command: how this job was started, ``sys.argv`` with the interpreter.
+        command: the command that started this job, ``sys.argv`` with the interpreter.
+        fails_again: whether this command, unchanged, would end with the same error.
     """
     kept = [word for word in command if not word.lstrip("+").startswith(_NOT_AGAIN)]
     mode = "must" if has_checkpoint else "auto"
     line = shlex.join([*kept, f"run.dir={run_dir.parent}", f"run.name={run_dir.name}", f"run.resume={mode}"])
-    note = "" if has_checkpoint else " (it saved no checkpoint and starts over)"
-    return f"To continue this run{note}:\n  {line}"
+    note = "" if has_checkpoint else " (it saved no checkpoint, so it starts at iteration 0)"
+    first = ", first change what the error names; unchanged, this command fails again" if fails_again else ""
+    return f"To continue this run{note}{first}:\n  {line}"
 
 
 def restart_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """The failures of the generation that ended, and that its ranks are started again.
+    """Return the failures of the generation that ended, and the restart of its ranks.
 
     Args:
-        details: what is known of the ends of its ranks, see ``JobResult``.
+        details: how its ranks ended, see ``JobResult``.
     """
     state = step.state
     first = first_of(state.survived[-1])
-    assert first is not None, "ranks are started again after a failure"
+    assert first is not None, "no failure preceded the restart of the ranks"
     failed = failed_records(JobResult(Outcome.FAILED, step.reason, first, details), policy)
     restarted = RanksRestarted(
         generation=state.generation,
@@ -160,10 +157,10 @@ def restart_records(step: Step, details: dict[int, Message], policy: MembershipP
 
 
 def lost_records(step: Step, details: dict[int, Message], policy: MembershipPolicy) -> list[Record]:
-    """The deaths that ended a membership whose other ranks continue, without the errors that these saw because of them.
+    """Return the deaths that ended a membership whose other ranks continue, without the errors that they caused.
 
     Args:
-        details: what is known of its ranks, see ``JobResult``.
+        details: how its ranks ended, see ``JobResult``.
     """
     failures = step.state.survived[-1]
     dead = {
@@ -174,16 +171,16 @@ def lost_records(step: Step, details: dict[int, Message], policy: MembershipPoli
 
 
 class InjectedFaults:
-    """Faults of a job that have ended a process, by its records."""
+    """Injected faults that have ended a process of a job, from its records."""
 
     def __init__(self) -> None:
         self._fired: set[tuple[str, int]] = set()
-        """The fault as it was asked for, and the node whose process it ended."""
+        """Failpoint as configured, and the node whose process it ended."""
 
     def is_news(self, record: Message) -> bool:
-        """Take in a record; False if it reports a fault as not injected that has ended an earlier process.
+        """Process a record; False if it reports a fault as not injected that has ended an earlier process.
 
-        The process that is started in place of the ended one is asked for the same fault, and cannot know of the first.
+        The process that replaces the ended one has the same failpoint, but cannot know of the first hit.
         """
         about = (record.get("failpoint"), record.get("node"))
         if record.get("kind") == "failpoint_hit" and record.get("action") in _ENDING_FAULTS:
@@ -192,7 +189,7 @@ class InjectedFaults:
 
 
 def failed_start_records(step: Step) -> list[Record]:
-    """The nodes that were started to join and did not, as this step has found."""
+    """Return a record for each node whose start failed in this step."""
     return [
         NodeStartFailed(node=failed.node, reason=failed.reason, starts_again=failed.starts_again)
         for failed in step.state.failed_starts
@@ -200,7 +197,7 @@ def failed_start_records(step: Step) -> list[Record]:
 
 
 def end_records(end: JobResult, policy: MembershipPolicy) -> list[Record]:
-    """Events of the failures that ended a job."""
+    """Return the records of the failures that ended a job."""
     first = [] if end.first_failure is None else [end.first_failure]
     return [*_lost_nodes(first), *failed_records(end, policy)]
 
@@ -219,10 +216,8 @@ def _lost_nodes(failures: Iterable[Failure]) -> list[Record]:
 
 
 def _death(failure: Failure, details: Message | None) -> Message:
-    """Details of a rank's death: ``details``, and the failure itself where they do not give the cause.
-
-    A rank that did not report in time was killed by the control plane. That it did not report is the failure.
-    """
+    # Return details of a rank's death: ``details``, and the failure itself if they do not give the cause. For a rank
+    # that the control plane killed because it did not report, the missing report is the cause.
     number = {} if failure.number is None else {"number": failure.number}
     own = {"at_seconds": failure.at_seconds, "iteration": failure.iteration or None}
     own |= {"hung": failure.detail, **number}
@@ -232,7 +227,7 @@ def _death(failure: Failure, details: Message | None) -> Message:
 
 
 def failed_records(end: JobResult, policy: MembershipPolicy) -> list[RankFailed]:
-    """One event for each rank that failed, the first one first; those the launcher ended are not among them."""
+    """Return one event for each rank that failed, the first one first, without ranks that the launcher ended."""
     first = end.first_failure.rank if end.first_failure else None
     failed = [item for item in end.details.items() if not item[1]["caused_by_us"] and not item[1].get("done")]
     return [

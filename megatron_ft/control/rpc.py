@@ -1,11 +1,11 @@
 """Calls between machines: gRPC with JSON bodies and a token on every call.
 
-One service has a fixed table of methods; each is a function from a JSON object to a JSON object. The token is a
-random 256-bit number of the job, sent as metadata and compared in constant time before the body is looked at. A
-server binds to one named address, never to all of them.
+A service has a fixed table of methods; each is a function from a JSON object to a JSON object. The token is a random
+256-bit number of the job, sent as metadata and compared in constant time before the body is read. A server binds to one
+named address, never to all of them.
 
-gRPC does not survive ``fork``: create servers and clients only in processes that do not fork afterwards
-(``subprocess`` is fine).
+gRPC does not survive ``fork``: create servers and clients only in processes that do not fork afterwards (``subprocess``
+is fine).
 """
 
 import hmac
@@ -27,13 +27,15 @@ Method = Callable[[Message], Message | bytes]
 """Function from a JSON object to a JSON object, or to the bytes of one."""
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+ACCEPT_SECONDS = 20.0
+"""Limit of the time for which a busy controller holds a call that waits for an effect. The caller then tries again."""
 HANDSHAKE_SECONDS = 10
-"""A connection without an HTTP/2 handshake by then is closed."""
+"""Connections without an HTTP/2 handshake after this time are closed."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
 def new_token() -> str:
-    """A random 256-bit token, as 64 hexadecimal digits."""
+    """Make a random 256-bit token, as 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
@@ -41,10 +43,10 @@ def check_interface(interface: str) -> None:
     """Refuse addresses that mean every interface.
 
     Raises:
-        ConfigError: ``launch.interface`` is empty or a wildcard.
+        ConfigError: ``control.interface`` is empty or a wildcard.
     """
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
 
 
 def join_address(host: str, port: int) -> str:
@@ -70,7 +72,8 @@ class RpcServer:
         """Bind; ``start`` begins to serve.
 
         Args:
-            certificates: encrypts, and refuses callers without one of the same authority; None does neither.
+            certificates: encrypt the channel, and refuse callers without a certificate of the same authority; None does
+                neither.
 
         Raises:
             ConfigError: ``interface`` is a wildcard.
@@ -98,17 +101,17 @@ class RpcServer:
             else:
                 bound = self._server.add_secure_port(where, certificates.of_server())
         except RuntimeError as error:
-            raise ControlError(f"cannot listen on launch.interface={interface} port {port}: {error}") from error
+            raise ControlError(f"cannot listen on control.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
         self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
 
     def start(self) -> None:
-        """Serve in threads of its own."""
+        """Serve, in threads of its own."""
         self._server.start()
         self._unauthenticated.start()
 
     def stop(self) -> None:
-        """Stop serving; calls under way are cancelled."""
+        """Stop serving; calls in progress are cancelled."""
         self._unauthenticated.stop()
         self._server.stop(grace=None).wait()
 
@@ -144,19 +147,19 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed request: {error!r}")
-            raise AssertionError("abort returns never")
+            raise AssertionError("context.abort() always raises")
 
         return handle
 
 
 def _refuse(_requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    """Refuse without the body, which may never come: an unauthenticated peer must not keep a thread waiting."""
+    # Refuse a call without waiting for the body: an unauthenticated peer must not block a thread.
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing token")
-    raise AssertionError("abort returns never")
+    raise AssertionError("context.abort() always raises")
 
 
 class RpcError(ControlError):
-    """A call that did not get an answer. ``refused``: the peer answers, and refuses."""
+    """A call without an answer. ``refused``: the peer answered with a refusal."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
@@ -174,7 +177,7 @@ _REFUSALS = (
 
 
 class RpcClient:
-    """Calls one service."""
+    """Calls the methods of one service."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class RpcClient:
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """Call ``method`` and wait for its answer; with ``wait_for_peer`` also for a peer that is slow to listen.
+        """Call ``method`` and wait for its answer; with ``wait_for_peer`` also for a peer that does not listen yet.
 
         Raises:
             RpcError: no answer in time, peer gone, or refused.

@@ -1,6 +1,6 @@
-"""The random name of a run, made when its folder is first claimed and kept there: ``run_id.json``.
+"""The random id of a run (``run_id.json``), made when its folder is first claimed.
 
-A folder can be renamed and another run can get the same name; the random name still distinguishes runs.
+A folder can be renamed and another run can get the same name; the random id still distinguishes runs.
 """
 
 import json
@@ -24,14 +24,15 @@ class RunId:
     run_id: str
     """32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run had checkpoints or windows before it had this name: those are of format 1."""
+    """Whether the run had checkpoints or windows before it had this id: those have format 1."""
 
 
 def make_run_id(run_dir: Path, *, is_older: bool) -> RunId:
-    """The name of the run in ``run_dir``, which this process has claimed: the one that is there, or a new one, durably.
+    """Return the id of the run in ``run_dir``, which this process has claimed; write a new one, durably, if there is
+    none.
 
     Raises:
-        ConfigError: the file is there and damaged.
+        ConfigError: the file exists and is damaged.
         OSError: it cannot be written.
     """
     if (run_dir / RUN_ID_NAME).exists():
@@ -43,18 +44,18 @@ def make_run_id(run_dir: Path, *, is_older: bool) -> RunId:
 
 
 def read_run_id(run_dir: Path) -> RunId:
-    """The name of the run in ``run_dir``.
+    """Read the id of the run in ``run_dir``.
 
     Raises:
         ConfigError: the file is missing or damaged.
     """
     path = run_dir / RUN_ID_NAME
-    advice = "put it back from a copy: its run_id is in the manifest.json of each of the run's checkpoints"
+    advice = "restore it from a copy; manifest.json of each of the run's checkpoints also contains the run_id"
     try:
         content = parse_json(path.read_bytes())
         found = RunId(run_id=content["run_id"], is_older=content["is_older"])
         if not _RUN_ID.fullmatch(found.run_id) or type(found.is_older) is not bool:
-            raise ValueError("run_id must be 32 hexadecimal digits, is_older true or false")
+            raise ValueError("run_id must be 32 hexadecimal digits, and is_older true or false")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: must hold the run's random name: {error}; {advice}") from None
+        raise ConfigError(f"{path}: must contain the random id of the run: {error}; {advice}") from None
     return found

@@ -1,6 +1,6 @@
 """The folder of a run: claimed by one job at a time.
 
-``<run.dir>/<run.name>/`` holds ``run_id.json``, ``config.yaml``, ``logs/``, ``checkpoints/`` and what sinks write.
+``<run.dir>/<run.name>/`` contains ``run_id.json``, ``config.yaml``, ``logs/``, ``checkpoints/`` and the files of sinks.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.errors import ConfigError
 
 _CHECKPOINT_MANIFEST = "manifest.json"
-"""Written last into a checkpoint's folder (``snapshot/storage/manifest.py``, which this package does not import)."""
+"""Name of the file that is written last into a checkpoint's folder (``snapshot/storage/manifest.py``, which this
+package does not import)."""
 _LOCK_FILE = ".lock"
 _LOOK_SECONDS = 1.0
 _RESUME = ("never", "must", "auto")
@@ -30,7 +31,7 @@ class RunDir:
 
     path: Path
     resume_from: Path | None
-    """``checkpoints`` when the run is to be continued, else ``None``."""
+    """``checkpoints`` if the run is continued, else ``None``."""
     _lock: int
 
     @property
@@ -40,7 +41,7 @@ class RunDir:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder that was claimed is still where it was, according to its file system."""
+        """Whether the claimed folder is still at its path, according to its file system."""
         try:
             # By the inode of the lock: another folder may have taken the path.
             return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
@@ -51,7 +52,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def watched(self, on_missing: Callable[[], None]) -> Iterator[None]:
-        """Have ``on_missing`` called, in another thread, when the folder is not there any more; again after it was."""
+        """Call ``on_missing``, in another thread, each time the folder disappears."""
         is_over = threading.Event()
 
         def watch() -> None:
@@ -71,18 +72,19 @@ class RunDir:
             watcher.join()
 
     def release(self) -> None:
-        """Let another job claim the folder."""
+        """Release the claim, so that another job can claim the folder."""
         os.close(self._lock)
 
 
 def claim(run: RunConfig, *, model_name: str, config_yaml: str) -> RunDir:
-    """Create or reopen the folder that ``run`` asks for, lock it, give the run its random name, write ``config.yaml``.
+    """Create or reopen the folder that ``run`` names, lock it, write the run's random id and ``config.yaml``.
 
-    Without ``run.name`` the next free ``<model_name>-001`` is taken. A configuration that differs from the one of an
-    earlier attempt replaces it; the earlier one stays as ``config-001.yaml`` (and so on).
+    Without ``run.name`` the next free ``<model_name>-001`` is taken. If the configuration differs from that of an
+    earlier attempt, the earlier one is kept as ``config-001.yaml`` (and so on).
 
     Raises:
-        ConfigError: the name is no name, ``run.resume`` does not allow what was found, or another job has the folder.
+        ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job uses
+            it.
     """
     _check(run)
     parent = Path(run.dir).absolute()
@@ -118,7 +120,6 @@ def _check(run: RunConfig) -> None:
 
 
 def _make(folder: Path) -> None:
-    """A folder and those above it, durably."""
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     # From the top down: an entry is durable only below a folder that is.
@@ -127,7 +128,7 @@ def _make(folder: Path) -> None:
 
 
 def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
-    """Make the folder with the first number above those taken; two jobs never get the same."""
+    # Create the folder with the next number; two jobs never get the same.
     pattern = re.compile(re.escape(model_name) + r"-(\d{3,})")
     taken = [int(match.group(1)) for entry in os.listdir(parent) if (match := pattern.fullmatch(entry))]
     number = max(taken, default=0) + 1
@@ -144,7 +145,7 @@ def _number(parent: Path, model_name: str) -> tuple[Path, bool]:
 
 def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
     if run.resume == "must" and not path.is_dir():
-        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent} because run.resume=must")
+        raise ConfigError.of("run.name", run.name, f"must exist in {path.parent}, because run.resume=must")
     try:
         path.mkdir()
     except FileExistsError:
@@ -153,7 +154,7 @@ def _take(run: RunConfig, path: Path) -> tuple[Path, bool]:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether a job has the folder of a run, which may not exist."""
+    """Whether a job has claimed the folder of a run; the folder may not exist."""
     try:
         descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -174,31 +175,32 @@ def _lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError.of("run.name", path.name, f"is in use by a running job ({path})") from None
+        raise ConfigError.of("run.name", path.name, f"is used by a running job ({path})") from None
     return descriptor
 
 
 def _resume(run: RunConfig, path: Path) -> Path | None:
-    """The folder that an existing run continues from."""
     if run.resume == "never":
-        constraint = f"exists in {path.parent}; continue it with run.resume=must (or auto), or choose another name"
+        constraint = (
+            f"exists in {path.parent}; to continue it set run.resume=must or auto, otherwise choose another name"
+        )
         raise ConfigError.of("run.name", run.name, constraint)
     checkpoints = path / "checkpoints"
     if has_state(path):
         return checkpoints
     if run.resume == "must":
-        raise ConfigError.of("run.resume", "must", f"finds no checkpoint in {checkpoints}")
+        raise ConfigError.of("run.resume", "must", f"there is no checkpoint in {checkpoints}")
     return None
 
 
 def has_state(path: Path) -> bool:
-    """Whether a run's folder holds checkpoints or persisted windows, sound or not."""
+    """Whether a run's folder contains checkpoints or persisted windows, valid or not."""
     folders = (path / "checkpoints", path / "windows")
     return any(not entry.name.startswith(".") for folder in folders if folder.is_dir() for entry in folder.iterdir())
 
 
 def has_complete_state(path: Path) -> bool:
-    """Whether a run's folder holds a checkpoint whose save has finished, or a persisted window; sound or not."""
+    """Whether a run's folder contains a completely saved checkpoint or a persisted window, valid or not."""
     checkpoints = (path / "checkpoints").glob(f"iter_*/{_CHECKPOINT_MANIFEST}")
     return any(checkpoints) or any((path / "windows").glob("window_*"))
 

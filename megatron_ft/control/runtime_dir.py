@@ -1,12 +1,12 @@
-"""The folder of mode 0700 that holds the sockets of a job's processes on one machine.
+"""The folder (mode 0700) for the sockets of a job's processes on one machine.
 
-The name of every socket of a node has the process id of its agent: ``003-4711.sock`` is the agent's own,
-``003-4711-keeper.sock`` that of a sidecar. So the processes of a node that is started again never meet a socket that
-its killed predecessor left behind, and two that live at the same time never share one.
+The name of every socket of a node contains the process id of its agent: ``003-4711.sock`` belongs to the agent,
+``003-4711-keeper.sock`` to a sidecar. So the processes of a restarted node never find a socket of its killed
+predecessor at their path, and two living processes never share one.
 
-Every process that uses the folder holds a shared lock on a file in it, which the kernel releases when the process ends,
-however it ends. The last process that leaves gets the lock exclusively and removes the folder: it goes also when the
-process that made it was killed. Where all were killed at one instant, the next job on the machine removes it.
+Every process that uses the folder holds a shared lock on a file in it, which the kernel releases when the process ends
+in any way. The last process to leave gets the lock exclusively and removes the folder, also if the process that made it
+was killed. If all were killed at the same moment, the next job on the machine removes it.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 
 _MAX_PARENT_BYTES = 55
-"""Limit for the path in which the folder is made: a socket's path has at most 107 bytes, and
-``/megatron-ft-XXXXXXXX`` and the longest name of a socket come after it."""
+"""Limit for the parent's path: a socket's path has at most 107 bytes, which must also contain ``/megatron-ft-XXXXXXXX``
+and the longest name of a socket."""
 _PREFIX = "megatron-ft-"
 _LOCK_FILE = ".in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,10 +30,10 @@ _SOCKET = re.compile(r"(?P<node>[0-9]{3,})-(?P<process_id>[0-9]+)(-.+)?\.sock")
 
 
 class Use:
-    """Use of a folder of sockets by this process, until ``end`` or its end."""
+    """Use of a folder of sockets by this process, until ``end`` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Begin. A folder that ``make_runtime_dir`` did not make is never removed with what it holds."""
+        """Begin to use the folder. A folder that ``make_runtime_dir`` did not make is never removed."""
         self._path = path
         self.descriptor: int | None = None
         with contextlib.suppress(FileNotFoundError):
@@ -42,7 +42,7 @@ class Use:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def end(self) -> None:
-        """Leave; the last process that does removes the folder."""
+        """End the use; the last process removes the folder."""
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is None:
             with contextlib.suppress(OSError):  # it is not empty, or not there
@@ -56,7 +56,7 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, among temporary files. Those left over by others are removed.
+    """Make a directory of mode 0700 for sockets, among temporary files, and remove unused ones of earlier jobs.
 
     Raises:
         ConfigError: the path of temporary files is too long for sockets.
@@ -80,7 +80,7 @@ def make_runtime_dir() -> Iterator[Path]:
 
 
 def _remove_left_over(parent: Path) -> None:
-    """Remove unused folders. Locks show use only by processes under the same kernel."""
+    # Remove unused folders. Locks only show use by processes under the same kernel.
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             descriptor = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -94,7 +94,6 @@ def _remove_left_over(parent: Path) -> None:
 
 
 def _remove_unused(path: Path, lock: int) -> None:
-    """Remove the folder whose lock file is open as ``lock`` unless another process holds that lock."""
     try:
         # flock(2) drops this process's shared lock first, so of two that leave at the same time the second one gets it.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,15 +103,15 @@ def _remove_unused(path: Path, lock: int) -> None:
 
 
 def socket_path(runtime_dir: Path, node: int, service: str = "") -> Path:
-    """Socket of this process as the agent of ``node``, or of one of its sidecars."""
+    """Return the socket path of this process as the agent of ``node``, or of one of its sidecars."""
     return runtime_dir / (f"{node:03d}-{os.getpid()}" + (f"-{service}" if service else "") + ".sock")
 
 
 def remove_stale_sockets(runtime_dir: Path, node: int) -> None:
-    """Remove the sockets of earlier agents of ``node`` and of their sidecars; for an agent that has none yet.
+    """Remove the sockets of earlier agents of ``node`` and of their sidecars; call it before the agent has any.
 
-    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment; no rank connects
-    to it any more, because ranks of the node end with the agent.
+    Only sockets of agents that have ended are removed. A sidecar may outlive its agent for a moment, but no rank
+    connects to it any more, because the ranks of the node end with the agent.
     """
     for path in runtime_dir.glob("*.sock"):
         match = _SOCKET.fullmatch(path.name)

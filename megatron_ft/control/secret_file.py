@@ -11,16 +11,16 @@ MAX_BYTES = 64 * 1024
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Put a file in the place of an earlier one; it is on the disk when this returns."""
+    """Write a file in place of an earlier one; it is on disk when this returns."""
     replace_file(path, content, mode=0o600)
 
 
 def read_secret(path: Path) -> bytes:
-    """Content of a file.
+    """Read a file.
 
     Raises:
         FileNotFoundError: there is none.
-        ControlError: others than its owner can read or write it, it belongs to another user, or is too large.
+        ControlError: other users can read or write it, it belongs to another user, or is too large.
     """
     try:
         # No link to a file elsewhere, and no wait for the writer of a pipe.
@@ -42,6 +42,8 @@ def read_secret(path: Path) -> bytes:
 
 def _check(path: Path, about: os.stat_result) -> None:
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
-        raise ControlError(f"{path}: must be a file of the user who started the job")
-    if mode := stat.S_IMODE(about.st_mode) & 0o077:
-        raise ControlError(f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, open to others ({mode:03o}): 0600")
+        raise ControlError(f"{path}: must be a regular file that belongs to the user who started the job")
+    if stat.S_IMODE(about.st_mode) & 0o077:
+        raise ControlError(
+            f"{path}: has mode {stat.S_IMODE(about.st_mode):04o}, which lets other users access it; must be 0600"
+        )

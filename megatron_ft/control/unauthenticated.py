@@ -1,10 +1,10 @@
-"""Connections to a gRPC server that have not shown the token: few at a time, and none for long.
+"""Limits of number and time for connections to a gRPC server that have not presented the token.
 
-A gRPC server takes every connection and keeps it, whether or not a call with the token ever comes on it. Each one holds
-a descriptor, so they could use up all that the process may have. gRPC limits the number of its connections, but
-does not know which are authenticated. This module does: a call with the right token names its connection by the address
-of its peer, all other connections of the server's port are unauthenticated. The oldest of them are shut down when there
-are too many or when their time is over; gRPC then closes them as if the peer had.
+A gRPC server accepts every connection and keeps it, whether or not a call with the token ever comes. Each connection
+uses a descriptor, so they could use up all descriptors of the process. gRPC limits the number of its connections, but
+does not know which are authenticated. This module does: a call with the right token identifies its connection by the
+peer's address; all other connections of the server's port are unauthenticated. If there are too many of these, or their
+time is over, the oldest are shut down; gRPC then closes them as if the peer had.
 """
 
 import contextlib
@@ -23,12 +23,13 @@ from megatron_ft.errors import ControlError
 MAX_UNAUTHENTICATED = 1024
 MIN_UNAUTHENTICATED = 8
 AUTHENTICATION_SECONDS = 10.0
-"""A connection that has not shown the token by then is closed."""
+"""Connections that have not presented the token after this time are closed."""
 LOOK_SECONDS = 0.25
 PRESSED_LOOK_SECONDS = 0.02
-"""While there are too many of them: none may fill up what was left free before the next check."""
+"""Interval of checks while there are too many of them, so that the free descriptors are not used up before the next
+check."""
 RESERVED_DESCRIPTORS = 64
-"""Kept free for the files and sockets that the process needs besides."""
+"""Descriptors that are kept free for other files and sockets of the process."""
 _LEAST_CONNECTIONS = 16
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -37,7 +38,7 @@ Peer = tuple[str, int]
 
 
 def raise_descriptor_limit() -> int:
-    """Allow this process as many descriptors as its hard limit permits; the number."""
+    """Raise this process's limit of descriptors to the hard limit; return the number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -45,14 +46,14 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """Limit of connections of a server of this process, so that descriptors are left for all else."""
+    """Return the limit of a server's connections that leaves enough descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Counted now: sockets and pipes that the process has already are not available to the server.
     return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
 
 
 def check_descriptors(num_nodes: int) -> None:
-    """Refuse a job whose agents could not all be connected.
+    """Refuse a job with more agents than could be connected.
 
     Raises:
         ControlError: the limit of descriptors is too low for so many nodes.
@@ -62,8 +63,8 @@ def check_descriptors(num_nodes: int) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = soft - most + num_nodes + MIN_UNAUTHENTICATED
         raise ControlError(
-            f"{num_nodes} nodes can belong to the job (launch.num_nodes, launch.max_nodes), and the controller may "
-            f"open {soft} files: it needs {needed}, raise the hard limit of open files (ulimit -Hn)"
+            f"the controller may open {soft} files and needs {needed}, because {num_nodes} nodes can belong to "
+            "the job (launch.num_nodes, nodes.max_nodes): raise the hard limit of open files (ulimit -Hn)"
         )
 
 
@@ -84,34 +85,34 @@ class UnauthenticatedConnections:
         """``start`` begins to watch.
 
         Args:
-            max_connections: of the server. Half of those that agents leave free may be unauthenticated: a new agent
-                finds room, and it has the time to show the token before it is the oldest of them.
-            authentication_seconds: longest time that a connection stays one.
+            max_connections: limit of the server. Half of what authenticated agents leave may be unauthenticated: a new
+                agent can connect, and has time to present the token before its connection is the oldest of them.
+            authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
         self._is_pressed = False
         self._named: set[str] = set()
-        """Peers as gRPC writes them, from which a call with the token has come."""
+        """Peers, as gRPC writes them, that have sent a call with the token."""
         self._authenticated: set[_Connection] = set()
         self._since: dict[_Connection, float] = {}
-        """Unauthenticated connections in the order in which they were seen first."""
+        """Unauthenticated connections, in the order in which they were first seen."""
         self._others: set[tuple[int, int]] = set()
-        """Descriptors with their inodes that are no connections to the port."""
+        """Descriptors with their inodes that are not connections to the port."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="unauthenticated", daemon=True)
 
     def start(self) -> None:
-        """Watch, in a thread of its own."""
+        """Watch in a separate thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def has_shown_token(self, peer: str) -> None:
-        """A call with the right token has come from ``peer``, as gRPC writes it; safe in any thread."""
+        """Record that ``peer``, as gRPC writes it, has sent a call with the right token; safe in any thread."""
         self._named.add(peer)
 
     def _watch(self) -> None:
@@ -121,7 +122,7 @@ class UnauthenticatedConnections:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> int:
-        """Shut down unauthenticated connections that are too many or too old; how many are left."""
+        """Shut down unauthenticated connections that are too many or too old; return the number that is left."""
         # A copy: calls add to it in other threads.
         named = {peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
@@ -141,7 +142,7 @@ class UnauthenticatedConnections:
         return len(self._since)
 
     def most(self, num_authenticated: int) -> int:
-        """Limit of unauthenticated connections beside authenticated ones."""
+        """Return the limit of unauthenticated connections beside authenticated ones."""
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
     def _connections(self) -> list[_Connection]:
@@ -164,7 +165,7 @@ class UnauthenticatedConnections:
         return found
 
     def _examine(self, descriptor: int, inode: int) -> _Connection | None:
-        """A socket as a connection to the port; None where it is another socket."""
+        # Return a socket as a connection to the port; None for another socket.
         with _own_copy(descriptor) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != self._port:
                 return None
@@ -176,12 +177,11 @@ class UnauthenticatedConnections:
 
 
 def _own_copy(descriptor: int) -> socket.socket:
-    """A socket of its own on the same connection, which stays that one whatever becomes of ``descriptor``."""
     return socket.socket(fileno=os.dup(descriptor))
 
 
 def _shut_down(connection: _Connection) -> None:
-    """End a connection whose descriptor is gRPC's: it sees that the peer has gone, and closes it."""
+    # Shut a connection of gRPC's down, so that gRPC sees the end of the peer and closes it.
     with contextlib.suppress(OSError), _own_copy(connection.descriptor) as sock:
         if os.fstat(sock.fileno()).st_ino == connection.inode:
             # Not closed: its number could then name another file while gRPC still uses it.
@@ -189,7 +189,7 @@ def _shut_down(connection: _Connection) -> None:
 
 
 def peer_of(text: str) -> Peer | None:
-    """Address and port of a peer as gRPC writes it: ``ipv4:127.0.0.1:50000`` or ``ipv6:%5B::1%5D:50000``."""
+    """Parse address and port of a peer as gRPC writes it: ``ipv4:127.0.0.1:50000`` or ``ipv6:%5B::1%5D:50000``."""
     kind, _, rest = urllib.parse.unquote(text).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdigit():
@@ -198,7 +198,7 @@ def peer_of(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """An address as it is always written: that of IPv4 also where it came through a socket for both."""
+    # Return an address in one form; an IPv4 address also if it came through a socket for both protocols.
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)

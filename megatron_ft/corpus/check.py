@@ -18,14 +18,14 @@ PROBE_WINDOW_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSummary:
-    """Contribution of one source to one split. Counts are None where the built-in corpus is yet to be indexed."""
+    """Contribution of one source to one split. Counts are None if the built-in corpus is not indexed yet."""
 
     split: str
     name: str
     tokens: int | None
     samples: int | None
     checked: str
-    """Description of the check of its token ids."""
+    """Range of the check of its token ids, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ class DataSummary:
     sources: tuple[SourceSummary, ...]
     tokenizer_vocab_size: int
     vocab_size: int
-    """Entries the model has, padding included."""
+    """Entries of the model's vocabulary, padding included."""
     eod: int
     warnings: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """One line per source, one on the vocabulary, and the warnings."""
+        """Return one line per source, one for the vocabulary, and the warnings."""
         lines = [f"{source.split}: {_counts(source)} in {source.name} ({source.checked})" for source in self.sources]
         lines.append(
             f"vocabulary: {self.tokenizer_vocab_size:,} entries, padded to {self.vocab_size:,}; eod {self.eod}"
@@ -77,12 +77,12 @@ def check_data(config: JobConfig) -> DataSummary:
 
 
 def resolve_vocab_size(config: JobConfig) -> int:
-    """Entries of the model's vocabulary: padded to a multiple of ``model.make_vocab_size_divisible_by``."""
+    """Return the entries of the model's vocabulary: padded to a multiple of ``model.make_vocab_size_divisible_by``."""
     return _padded(config, vocabulary_entries(config, build_tokenizer(config.data)))
 
 
 def vocabulary_entries(config: JobConfig, tokenizer: Tokenizer) -> int:
-    """Entries of the vocabulary before padding: ``model.vocab_size`` or the tokenizer's.
+    """Return the entries of the vocabulary before padding: ``model.vocab_size`` or the tokenizer's.
 
     Raises:
         ConfigError: ``model.vocab_size`` is smaller than the tokenizer's.
@@ -128,7 +128,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSu
 
 
 def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entries: int) -> tuple[int | None, str]:
-    """(tokens of the whole source or None, what was checked)."""
+    """Return the tokens of the whole source or None, and a description of the check."""
     if name == stdlib.NAME and config.dry_run:
         prefix = stdlib.corpus_prefix(config.data.cache_dir, tokenizer)
         if not idx_path(prefix).exists():
@@ -140,13 +140,13 @@ def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entrie
 
 
 def _expected_tokens(tokenizer: Tokenizer) -> int | None:
-    """Tokens the built-in corpus will have, where that follows from the sizes of its files."""
     files = stdlib.list_files(stdlib.library_folder())
     return sum(file.size_bytes + 1 for file in files) if isinstance(tokenizer, ByteTokenizer) else None
 
 
 def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
-    """Compare token ids with the vocabulary; returns what that covered. Raises DataError at the first one outside."""
+    """Compare token ids with the vocabulary; return the range of the check. Raises DataError at the first invalid
+    id."""
     bounds = np.iinfo(info.dtype)
     # Every value of the format is in the vocabulary: there is nothing to read.
     if bounds.min >= 0 and bounds.max < entries:

@@ -48,10 +48,10 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes documents one by one; both files appear, complete and durable, when the ``with`` block ends well.
+    """Writes documents one by one; both files appear, complete and durable, when the ``with`` block ends without error.
 
-    Until then they carry temporary names, which an exception removes. ``.idx`` is renamed last: a prefix with an
-    ``.idx`` is complete.
+    Until then they have temporary names; an exception removes them. ``.idx`` is renamed last: a prefix with an ``.idx``
+    is complete.
 
     Raises:
         DataError: the prefix exists and ``overwrite`` is false, its folder cannot be written, a token does not fit
@@ -184,6 +184,18 @@ class IndexInfo:
         )
 
 
+def read_dtype(prefix: str | Path) -> np.dtype:
+    """Type of the tokens, by the header of ``prefix.idx`` alone.
+
+    Raises:
+        DataError: as ``IndexInfo.read``.
+    """
+    path, sizes = idx_path(prefix), _file_sizes(prefix)
+    with open(path, "rb") as stream:
+        dtype, *_ = _parse_header(path, stream.read(HEADER.size), sizes[path])
+    return dtype
+
+
 def _bad(path: Path, what: str, value: object, constraint: str) -> DataError:
     return DataError(f"{path}: {what}={value}: {constraint}")
 
@@ -229,7 +241,7 @@ def _chunks(stream: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[n
 
 
 def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int, itemsize: int) -> int:
-    """Return the number of tokens. Byte offsets must be the running sum of the lengths: sequences lie back to back."""
+    # Check that byte offsets are the running sum of the lengths; return the number of tokens.
     total, first = 0, 0
     all_lengths = _chunks(stream, HEADER.size, "<i4", num_sequences)
     all_pointers = _chunks(stream, HEADER.size + 4 * num_sequences, "<i8", num_sequences)
@@ -248,7 +260,7 @@ def _check_lengths_and_pointers(path: Path, stream: BinaryIO, num_sequences: int
 
 
 def _check_documents(path: Path, stream: BinaryIO, num_sequences: int, num_entries: int) -> None:
-    """Check the document table: starts at 0, never falls, ends at the number of sequences."""
+    # Check the document table: starts at 0, never falls, ends at the number of sequences.
     last = 0
     for number, entries in enumerate(_chunks(stream, HEADER.size + 12 * num_sequences, "<i8", num_entries)):
         if number == 0 and entries[0] != 0:

@@ -28,7 +28,7 @@ def _round_keys(key: str) -> tuple[int, ...]:
 
 
 def permute(position: int, size: int, key: str) -> int:
-    """Map ``position`` by the bijection of ``range(size)`` that ``key`` names."""
+    """Map ``position`` by a bijection of ``range(size)`` that depends on ``key``."""
     assert 0 <= position < size, f"position {position} lies outside range({size})"
     # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
     side = isqrt(size - 1) + 1 if size > 1 else 1
@@ -80,7 +80,6 @@ class SampleOrder:
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Compute cumulative shares as integers over the last entry, exactly as the weights' floating-point values."""
         return tuple(accumulate(_integer_weights(self.weights or self.num_samples)))
 
     @cached_property
@@ -99,8 +98,7 @@ class SampleOrder:
         return Place(source, epoch, permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return (source, how many samples of it come before) by comparing the shuffled position in the block with the
-        quotas."""
+        """Return the source and the number of its samples before this one, from the shuffled position in the block."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")

@@ -1,16 +1,19 @@
 """Sources of a job: their training and validation tokens, and the number of samples.
 
-A sample is ``seq_length + 1`` consecutive tokens of a source's documents laid end to end; sample k of a split starts
-``k * seq_length`` tokens after the split's first. A split's samples never reach into the other split.
+The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
+starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatron_ft.config.data import DataConfig
 from megatron_ft.corpus import stdlib
-from megatron_ft.corpus.indexed import IndexInfo
+from megatron_ft.corpus.indexed import IndexInfo, bin_path, read_dtype
 from megatron_ft.corpus.order import SampleOrder, check_weights
 from megatron_ft.corpus.tokenizers import Tokenizer
 from megatron_ft.errors import ConfigError, DataError
@@ -42,8 +45,8 @@ class SplitPlan:
 
 
 def num_samples(num_tokens: int, seq_length: int) -> int:
-    """Count the samples that fit into ``num_tokens``; neighbours share one token, the last label and the next first
-    input."""
+    """Count the samples in ``num_tokens`` tokens. Neighbours share one token: the last label of one is the first input
+    of the next."""
     return max(0, (num_tokens - 1) // seq_length)
 
 
@@ -61,8 +64,7 @@ def read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return (key, sources, weights) of ``split``: validation takes the training sources where it has
-    none of its own."""
+    """Return (key, sources, weights) of ``split``; validation uses the training sources if it has none of its own."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -108,7 +110,7 @@ def _too_short(config: DataConfig, split: str, total: int, count: int, seq_lengt
 
 
 def check_lists(config: DataConfig) -> None:
-    """Raises ConfigError for lists of sources and weights that make no sense together."""
+    """Check lists of sources and weights. Raises ConfigError if they contradict each other."""
     if not config.train:
         raise ConfigError.of("data.train", config.train, "must name at least one source")
     check_weights("data.train_weights", config.train_weights, len(config.train))
@@ -139,6 +141,27 @@ def plan_split(config: DataConfig, seq_length: int, split: str, tokenizer: Token
     infos = [read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
     found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
     return SplitPlan(seq_length=seq_length, spans=found, order=sample_order(config, split, found))
+
+
+def fingerprint(plan: SplitPlan) -> str:
+    """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
+
+    It does not see other tokens in the middle of a source of the same size.
+    """
+    digest = hashlib.blake2b(repr((plan.seq_length, plan.order)).encode(), digest_size=8)
+    for span in plan.spans:
+        # The ends only: every start of every rank computes this, whatever the size of the sources.
+        edge = min(4096, span.num_tokens)
+        digest.update(f"{span.first_token} {span.num_tokens}".encode())
+        for start in (span.first_token, span.first_token + span.num_tokens - edge):
+            digest.update(_read_tokens(span.prefix, start, edge).tobytes())
+    return digest.hexdigest()
+
+
+def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
+    dtype = read_dtype(prefix)
+    tokens = np.fromfile(bin_path(prefix), dtype=dtype, count=count, offset=start * dtype.itemsize)
+    return tokens.astype(np.int64)
 
 
 def sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:

@@ -1,7 +1,7 @@
-"""The built-in corpus ``python-stdlib``: the sources, docstrings included, of the Python that runs.
+"""The built-in corpus ``python-stdlib``: the source files of the running Python, docstrings included.
 
-Real text that lies on every machine. Files are taken in the order of a digest of their relative paths, so that any
-stretch of the corpus is a mixture of the whole library, until ``MAX_BYTES`` are reached.
+It is real text that exists on every machine. Files are taken in the order of a digest of their relative paths, until
+``MAX_BYTES`` are reached. So any part of the corpus is a mixture of the whole library.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from megatron_ft.errors import DataError
 
 NAME = "python-stdlib"
 MAX_BYTES = 4_000_000
-"""Source text taken at most: the first files, in order, that fit."""
+"""Largest size of the corpus: it consists of the first files, in order, that fit."""
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 LOCK_TIMEOUT_SECONDS = 120.0
 
@@ -67,7 +67,7 @@ def _walk(folder: Path) -> Iterator[SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the prefix of the indexed corpus: its name changes with the Python, its files and the tokenizer."""
+    """Return the prefix of the indexed corpus; its name depends on the Python version, its files and the tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
@@ -90,7 +90,7 @@ def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
 
 
 def _remove_partial(prefix: Path) -> None:
-    """Remove the files of a killed writer; the lock ensures that no other writer is alive."""
+    # Remove the files of a killed writer; the lock ensures that no other writer is alive.
     for path in prefix.parent.glob(f"{prefix.name}.*.tmp-*"):
         path.unlink()
 
@@ -114,7 +114,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``; the kernel frees it when its holder ends."""
+    # Hold the lock file ``path``; the kernel frees it when its holder ends.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not inherited by children, which would hold the lock after this process has ended.

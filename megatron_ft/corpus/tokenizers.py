@@ -35,20 +35,20 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of everything that decides how text is encoded."""
+        """Hexadecimal digest of everything that affects the encoding."""
 
     @property
     def dropped(self) -> str:
-        """Printable ASCII characters that encode to no token at all: text loses them."""
+        """Printable ASCII characters that are not encoded at all and would be lost."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids ``[num_tokens]`` without ``eod``."""
+        """Return the token ids ``[num_tokens]`` of a text, without ``eod``."""
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """``encode`` of each text, in order; may use threads."""
+        """Return ``encode`` of each text, in order; may use threads."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of ``ids`` ``[num_tokens]``; ``eod`` is left out, broken UTF-8 becomes U+FFFD."""
+        """Return the text of ``ids`` ``[num_tokens]``; ``eod`` is left out, broken UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -70,7 +70,7 @@ class ByteTokenizer:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the ``tokenizers`` library, set to add, cut and interpret nothing.
+    """A tokenizer of the ``tokenizers`` library, set to add no special tokens, truncate nothing and interpret none.
 
     A vocabulary without a known end-of-document entry gets one more id, its largest plus one.
 

@@ -9,11 +9,11 @@ from megatron_ft.reading import read_bytes
 from megatron_ft.strict_json import parse_json
 
 MAX_BYTES = 1 << 30
-"""A larger file is no vocabulary."""
+"""Largest size of a vocabulary file."""
 
 
 def read_text(path: Path) -> str:
-    """Content of a UTF-8 file. Raises DataError where it is missing, unreadable, empty or not UTF-8."""
+    """Read a UTF-8 file. Raises DataError if it is missing, unreadable, empty or not UTF-8."""
     try:
         text = read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -24,7 +24,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Content of a JSON file that holds an object."""
+    """Read a JSON file that contains an object."""
     try:
         content = parse_json(read_text(path))
     except ValueError as error:
@@ -35,7 +35,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
-    """``vocabulary`` as {entry: id}; raises DataError unless ids are distinct integers from 0."""
+    """Return ``vocabulary`` as {entry: id}. Raises DataError unless ids are distinct integers from 0."""
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise DataError(f"{path}: vocabulary: must be a JSON object of entries and their ids, with at least one")
     owner: dict[int, str] = {}
@@ -50,7 +50,7 @@ def check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Raises DataError where a merge needs an entry the vocabulary lacks; ``merges`` are (place, left, right)."""
+    """Check that the vocabulary has the entries of all merges (place, left, right). Raises DataError."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
@@ -58,7 +58,7 @@ def check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[
 
 
 def read_merges(path: Path) -> list[tuple[str, str, str]]:
-    """Lines of a merges.txt as (place, left, right); a first line ``#version`` is no merge."""
+    """Return the lines of a merges.txt as (place, left, right); a first line ``#version`` is skipped."""
     merges = []
     # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -74,14 +74,15 @@ def read_merges(path: Path) -> list[tuple[str, str, str]]:
 
 
 def byte_letters() -> list[str]:
-    """The 256 letters byte-level BPE writes bytes as (GPT-2): printable Latin-1 as itself, the rest from U+0100 on."""
+    """Return the 256 letters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 stands for itself, the
+    rest starts at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Raises DataError where a byte has no entry: text with that byte would lose it silently."""
+    """Check that every byte has an entry; otherwise text with that byte would lose it silently. Raises DataError."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")

@@ -1,1 +1,1 @@
-"""Checks a machine for what a job needs, before the job is submitted to it."""
+"""Checks whether a machine is ready for a job, before the job is submitted to it."""

@@ -9,10 +9,10 @@ from megatron_ft.doctor.findings import Finding, error, info, warning
 
 OBSERVED_SECONDS = 0.1
 LARGEST_DRIFT_SECONDS = 0.005
-"""Largest accepted difference of both clocks over ``OBSERVED_SECONDS``: NTP slews them alike (clock_gettime(2)), so
-only a step shows."""
+"""Largest accepted difference of both clocks over ``OBSERVED_SECONDS``. NTP slews both in the same way
+(clock_gettime(2)), so only a step is larger."""
 EARLIEST_UNIX_SECONDS = 1_735_689_600
-"""2025-01-01: earlier than any release of what this project runs with."""
+"""2025-01-01, earlier than the releases of all required software."""
 _TOOL_SECONDS = 2.0
 _READINGS = 5
 

@@ -38,7 +38,6 @@ def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory:
 
 
 def _torch_has_cuda() -> bool:
-    """Read from the file that PyTorch's build writes; True where it cannot be read there."""
     spec = importlib.util.find_spec("torch")
     # Read as text: importing torch takes seconds and may fail on the machine that is checked.
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"
@@ -108,7 +107,6 @@ def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Fin
 
 
 def _check_other(needs: JobNeeds) -> list[Finding]:
-    """Report problems of nodes with another device than this machine: a login node often has no GPU."""
     if not needs.other_device:
         return []
     if needs.starts_elsewhere and needs.is_refused_there:
@@ -117,13 +115,12 @@ def _check_other(needs: JobNeeds) -> list[Finding]:
 
 
 def _check_gpu_memory(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
-    """Compare the need of the largest rank with the GPUs of this machine or ``launch.gpu_memory_bytes``."""
     needed = f"the largest rank needs {amount(needs.device_bytes)} of GPU memory (activations estimated)"
     if facts.gpu_memory_bytes is None:
         if needs.gpu_memory_bytes is not None:
             return []  # the plan has been compared with it
         what = f"{needed}, which is compared with nothing: nvidia-smi does not answer"
-        return [warning("devices", what, "set launch.gpu_memory_bytes to the memory of one GPU")]
+        return [warning("devices", what, "set limits.gpu_memory_bytes to the memory of one GPU")]
     if needs.device_bytes > facts.gpu_memory_bytes:
         fix = "more ranks, larger parallel sizes, training.recompute_granularity=full or a smaller micro_batch_size"
         return [error("devices", f"{needed}; the smallest GPU here has {amount(facts.gpu_memory_bytes)}", fix)]

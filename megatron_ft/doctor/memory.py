@@ -1,7 +1,8 @@
 """Memory and process limits, compared with what the job needs.
 
-Windows lie in memory files (memfd_create(2)). These count as memory of the snapshot server's cgroup and obey the limit
-on file sizes; the size of ``/dev/shm`` and the limit on locked memory do not apply to them. NCCL needs both of those.
+Windows are in memory files (memfd_create(2)). These count as memory of the snapshot server's cgroup and are subject to
+the limit on file sizes; the size of ``/dev/shm`` and the limit on locked memory do not apply to them. NCCL needs both
+of those.
 """
 
 import os
@@ -14,18 +15,18 @@ from megatron_ft.doctor.findings import Finding, amount, error, info, warning
 from megatron_ft.doctor.needs import JobNeeds
 
 USABLE_SHARE = 0.9
-"""Share of the available memory that a snapshot server takes at most (``snapshot/server/memory.py``)."""
+"""Share of the available memory that a snapshot server uses at most (``snapshot/server/memory.py``)."""
 NCCL_SHARED_BYTES = 1 << 30
-"""NVIDIA's setting of containers for NCCL between GPUs of a machine: ``--shm-size=1g --ulimit memlock=-1``. Source:
-NCCL user guide, "Troubleshooting", "Shared memory"."""
+"""Value that NVIDIA recommends for containers in which NCCL connects GPUs of a machine: ``--shm-size=1g --ulimit
+memlock=-1``. Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
 SPARE_DESCRIPTORS = 256
 """Files, pipes and connections of a rank beside those to other ranks."""
 GLOO_GROUPS = 25
-"""Process groups of a rank on CPU, at most: each holds a connection to every other member (Megatron-Core makes about so
-many, most of them of a few ranks)."""
+"""Largest number of process groups of a rank on CPU. Each holds a connection to every other member; Megatron-Core makes
+about this many, most of them of a few ranks."""
 _UNLIMITED = resource.RLIM_INFINITY
 _CGROUP_UNLIMITED = 1 << 62
-"""Version 1 writes a number near 2**63 where nothing is limited."""
+"""Version 1 of control groups writes a number near 2**63 for no limit."""
 _LIMITS = {
     "open_files": resource.RLIMIT_NOFILE,
     "file_size": resource.RLIMIT_FSIZE,
@@ -42,10 +43,11 @@ class MemoryFacts:
 
     total_bytes: int
     available_bytes: int
-    """Memory that can be taken without swapping, by the kernel's estimate."""
+    """Memory that can be allocated without swapping, by the kernel's estimate."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Use of the group with that limit, without what the kernel can reclaim; 0 without a limit."""
+    """Memory use of the control group that has the limit, without memory that the kernel can reclaim; 0 without a
+    limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """(soft, hard) of ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
     shared_total_bytes: int | None
@@ -79,7 +81,7 @@ def _limit(number: int) -> tuple[int | None, int | None]:
 
 
 def cgroup_limit(root: Path) -> tuple[int, int] | None:
-    """(limit, used) of the narrowest control group this process is in; None where none limits memory.
+    """Return (limit, used) of the control group of this process with the lowest limit; None if none limits memory.
 
     Source: cgroups(7); kernel documentation, "Control Group v2", ``memory.max`` and ``memory.stat``, and "Memory
     Resource Controller" of version 1. A container sees its own group at the top, whatever its path is called.
@@ -143,7 +145,6 @@ def _check_fits(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Limits on what one process may take."""
     rank_bytes = needs.host_bytes // needs.ranks_per_node
     file_bytes = max(needs.largest_file_bytes, needs.checkpoint_bytes // needs.world_size)
     found = []
@@ -161,14 +162,14 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return the command that raises a limit, and who can raise it where the hard limit is lower."""
+    """Return the command that raises a limit; it names who can raise it if the hard limit is lower."""
     if hard is None or (needed is not None and needed <= hard):
         return f"{command} in the shell or script that starts the job"
     return f"{command}; the hard limit is lower: ask the administrator (/etc/security/limits.conf, or slurmd's service)"
 
 
 def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Check the limit on open files; on CUDA only the vote's group certainly uses gloo."""
+    # Check the limit on open files; on CUDA only the vote's group certainly uses gloo.
     soft, hard = facts.limits["open_files"]
     peers = needs.world_size - 1
     least = SPARE_DESCRIPTORS + 2 * peers
@@ -183,7 +184,7 @@ def _check_open_files(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_nccl(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
-    """Check what NCCL needs between GPUs; for a job on CPU it is only reported."""
+    # Check the requirements of NCCL between GPUs; for a job on CPU they are only reported.
     soft, hard = facts.limits["locked"]
     locked = f"locked memory {'unlimited' if soft is None else amount(soft)}"
     free, total = facts.shared_free_bytes, facts.shared_total_bytes

@@ -17,7 +17,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """Figures that checks compare a machine with. Bytes are counted or estimated as ``dry_run`` prints them."""
+    """Needs of the job that are compared with a machine. Bytes are counted or estimated as in ``dry_run``."""
 
     mode: str
     interface: str
@@ -51,13 +51,15 @@ class JobNeeds:
     device_bytes: int = 0
     """Device memory of the rank that needs most."""
     gpu_memory_bytes: int | None = None
-    """``launch.gpu_memory_bytes``, which the plan was compared with."""
+    """``limits.gpu_memory_bytes``, with which the plan was compared."""
     other_device: str = ""
-    """Problem that ranks on the other device would have; empty where ``device`` is certain."""
+    """Problem of ranks on the other device; empty if ``device`` is certain."""
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
     starts_elsewhere: bool = False
-    """Whether nodes are other machines than the one that starts the job."""
+    """Whether nodes run on other machines than the one that starts the job."""
+    is_batch_job: bool = False
+    """Whether a batch job's host resolves ``control.interface``, which may name a network interface of that host."""
     kernels: str = ""
     """Kernels of the token dispatch that ranks build: ``cpp``, ``cuda``, or empty."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -81,19 +83,19 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
     launch, snapshot = config.launch, plan.snapshot
     if nodes_here is None:
         # Spares hold their own memory while they wait, so they count.
-        nodes_here = launch.most_nodes if launch.mode == "local" else 1
-    if not 1 <= nodes_here <= launch.most_nodes:
-        raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{launch.most_nodes}, the nodes of the job")
+        nodes_here = config.most_nodes if launch.mode == "local" else 1
+    if not 1 <= nodes_here <= config.most_nodes:
+        raise ConfigError.of("--nodes-here", nodes_here, f"must be in 1..{config.most_nodes}, the nodes of the job")
     return JobNeeds(
         mode=launch.mode,
-        interface=launch.interface,
+        interface=config.control.interface,
         master_port=launch.master_port,
         run_dir=config.run.dir,
         nodes_here=nodes_here,
-        num_nodes=launch.most_nodes,
+        num_nodes=config.most_nodes,
         ranks_per_node=launch.ranks_per_node,
         ranks_per_gpu=launch.ranks_per_gpu,
-        world_size=launch.most_members * launch.ranks_per_node,
+        world_size=config.most_members * launch.ranks_per_node,
         device=plan.device,
         device_reason=plan.device_reason,
         uses_transformer_engine=_uses_transformer_engine(config),
@@ -104,11 +106,12 @@ def needs_of(config: JobConfig, plan: JobPlan, *, nodes_here: int | None = None)
         num_checkpoints=_num_checkpoints(config),
         persisted_bytes=_persisted_bytes(config, plan),
         device_bytes=plan.device_bytes,
-        gpu_memory_bytes=launch.gpu_memory_bytes,
+        gpu_memory_bytes=config.limits.gpu_memory_bytes,
         other_device=plan.other_device,
         is_refused_there=plan.is_refused_there,
         kernels=kernels_of(on_device(config, plan.device)),
         environment=rank_environment(on_device(config, plan.device)),
+        is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
         starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",
     )
 
@@ -118,7 +121,6 @@ def _uses_transformer_engine(config: JobConfig) -> bool:
 
 
 def _bytes_per_parameter(config: JobConfig) -> int:
-    """Count weight, master weight and two moments, as checkpoints hold them."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     if config.parallel.use_distributed_optimizer:
         # Megatron's distributed optimizer writes master weights also where the weights are FP32.
@@ -127,7 +129,7 @@ def _bytes_per_parameter(config: JobConfig) -> int:
 
 
 def _num_checkpoints(config: JobConfig) -> int:
-    """Count the most checkpoints at once; a run that deletes none counts two."""
+    # Count the most checkpoints at once; a run that deletes none counts two.
     checkpoint = config.checkpoint
     if not checkpoint.save_interval_iterations:
         return 1 if checkpoint.save_at_end else 0

@@ -38,9 +38,9 @@ class NetworkFacts:
 
     interfaces: Mapping[str, Interface]
     resolved: tuple[str, ...]
-    """Addresses of ``launch.interface``; empty where mode ``local`` does not use it."""
+    """Addresses of ``control.interface``; empty where mode ``local`` does not use it."""
     bind_error: str | None
-    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``launch.interface``."""
+    """Reason that ``launch.master_port`` (or any port) cannot be bound at ``control.interface``."""
     port_is_taken: bool = False
     """Whether another process holds the port."""
     ephemeral: tuple[int, int] | None = None
@@ -48,15 +48,20 @@ class NetworkFacts:
     reserved: tuple[tuple[int, int], ...] = ()
     """Port ranges that are excluded from it."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Values of ``INTERFACE_VARIABLES`` that are set."""
+    """Values of those ``INTERFACE_VARIABLES`` that are set."""
 
 
 def observe_network(needs: JobNeeds) -> NetworkFacts:
     """Observe the network; binds ``launch.master_port`` for a moment."""
-    resolved = _resolve(needs.interface)
+    interfaces = _interfaces()
+    if needs.is_batch_job and needs.interface in interfaces:
+        # IPv4 first, as the launcher chooses.
+        resolved = tuple(sorted(interfaces[needs.interface].addresses, key=lambda address: ":" in address))
+    else:
+        resolved = _resolve(needs.interface)
     bind_error, port_is_taken = _try_to_bind(resolved, needs.master_port)
     return NetworkFacts(
-        interfaces=_interfaces(),
+        interfaces=interfaces,
         resolved=resolved,
         bind_error=bind_error,
         port_is_taken=port_is_taken,
@@ -89,8 +94,8 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _try_to_bind(addresses: tuple[str, ...], port: int) -> tuple[str | None, bool]:
-    """Return why the port cannot be bound, and whether another process holds it. Only listening takes a port, so it
-    listens."""
+    # Return the error if the port cannot be bound, and whether another process holds it. Only listening reserves a
+    # port, so it listens.
     if not addresses:
         return "no address", False
     family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
@@ -113,7 +118,7 @@ def _ephemeral() -> tuple[int, int] | None:
 
 
 def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of ports as the kernel writes them, e.g. ``8080,20000-31999``."""
+    """Parse ranges of ports in the kernel's form, e.g. ``8080,20000-31999``."""
     ranges = []
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -130,27 +135,32 @@ def check_network(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _check_interface(facts: NetworkFacts, needs: JobNeeds) -> list[Finding]:
-    named = f"launch.interface={needs.interface}"
-    if needs.interface in facts.interfaces:
+    named = f"control.interface={needs.interface}"
+    is_name = needs.interface in facts.interfaces
+    if is_name and not needs.is_batch_job:
         addresses = facts.interfaces[needs.interface].addresses
-        instead = f"launch.interface={addresses[0]}" if addresses else "the address of one that has one"
+        instead = f"control.interface={addresses[0]}" if addresses else "the address of one that has one"
         return [error("interface", f"{named}: names an interface; it must be an address", instead)]
+    first = facts.resolved[0] if facts.resolved else ""
+    holder = next((name for name, each in facts.interfaces.items() if first in each.addresses), None)
+    is_loopback = first.startswith("127.") or first == "::1"
+    if needs.is_batch_job and not is_name and holder is None and not is_loopback:
+        return [info("interface", f"{named}: is not of this machine; the host of the batch job must have it")]
     if not facts.resolved:
         return [error("interface", f"{named}: has no address", f"give an address of this machine: {_own(facts)}")]
-    holder = next((name for name, each in facts.interfaces.items() if facts.resolved[0] in each.addresses), None)
-    if holder is None and not facts.resolved[0].startswith("127."):
-        what = f"{named}: {facts.resolved[0]} is no address of this machine"
+    if holder is None and not is_loopback:
+        what = f"{named}: {first} is no address of this machine"
         return [error("interface", what, f"give one of this machine: {_own(facts)}")]
     if holder is not None and not facts.interfaces[holder].is_up:
         return [error("interface", f"{named}: its interface {holder} is down", f"ip link set {holder} up")]
-    if needs.nodes_here < needs.num_nodes and facts.resolved[0] in ("127.0.0.1", "::1"):
+    if is_loopback and (needs.is_batch_job or needs.nodes_here < needs.num_nodes):
         what = f"{named}: nodes on other machines cannot reach it"
         return [error("interface", what, f"give an address that they reach: {_own(facts)}")]
     return []
 
 
 def _own(facts: NetworkFacts) -> str:
-    """List addresses that are up, e.g. ``10.0.0.5 (eth0)``."""
+    """List addresses of interfaces that are up, e.g. ``10.0.0.5 (eth0)``."""
     up = [(name, each) for name, each in facts.interfaces.items() if each.is_up and each.addresses]
     return ", ".join(f"{each.addresses[0]} ({name})" for name, each in up) or "it has none"
 

@@ -33,7 +33,7 @@ class SoftwareFacts:
     torch_requires: tuple[str, ...] = ()
     """Requirements in torch's own metadata, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
     has_transformer_engine_libraries: bool = False
-    """Whether its libraries lie where its wheels, or a build from source, install them."""
+    """Whether its libraries are in the places where wheels, or a build from source, install them."""
     apex: str | None = None
     """``nvidia`` with CUDA extensions, ``other`` for anything else that is importable by that name."""
 
@@ -57,7 +57,6 @@ def observe_software() -> SoftwareFacts:
 
 
 def _has_transformer_engine_libraries() -> bool:
-    """Search the places of Transformer Engine 2.11, ``transformer_engine/common/__init__.py``."""
     spec = importlib.util.find_spec("transformer_engine")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     places = [place for folder in folders for place in (folder, folder.parent, folder / "wheel_lib")]
@@ -137,7 +136,6 @@ def _fits(version: str, versions: str) -> bool:
 
 
 def _public(version: str) -> str:
-    """Strip the build, e.g. 2.11.0 of 2.11.0+c188b53."""
     return version.partition("+")[0]
 
 
@@ -187,7 +185,6 @@ def _check_apex(facts: SoftwareFacts) -> list[Finding]:
 
 
 def _check_torch(facts: SoftwareFacts, device: str) -> list[Finding]:
-    """Check that torch is built for the device, and that its NCCL is installed."""
     from packaging.requirements import Requirement
 
     version = facts.versions.get("torch", "")

@@ -16,10 +16,10 @@ NUM_FLUSHES = 9
 """Number of flushes; their median is reported."""
 _BLOCK = b"x" * 4096
 SMALLEST_FLUSH_SECONDS = 10e-6
-"""Lower bound of a real flush: faster storage has written nothing. NVMe drives with protected caches
-take about 20 us."""
+"""Lower bound of a real flush: a faster one has not reached the storage. NVMe drives with protected caches take about
+20 us."""
 VOLATILE = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems that live in memory."""
+"""File systems in memory."""
 UNSAFE_OPTIONS = ("nobarrier", "barrier=0", "volatile")
 """Mount options that let fsync return before the bytes are safe: ext4(5) and xfs(5) of their time; overlayfs, kernel
 documentation, section "Volatile mount"."""
@@ -43,7 +43,7 @@ class StorageFacts:
 
 
 def observe_storage(needs: JobNeeds) -> StorageFacts:
-    """Observe the file system: write and remove one small file beside the place of the run."""
+    """Observe the file system: write and remove one small file next to the run's folder."""
     folder = Path(needs.run_dir).absolute()
     # The check must not make ``run.dir``: it may be run where the job is only prepared.
     while not folder.is_dir():
@@ -67,7 +67,7 @@ def observe_storage(needs: JobNeeds) -> StorageFacts:
 
 
 def _try(folder: Path) -> Iterable[float]:
-    """Do what runs do to their files, in a temporary folder; yields the seconds of each flush."""
+    # Perform a run's operations on files in a temporary folder; yield the seconds of each flush.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as scratch:
         path = Path(scratch) / "flushed"
         with path.open("wb", buffering=0) as file:

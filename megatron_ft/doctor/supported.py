@@ -1,10 +1,10 @@
-"""Supported versions of what this project runs with; a test compares them with ``pyproject.toml``, ``requirements/``
+"""Supported versions of required and optional software; a test compares them with ``pyproject.toml``, ``requirements/``
 and ``mcore/device/software.py``."""
 
 from dataclasses import dataclass
 
 PYTHON = ">=3.10,<3.13"
-"""grpcio, scipy and Megatron-Core 0.16.1 have wheels for these."""
+"""Python versions for which grpcio, scipy and Megatron-Core 0.16.1 have wheels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,11 @@ class Package:
     breaks: bool = False
     """Whether another version breaks the job; otherwise it is only untested."""
     install: str = ""
-    """Command that installs it where that is not ``make train``."""
+    """Command that installs it, if that is not ``make train``."""
 
 
 TORCH = Package(name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then TORCH=skip")
-"""Tested with 2.13.0; Megatron-Core 0.16.1 asks for 2.6."""
+"""Tested with 2.13.0; Megatron-Core 0.16.1 requires at least 2.6."""
 TRANSFORMER_ENGINE = Package(
     name="transformer-engine",
     versions=">=2.9,<2.12",

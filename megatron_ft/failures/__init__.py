@@ -1,1 +1,1 @@
-"""Failures for jobs: schedules, their sources, and their injection into a running job."""
+"""Failures of jobs: schedules, their sources, and their injection into a running job."""

@@ -1,7 +1,7 @@
-"""Injects failures into a running job: kills, stops, partitions, disk errors, drains, arrivals; each is recorded
-before.
+"""Injects kills, stops, partitions, disk errors, drains and joins into a running job; each is recorded on disk first.
 
-``<run>/injected.jsonl`` has a line per fault, written and synced first, and one more where it could not be injected.
+``<run>/injected.jsonl`` has a line for each fault, written and synced before the fault, and a second one if it could
+not be injected.
 """
 
 import contextlib
@@ -23,12 +23,13 @@ from megatron_ft.failures.schedule import FailureSchedule
 
 INJECTED_FILE = "injected.jsonl"
 PATIENCE_SECONDS = 30.0
-"""Longest wait for a node to have processes, and for a controller to accept a node whose loss it is about to detect."""
+"""Longest wait for a node to have processes, and for the controller to accept a node whose loss it has not detected
+yet."""
 _PAUSE_SECONDS = 0.05
 
 
 class NotInjected(ControlError):
-    """A fault could not be injected; the message says why."""
+    """A fault could not be injected; the message gives the reason."""
 
 
 class Operator(Protocol):
@@ -48,7 +49,7 @@ class Injector:
     run_dir: Path
     ranks_per_node: int
     connect: Callable[[], contextlib.AbstractContextManager[Operator]]
-    """Opens a connection to the present controller: another may have taken over."""
+    """Opens a connection to the present controller, which may be another one each time."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], None] = time.sleep
     patience_seconds: float = PATIENCE_SECONDS
@@ -57,12 +58,12 @@ class Injector:
         """Send SIGKILL to every process of the nodes at once, as if their machines had died.
 
         Raises:
-            NotInjected: one of them has none, or all had ended by themselves.
+            NotInjected: a node has no process, or all processes had ended by themselves.
         """
         with self._held("kill", nodes, about) as processes:
             # A trial counts only if its fault happened: with no process left to kill, none did.
             if len(_send(processes, signal.SIGKILL)) == len(processes):
-                raise self._refused("kill", nodes, "all their processes had ended")
+                raise self._refused("kill", nodes, "all processes of these nodes had ended before")
 
     def stop(self, nodes: Sequence[int], seconds: float | None, **about: Any) -> list[str]:
         """Send SIGSTOP to every process of the nodes; SIGCONT after ``seconds``, unless None.
@@ -86,7 +87,7 @@ class Injector:
     def partition(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
         """Disconnect the nodes' network for ``seconds``; all their processes stay alive.
 
-        Each needs a network namespace of its own, as nodes on machines and in containers have (``links``).
+        Each node needs a network namespace of its own, as nodes on machines and in containers have (``links``).
 
         Raises:
             NotInjected: a node has no process, or its network cannot be disconnected from here.
@@ -106,13 +107,13 @@ class Injector:
                 switch(links, on=True)
 
     def fail_disk(self, nodes: Sequence[int], seconds: float, **about: Any) -> None:
-        """Fail every write of the nodes' processes to a file for ``seconds``, with EFBIG.
+        """Let every write of the nodes' processes to a file fail with EFBIG, for ``seconds``.
 
         Their limit on the size of files (RLIMIT_FSIZE, see setrlimit(2)) is 0 meanwhile, for files in memory too;
         reading, sockets and pipes are not affected. A process that they start meanwhile keeps the limit.
 
         Raises:
-            NotInjected: a node has no process, or they are another user's.
+            NotInjected: a node has no process, or the processes belong to another user.
         """
         with self._held("disk_error", nodes, {**about, "seconds": seconds}) as processes:
             before: list[tuple[HeldProcess, tuple[int, int]]] = []
@@ -143,7 +144,7 @@ class Injector:
             raise self._refused("drain", [node], str(error)) from None
 
     def add(self, node: int, **about: Any) -> None:
-        """Start the node, also as soon as the controller knows that it was lost.
+        """Start the node; if the controller still considers it present, wait until it has detected the loss.
 
         Raises:
             NotInjected: the controller still refuses after ``patience_seconds``.
@@ -164,15 +165,15 @@ class Injector:
         """Inject every event at its time from now on, departures as kills, then wait for the schedule's end.
 
         Args:
-            until: ends the replay early where it returns true, e.g. because the job has ended.
+            until: ends the replay when it returns true, e.g. because the job has ended.
 
         Returns:
-            Events that could not be injected; empty where all were.
+            Events that could not be injected; empty if there are none.
         """
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Return whether the time came before an early end."""
+            """Wait for a time; return False if the replay ended before."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False
@@ -181,7 +182,7 @@ class Injector:
 
         for number, event in enumerate(schedule.events):
             if not wait_until(event.seconds):
-                problems.append(f"events {number} to {len(schedule.events) - 1}: the job had ended")
+                problems.append(f"events {number} to {len(schedule.events) - 1} were not injected: the job had ended")
                 return problems
             about = {"event": number, "planned_seconds": event.seconds, "at_seconds": self.clock() - began}
             if event.leaves:
@@ -189,7 +190,7 @@ class Injector:
             for node in event.joins:
                 problems += self._try(self.add, node, about)
         if not wait_until(schedule.duration_seconds):
-            problems.append("the job ended before the schedule")
+            problems.append("the job ended before the schedule ended")
         return problems
 
     @staticmethod
@@ -224,16 +225,15 @@ class Injector:
         return NotInjected(f"{action} of nodes {list(nodes)}: {reason}")
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line; it is on disk when this returns."""
         line = json.dumps({"time_unix_seconds": time.time(), **record}).encode() + b"\n"
         with (self.run_dir / INJECTED_FILE).open("ab", buffering=0) as file:
             # Unbuffered, so one ``write`` appends the line, and lines of two injectors do not mix.
             if file.write(line) != len(line):
-                raise OSError(f"{INJECTED_FILE}: a line was written in part")
+                raise OSError(f"{INJECTED_FILE}: a line could not be written completely")
             os.fsync(file.fileno())
         fsync_folder(self.run_dir)
 
 
 def _send(processes: Sequence[HeldProcess], number: signal.Signals) -> list[str]:
-    """Send a signal to each; returns the logs of those that had ended."""
+    # Send a signal to each process; return the logs of those that had ended.
     return [process.log for process in processes if not process.send(number)]

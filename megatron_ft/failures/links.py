@@ -1,9 +1,8 @@
-"""Disconnects and reconnects a node whose processes have a network namespace of their own, at the other end of its
-links.
+"""Disconnects and reconnects a node with a network namespace of its own.
 
-A node is reached through pairs of virtual links, see veth(4): one end in its namespace, the other one here. Taking the
-ends here down is like pulling a cable: inside, links have no carrier; packets of open connections and of new ones
-vanish without an answer. Processes that share this process's namespace cannot be disconnected this way.
+A node is reached through pairs of virtual links, see veth(4): one end is in its namespace, the other one here. Taking
+the ends here down is like pulling a cable: in the node links have no carrier; packets of open connections and of new
+ones vanish without an answer. Processes that share this process's namespace cannot be disconnected this way.
 """
 
 import json
@@ -18,11 +17,11 @@ _COMMAND_SECONDS = 10.0
 
 
 class CannotCut(ControlError):
-    """A node's network cannot be disconnected from here; the message says why."""
+    """A node's network cannot be disconnected from here; the message gives the reason."""
 
 
 def links_to(process_ids: Iterable[int]) -> list[str]:
-    """List the ends, in this process's network namespace, of all links that lead to those of the processes.
+    """List the ends in this process's network namespace of all links that lead to the namespaces of the processes.
 
     Raises:
         CannotCut: a process shares this namespace or has ended, no link leads there from here, or the programs ``ip``
@@ -37,7 +36,10 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
             raise CannotCut(f"process {process_id}: its network namespace cannot be read: {error.strerror}") from None
         # To cut this process's own network would cut all nodes that share it, and the injector.
         if there == here:
-            raise CannotCut(f"process {process_id} shares this process's network namespace: no cable leads to it alone")
+            raise CannotCut(
+                f"process {process_id} is in the same network namespace as this process: its network cannot be "
+                "cut alone"
+            )
         inside = ["nsenter", f"--net=/proc/{process_id}/ns/net"]
         found = {link["link_index"] for link in _links(inside) if "link_index" in link}
         if not found:
@@ -47,13 +49,13 @@ def links_to(process_ids: Iterable[int]) -> list[str]:
     # A link whose other end is elsewhere stays up: the node would be cut off in part.
     if len(names) < len(far):
         raise CannotCut(
-            f"{len(far) - len(names)} of {len(far)} links to the nodes do not begin in this network namespace"
+            f"{len(far) - len(names)} of {len(far)} links of the nodes lead to another network namespace than this one"
         )
     return sorted(names)
 
 
 def switch(links: Sequence[str], *, on: bool) -> None:
-    """Take these links up or down, all of them even where one fails. Raises CannotCut."""
+    """Take these links up or down; continue with the others if one fails. Raises CannotCut."""
     failed = []
     for name in links:
         try:
@@ -65,7 +67,6 @@ def switch(links: Sequence[str], *, on: bool) -> None:
 
 
 def _links(inside: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """List all veth links of a network namespace: ``ifindex``, ``ifname`` and, of the other end, ``link_index``."""
     found: list[dict[str, Any]] = json.loads(_run([*inside, "ip", "-json", "link", "show", "type", "veth"]) or "[]")
     return [link for link in found if link]
 

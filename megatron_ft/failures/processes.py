@@ -1,7 +1,7 @@
-"""Finds the processes of a job's nodes by the logs they write, and sends signals that cannot reach others.
+"""Finds the processes of a job's nodes by the logs that they write; sends signals only to these processes.
 
-A node's process and its ranks write their standard output to files of the run's ``logs``, whatever started or forked
-them; a sidecar its standard error, for its standard output is a pipe to the node's process. Each is held by a
+A node's agent and its ranks write their standard output to files in the run's ``logs``, whichever process started them.
+A sidecar writes its standard error there, because its standard output is a pipe to the agent. Each process is held by a
 descriptor (``pidfd_open``), so its number cannot pass to another process between the check and the signal.
 """
 
@@ -25,11 +25,11 @@ class HeldProcess:
 
     process_id: int
     log: str
-    """Name of the file it writes to, which identifies its role."""
+    """Name of its log file, which identifies the role of the process."""
     _descriptor: int
 
     def send(self, number: signal.Signals) -> bool:
-        """Send it a signal; False if it has ended. Raises PermissionError: it is another user's."""
+        """Send it a signal; return False if it has ended. Raises PermissionError if it belongs to another user."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:
@@ -59,15 +59,13 @@ class HeldProcess:
 
 @contextlib.contextmanager
 def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> Iterator[dict[int, list[HeldProcess]]]:
-    """Find the living processes of each of ``nodes``: the node's own first, then its sidecars, then its ranks.
-
-    A node without any has an empty list.
-    """
+    """Find the living processes of each of ``nodes``: the agent first, then its sidecars, then its ranks. A node
+    without processes has an empty list."""
     found: dict[int, list[HeldProcess]] = {node: [] for node in nodes}
     with _held(run_dir, lambda log: node_of(log, ranks_per_node) in found) as held:
         for process in held:
             node = node_of(process.log, ranks_per_node)
-            assert node is not None, "only logs of nodes were asked for"
+            assert node is not None, "a log belongs to no node"
             found[node].append(process)
         for processes in found.values():
             # The agent first: signals arrive in this order, and an agent that outlives its ranks would report their
@@ -78,7 +76,7 @@ def processes_of(run_dir: Path, nodes: Iterable[int], ranks_per_node: int) -> It
 
 @contextlib.contextmanager
 def controllers_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
-    """Find the living processes of the job's controller: one, or none while another is being started."""
+    """Find the living process of the job's controller; the list is empty while another one is being started."""
     with _held(run_dir, lambda log: log == CONTROLLER_LOG) as held:
         yield held
 
@@ -92,7 +90,7 @@ def all_processes_of(run_dir: Path) -> Iterator[list[HeldProcess]]:
 
 @contextlib.contextmanager
 def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldProcess]]:
-    """Yield living processes whose log is requested, by rising process id; they are released at the end."""
+    # Yield living processes with a requested log, by ascending process id; they are released at the end.
     logs = str((run_dir / "logs").resolve())
     with contextlib.ExitStack() as stack:
         found = []
@@ -106,7 +104,7 @@ def _held(run_dir: Path, wanted: Callable[[str], bool]) -> Iterator[list[HeldPro
 
 
 def node_of(log: str, ranks_per_node: int) -> int | None:
-    """Return the node whose process writes to the file of that name; None for files of others."""
+    """Return the node whose processes write to the log with this name; None for logs of other processes."""
     if match := _NODE_LOG.fullmatch(log):
         return int(match.group(1))
     if match := _RANK_LOG.fullmatch(log):
@@ -115,7 +113,6 @@ def node_of(log: str, ranks_per_node: int) -> int | None:
 
 
 def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
-    """Open the process, if it is alive and still the one that writes to ``log``."""
     try:
         descriptor = os.pidfd_open(process_id)
     except OSError:
@@ -128,8 +125,7 @@ def _hold(process_id: int, log: str, logs: str) -> HeldProcess | None:
 
 
 def _log_of(process_id: int, logs: str) -> str | None:
-    """Return the name of the file below ``logs`` that is the standard output or error of a process; None if there is
-    none."""
+    # Return the name of the log that is the standard output or error of a process; None if there is none.
     for descriptor in (1, 2):
         try:
             folder, _, name = os.readlink(f"/proc/{process_id}/fd/{descriptor}").rpartition("/")

@@ -1,4 +1,4 @@
-"""Membership schedules: which nodes leave and join when, numbered as a job numbers them."""
+"""Membership schedules: times at which nodes leave and join, with the job's node numbers."""
 
 import math
 from collections.abc import Mapping
@@ -11,33 +11,33 @@ from megatron_ft.strict_json import decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipEvent:
-    """Changes at one moment: departures and arrivals of different nodes."""
+    """Departures and arrivals of nodes at one moment."""
 
     seconds: float
     """Seconds since the schedule began."""
     leaves: tuple[int, ...] = ()
-    """Nodes that are lost, rising."""
+    """Nodes that are lost, ascending."""
     joins: tuple[int, ...] = ()
-    """Nodes that arrive, rising."""
+    """Nodes that arrive, ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSchedule:
-    """Membership changes of nodes; nodes 0 to below ``num_initial_nodes`` are there when it begins."""
+    """Membership changes of nodes. At the beginning the nodes 0 to ``num_initial_nodes`` - 1 are present."""
 
     source: str
-    """Source, for messages."""
+    """Origin of the schedule, for messages."""
     most_nodes: int
-    """Number of node numbers: 0 to below it."""
+    """Number of node numbers, which start at 0."""
     num_initial_nodes: int
     duration_seconds: float
     events: tuple[MembershipEvent, ...]
-    """Events by rising seconds, all before ``duration_seconds``."""
+    """Events by ascending time, all before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Arrivals of the source that found no free number, the first instant's included."""
+    """Number of arrivals in the source that found no free number, also at its beginning."""
 
     def validate(self) -> None:
-        """Check that times rise, that leaving nodes are present and that joining nodes are not.
+        """Check that times ascend, that leaving nodes are present and that joining nodes are not.
 
         Raises:
             ConfigError: naming the event and the field.
@@ -52,7 +52,10 @@ class FailureSchedule:
         present, before = set(range(self.num_initial_nodes)), 0.0
         for number, event in enumerate(self.events):
             if not before <= event.seconds < self.duration_seconds:
-                constraint = f"must rise from {before:g} and be below duration_seconds={self.duration_seconds:g}"
+                constraint = (
+                    f"must be at least {before:g}, the time of the event before, and below "
+                    f"duration_seconds={self.duration_seconds:g}"
+                )
                 raise ConfigError.of(f"events[{number}].seconds", event.seconds, constraint)
             present, before = self._after(present, number, event), event.seconds
 
@@ -61,13 +64,15 @@ class FailureSchedule:
         leaves, joins = set(event.leaves), set(event.joins)
         for name, given, known in (("leaves", event.leaves, leaves), ("joins", event.joins, joins)):
             if list(given) != sorted(known):
-                raise ConfigError.of(f"events[{number}].{name}", list(given), "must rise, each node once")
+                raise ConfigError.of(
+                    f"events[{number}].{name}", list(given), "must be in ascending order and name each node once"
+                )
         if not leaves | joins:
-            raise ConfigError.of(f"events[{number}]", "{}", "must have nodes that leave or join")
+            raise ConfigError.of(f"events[{number}]", "{}", "must have at least one node that leaves or joins")
         if wrong := sorted(leaves - present):
-            raise ConfigError.of(f"events[{number}].leaves", wrong, f"must be among the nodes there are, {present}")
+            raise ConfigError.of(f"events[{number}].leaves", wrong, f"must be nodes that are present: {present}")
         if wrong := sorted(joins & present | {node for node in joins if not 0 <= node < self.most_nodes}):
-            constraint = f"must be numbers from 0 to below most_nodes={self.most_nodes} of nodes that are not there"
+            constraint = f"must be nodes that are not present, numbered from 0 to {self.most_nodes - 1}"
             raise ConfigError.of(f"events[{number}].joins", wrong, constraint)
         return present - leaves | joins
 
@@ -95,12 +100,13 @@ class FailureSchedule:
         return tuple(counts)
 
     def summary(self) -> str:
-        """One log line."""
+        """Return one line for a log."""
         fewest = min((self.num_initial_nodes, *self.num_nodes_after()))
         return (
-            f"{self.source}: {self.num_initial_nodes} of {self.most_nodes} nodes at first, {self.num_leaves} leave "
-            f"(up to {self.most_lost_at_once} at once, {fewest} nodes at the fewest) and {self.num_joins} join in "
-            f"{len(self.events)} events over {self.duration_seconds:g} s; {self.num_ignored_arrivals} arrivals ignored"
+            f"{self.source}: starts with {self.num_initial_nodes} of {self.most_nodes} nodes; {self.num_leaves} "
+            f"leave (up to {self.most_lost_at_once} at once, {fewest} nodes remain at least) and {self.num_joins} "
+            f"join in {len(self.events)} events over {self.duration_seconds:g} s; {self.num_ignored_arrivals} "
+            "arrivals are ignored"
         )
 
     def to_json(self) -> dict[str, Any]:

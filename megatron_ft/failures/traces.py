@@ -21,7 +21,7 @@ _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """Changes of a trace at one moment: the nodes that are gone after it, and those that are new."""
+    """Changes of a trace at one moment: removed and added nodes."""
 
     milliseconds: int
     """Milliseconds since the first row."""
@@ -32,14 +32,14 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipTrace:
-    """A trace as it was recorded."""
+    """A trace as recorded."""
 
     source: str
     """File name."""
     instants: tuple[Instant, ...]
-    """The first instant is the beginning: its nodes are present."""
+    """Changes in order of time. The nodes of the first are present at the beginning."""
     num_repeated_rows: int = 0
-    """Rows that the file has more than once; they count once."""
+    """Number of repeated rows; they count once."""
 
     def schedule(self, *, most_nodes: int, minutes: float | None = None, scale: float = 1.0) -> FailureSchedule:
         """Make a schedule for a job from the trace.
@@ -93,7 +93,7 @@ class _Numbers:
         self._free = list(range(most_nodes))
 
     def arrive(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers of the nodes that get one, rising."""
+        """Return the numbers of the nodes that get one, ascending."""
         found = []
         for name in names:
             if not self._free:
@@ -104,7 +104,7 @@ class _Numbers:
         return sorted(found)
 
     def depart(self, names: Iterable[str]) -> list[int]:
-        """Return the numbers that become free, rising."""
+        """Return the numbers that become free, ascending."""
         freed = sorted(self.of.pop(name) for name in names if name in self.of)
         for number in freed:
             heapq.heappush(self._free, number)
@@ -122,8 +122,8 @@ def _check(most_nodes: int, minutes: float | None, scale: float) -> None:
 def read_trace(path: Path) -> MembershipTrace:
     """Read a trace.
 
-    A repeated row counts once. Impossible rows are refused: a node that is added while it is there or removed while it
-    is not, time that runs backwards, a last line without its end.
+    A repeated row counts once. Impossible rows are refused: a node that is added while it is present or removed while
+    it is not, times that are not ascending, a last line without a line end.
 
     Raises:
         DataError: with the number of the line.
@@ -135,9 +135,9 @@ def parse_trace(source: str, content: bytes) -> MembershipTrace:
     """Parse a file's content; see ``read_trace``."""
     lines = content.split(b"\n")
     if lines.pop():
-        raise DataError(f"{source}:{len(lines) + 1}: the line has no end: the file is cut")
+        raise DataError(f"{source}:{len(lines) + 1}: the last line does not end with a newline: the file is truncated")
     if not lines:
-        raise DataError(f"{source}: has no row: must begin with the nodes that are there at first")
+        raise DataError(f"{source}: is empty: must begin with the nodes that are present at the start")
     rows: list[tuple[int, str, str]] = []
     seen: set[tuple[int, str, str]] = set()
     present: set[str] = set()
@@ -145,13 +145,15 @@ def parse_trace(source: str, content: bytes) -> MembershipTrace:
     for number, line in enumerate(lines, 1):
         milliseconds, action, node = row = _row(source, number, line)
         if milliseconds < before:
-            raise DataError(f"{source}:{number}: time {milliseconds}: must not be before {before} of the line above")
+            raise DataError(
+                f"{source}:{number}: time {milliseconds}: must be at least {before}, the time of the line before"
+            )
         before = milliseconds
         if row in seen:
             continue
         seen.add(row)
         if (action == "remove") is not (node in present):
-            known = "is there already" if action == "add" else "is not there"
+            known = "is present already" if action == "add" else "is not present"
             raise DataError(f"{source}:{number}: {action} {node}: {node} {known}")
         present.symmetric_difference_update({node})
         rows.append(row)
@@ -167,7 +169,6 @@ def _row(source: str, number: int, line: bytes) -> tuple[int, str, str]:
 
 
 def _instants(rows: list[tuple[int, str, str]]) -> tuple[Instant, ...]:
-    """Group rows by their time: the net change of each moment."""
     # A dictionary keeps the order of the rows, by which nodes get their numbers.
     first, present, instants = rows[0][0], dict[str, None](), []
     for milliseconds, together in itertools.groupby(rows, key=lambda row: row[0]):

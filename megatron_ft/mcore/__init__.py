@@ -1,1 +1,1 @@
-"""Attaches the project to Megatron-Core: the only folder that imports ``megatron``."""
+"""Training on Megatron-Core: the only folder that imports ``megatron``."""

@@ -1,4 +1,4 @@
-"""Decisions of all ranks together: small reductions and JSON, never pickled objects."""
+"""Joint decisions of all ranks: small reductions and JSON, never pickled objects."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ class Collectives:
         return not self.any(not flag)
 
     def gather(self, record: Any) -> list[Any]:
-        """The JSON-able ``record`` of every rank, in rank order, on every rank."""
+        """Return the JSON-able ``record`` of every rank, in rank order, on every rank."""
         # Not ``all_gather_object``: it unpickles bytes of other ranks, and pickle can run code.
         content = json.dumps(record).encode()
         # All-gather needs one shape on all ranks, and no rank knows the longest record: lengths come first.
@@ -45,15 +45,15 @@ class Collectives:
         ]
 
     def from_first(self, record: Any) -> Any:
-        """The ``record`` of the group's first rank, on every rank."""
+        """Return the ``record`` of the group's first rank on every rank."""
         return self.from_rank(0, record)
 
     def from_rank(self, rank: int, record: Any) -> Any:
-        """The ``record`` of ``rank``, on every rank; those of others are not looked at."""
+        """Return the ``record`` of ``rank`` on every rank; the arguments of other ranks are ignored."""
         return self.gather(record if self.rank == rank else None)[rank]
 
     def errors(self, error: str | None) -> str | None:
-        """None when no rank has an error, else the errors with their ranks, the same text everywhere."""
+        """Return None when no rank has an error, else the errors with their ranks, the same text on every rank."""
         # The same answer everywhere: either all ranks enter the gather or none does.
         if not self.any(error is not None):
             return None

@@ -1,4 +1,4 @@
-"""Process groups of one generation: formed, handed over, dissolved. The project never reads them from globals."""
+"""Process groups of one generation: formed, handed over, destroyed. The project never reads them from globals."""
 
 import datetime
 import gc
@@ -21,25 +21,25 @@ from megatron_ft.runtime.transport.held_groups import drop_broken_graph, release
 
 _RETRY_SECONDS = 0.02
 _TRY_SECONDS = 2.0
-"""Length of one connection attempt: a store that is served is open by then."""
+"""Length of one connection attempt; an existing store accepts a connection within this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """The groups a rank trains with.
+    """The groups with which a rank trains.
 
-    ``pg_collection`` is Megatron's; ``vote`` spans the whole job and carries nothing but commit votes and
-    other small agreements. It is always gloo: its values live on the host.
+    ``pg_collection`` is Megatron's; ``vote`` contains the whole job and is only used for commit votes and other small
+    agreements. It always uses gloo, because its values live on the host.
     """
 
     generation: int
     pg_collection: ProcessGroupCollection
     vote: dist.ProcessGroup
     transports: Transports
-    """Connections to other ranks that all of these use."""
+    """Connections to other ranks that all of these groups use."""
 
     def add(self, ranks: Sequence[int], *, timeout_seconds: float) -> dist.ProcessGroup | None:
-        """Create a gloo group of ``ranks``; None on ranks outside of it. Every rank of the job calls it alike.
+        """Create a gloo group of ``ranks``; None on ranks outside of it. Every rank of the job must call it.
 
         Raises:
             RuntimeError: others did not come, or the connections were broken.
@@ -67,7 +67,7 @@ def join(
 
     Args:
         timeout_seconds: longest wait for the others.
-        store: store of the membership, where it is open here already.
+        store: store of the membership, if this process has opened it already.
         opening: breaks the connections that are made here.
 
     Raises:
@@ -104,7 +104,6 @@ def open_store(context: RankContext, *, timeout_seconds: float, opening: Opening
 
 
 def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> dist.TCPStore:
-    """Connect to the store once it is served."""
     # The server may have ended again while torch keeps trying, so each attempt is short. A server that accepts and does
     # not answer is waited for until ``opening`` breaks the connection.
     where = f"{context.master_addr}:{context.master_port}"
@@ -116,14 +115,12 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
             store = waits.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"no process serves the store at {where} for {timeout_seconds} s: {error}"
-                ) from error
+                raise RuntimeError(f"found no store at {where} within {timeout_seconds} s: {error}") from error
         else:
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store
         if opening.pause(_RETRY_SECONDS):
-            raise RuntimeError(f"ranks were lost before any process served the store at {where}")
+            raise RuntimeError(f"a rank was lost before the store at {where} was started")
 
 
 def _store(context: RankContext, timeout_seconds: float) -> dist.TCPStore:
@@ -146,7 +143,7 @@ def form_groups(
     device: str,
     timeout_seconds: float,
 ) -> Groups:
-    """Form all groups on ``store``, under a prefix that belongs to ``generation``."""
+    """Form all groups on ``store``, under a prefix of ``generation``."""
     timeout, backend = datetime.timedelta(seconds=timeout_seconds), parallel.backend_on(device)
     before = open_sockets()
     dist.init_process_group(
@@ -185,10 +182,10 @@ def form_groups(
 
 
 def dissolve_groups() -> None:
-    """Drop Megatron's groups and torch's. The caller has released its ``Groups`` and all that holds them.
+    """Destroy Megatron's groups and torch's. The caller has released its ``Groups`` and all objects that use them.
 
-    Where connections were shut down, operations may be blocked in the groups until their own timeout: those groups are
-    held until then, and this returns.
+    If connections were shut down, operations may be blocked in the groups until their own timeout. Those groups are
+    kept until then, and this returns at once.
     """
     groups = []
     if waits.in_use().is_ended:

@@ -1,4 +1,4 @@
-"""A rank's life: prepare the process, join the job, train, leave."""
+"""The life of a rank process: prepares the process, joins the job, trains, leaves."""
 
 import warnings
 from collections.abc import Callable
@@ -26,13 +26,14 @@ _NEEDED_LATER = (
     "megatron_ft.planning.snapshot.dense",
     "megatron_ft.planning.snapshot.sparse_window",
 )
-"""Modules that are otherwise imported at their first use. A recovery must not wait for an import, nor fail in one."""
+"""Modules that would otherwise be imported at their first use. A recovery must neither wait for an import nor fail in
+one."""
 
 
 def warm() -> None:
-    """Import all a rank on a CPU needs, in a process that ranks are forked from.
+    """Import everything that a rank on a CPU needs, in the process from which ranks are forked.
 
-    Where it sees a GPU, ranks will say so and end: nothing is imported for them.
+    If a GPU is visible, nothing is imported, because the ranks will report that and end.
     """
     from megatron_ft.mcore.device import common, cpu
 
@@ -42,10 +43,10 @@ def warm() -> None:
 
 
 def warm_cuda() -> None:
-    """Import all a rank on CUDA needs, in a process that ranks are forked from. CUDA itself is left alone.
+    """Import everything that a rank on CUDA needs, in the process from which ranks are forked. CUDA is not initialised.
 
-    Megatron imports Transformer Engine where that is installed, and versions of it ask the driver for its devices.
-    Megatron is then left to the ranks.
+    If Transformer Engine is installed, Megatron would import it, and versions of it ask the driver for its devices.
+    Then the ranks import Megatron themselves.
 
     Raises:
         SoftwareError: an import initialised CUDA, which a forked process cannot do again.
@@ -58,7 +59,7 @@ def warm_cuda() -> None:
         else:
             _import_needed_later()
     if torch.cuda.is_initialized():
-        raise SoftwareError("importing what ranks need has initialised CUDA: ranks cannot be forked from this process")
+        raise SoftwareError("an import initialised CUDA, so ranks cannot be forked from this process")
 
 
 def _warm(install_device: Callable[[], None]) -> None:
@@ -77,10 +78,10 @@ def _import_needed_later() -> None:
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
-    """Be rank ``context.rank`` of the job, from start to end.
+    """Run rank ``context.rank`` of the job, from start to end.
 
     Raises:
-        MegatronFtError: as its subclasses say; the process ends with its exit code.
+        MegatronFtError: a subclass, whose exit code the process ends with.
     """
     _arm_failpoints(config, context)
     # Useless in a rank's log: warnings about Megatron's and torch's own calls.
@@ -108,9 +109,9 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
         store = open_store(context, timeout_seconds=timeout_seconds)
         trainer.build(join(trainer.config, context, device=device_type, timeout_seconds=timeout_seconds, store=store))
         # After ``build``, in which ranks have compared their data: joining ranks compare theirs with this.
-        if context.rank == 0 and config.launch.may_lose_nodes:
+        if context.rank == 0 and config.may_lose_nodes:
             note_run_data(trainer.samples["train"], context.run_dir)
-    elif config.launch.may_lose_nodes:
+    elif config.may_lose_nodes:
         check_run_data(config, trainer.samples["train"], context.run_dir)
     history = ScriptedHistory(config, context, store)
     # The history keeps the store where memberships follow: another reference would keep it open for the whole run.
@@ -120,7 +121,8 @@ def run_rank(config: JobConfig, context: RankContext) -> None:
 
 
 def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
-    """Each hit goes to disk first, then to the sinks: the fault may be this process's end."""
+    # Arm failpoints; each hit is written to disk first and then sent to the sinks, because the fault may end this
+    # process.
     write = failpoints.append_to(context.run_dir / _FAILPOINTS_FILE)
 
     def record(hit: failpoints.Record) -> None:
@@ -129,7 +131,9 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
         context.worker.report({"kind": "failpoint_hit", **{name: hit[name] for name in names}})
 
     generation = context.generation + int(context.is_joining)  # it begins with the next membership
-    failpoints.arm(config.launch.failpoints, rank=context.rank, node=context.node, generation=generation, record=record)
+    failpoints.arm(
+        config.testing.failpoints, rank=context.rank, node=context.node, generation=generation, record=record
+    )
 
 
 def _check_kernels(config: JobConfig) -> None:
@@ -150,7 +154,7 @@ def _check_kernels(config: JobConfig) -> None:
 
 
 def _report_unfired(context: RankContext) -> None:
-    """A trial whose fault never came must not look like one that survived it."""
+    # Report failpoints that were not reached: a trial without its fault must not count as survived.
     for failpoint in failpoints.unfired():
         unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
         context.worker.report(unfired.to_record())

@@ -1,7 +1,7 @@
-"""A rank that ``torchrun`` or ``srun`` started: no node process, no console.
+"""A rank that ``torchrun`` or ``srun`` started, without agent and controller.
 
-Ranks agree on the run folder and on a port through a small store: torchrun's own, or one that rank 0 serves. Sinks
-live in rank 0; what other ranks report is kept in ``logs/rank-00003.records.jsonl``.
+Ranks agree on the run folder and on a port through a small store: torchrun's own, or one that rank 0 serves. Sinks run
+in rank 0; reports of other ranks are kept in ``logs/rank-00003.records.jsonl``.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ _READERS_POLL_SECONDS = 0.05
 
 
 def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | None = None) -> int:
-    """Be this rank; its exit code.
+    """Run this rank; return its exit code.
 
-    SIGTERM, SIGINT and SIGUSR1 (what ``srun`` forwards) ask it to stop after the iteration.
+    SIGTERM, SIGINT and SIGUSR1 (which ``srun`` forwards) ask it to stop after the iteration.
 
     Args:
-        run_rank: what the rank does; the training loop unless a test says otherwise.
+        run_rank: the work of the rank; the training loop unless a test replaces it.
 
     Raises:
-        MegatronFtError: the run folder cannot be claimed, or the rank failed with one.
+        MegatronFtError: the run folder cannot be claimed, or the rank failed with such an error.
     """
     if run_rank is None:
         from megatron_ft.mcore.rank_main import run_rank
@@ -127,7 +127,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag) -> Iterator[TCPStore]:
-    """The store that ranks agree through. Where rank 0 serves it, it is there until the others have read from it.
+    """Open the store through which ranks agree. If rank 0 serves it, it exists until the others have read from it.
 
     Raises:
         ControlError: it does not answer within ``launch.start_timeout_seconds``.
@@ -153,22 +153,19 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
 
 
 def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
-    """Wait for the others: a rank that has not read before rank 0 leaves tries to connect until its timeout.
-
-    It can be so early where the run is refused, or where nothing that ranks do together holds it up.
-    """
+    """Wait for the others: if rank 0 left before another rank has read, that rank would try to connect until its
+    timeout. Rank 0 leaves this early if the run is refused, or if nothing makes it wait for the other ranks."""
     deadline = time.monotonic() + config.launch.start_timeout_seconds
     num_others = environment.world_size - 1
     # Adding 0 reads the count; ``get`` would block until the first reader has come.
     while (num_readers := store.add(_readers(environment), 0)) < num_others and not stop:
         if time.monotonic() > deadline:
-            print(f"rank 0: {num_others - num_readers} of {num_others} other ranks never came", file=sys.stderr)
+            print(f"rank 0: {num_others - num_readers} of {num_others} other ranks did not start", file=sys.stderr)
             return
         threading.Event().wait(_READERS_POLL_SECONDS)
 
 
 def _claim(config: JobConfig, environment: RankEnvironment, store: TCPStore) -> RunDir:
-    """Rank 0: claim the run folder and notify the others, even when it fails."""
     try:
         run = config.run
         # torchrun starts workers again with the same store: they continue in the folder of the first attempt.
@@ -199,7 +196,7 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
     try:
         store.wait([_key(environment)], timedelta(seconds=config.launch.start_timeout_seconds))
     except RuntimeError as error:
-        raise ControlError(f"rank {environment.rank} had no word of rank 0: {error}") from error
+        raise ControlError(f"rank {environment.rank} received no start message from rank 0: {error}") from error
     agreed: dict[str, Any] = json.loads(store.get(_key(environment)))
     # Counted before an error is raised: rank 0 serves the store until all have read from it.
     if environment.rank != 0:
@@ -210,8 +207,8 @@ def _agreed(config: JobConfig, environment: RankEnvironment, store: TCPStore) ->
 
 
 def _key(environment: RankEnvironment) -> str:
-    """A launcher's store outlives a start. One that rank 0 serves is new in each, which nodes may not count alike: one
-    that came later, as a spare, has counted fewer."""
+    # Return the key of this start, because a launcher's store outlives a start. A store that rank 0 serves is new in
+    # each start, and nodes may count starts differently: a spare that came later has counted fewer.
     return f"megatron_ft/attempt-{environment.attempt}" if environment.store_is_served else "megatron_ft/start"
 
 

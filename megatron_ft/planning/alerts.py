@@ -61,12 +61,12 @@ def judge(limits: AlertLimits, figures: AlertFigures) -> Iterator[Alert]:
 
 
 def windows_behind(iteration: int, *, since_iteration: int, interval_iterations: int) -> float:
-    """Windows that are due since the last commit: between 0 and 1 in normal operation.
+    """Return the number of windows that are due since the last commit: between 0 and 1 in normal operation.
 
     Args:
         iteration: newest iteration of the run.
         since_iteration: iteration of the last commit of a window, or of the plan of windows if that is newer.
-        interval_iterations: from the start of a window to the start of the next.
+        interval_iterations: iterations from the start of a window to the start of the next.
     """
     assert interval_iterations >= 1, f"a window every {interval_iterations} iterations"
     return max(0, iteration - since_iteration) / interval_iterations
@@ -78,7 +78,7 @@ class Slowest:
 
     rank: int
     over_median: float
-    """Its time over the median rank's; 1 where all ranks take the same time."""
+    """Time of that rank over the time of the median rank; 1 if all ranks take the same time."""
 
 
 def slowest(seconds: Sequence[float]) -> Slowest | None:

@@ -1,6 +1,6 @@
 """Assignment of an iteration's microbatches to ranks; the set of samples never depends on the layout.
 
-An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which go to the
+An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which are assigned to the
 data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert all-to-all is collective;
 *padding microbatches*, which contribute nothing, fill up the last round.
 """
@@ -20,7 +20,8 @@ class BatchPlan:
     micro_batch_size: int
     data_parallel_size: int
     num_microbatches_multiple: int = 1
-    """Divisor of the count per rank: the number of stages where the pipeline schedule is interleaved, else 1."""
+    """Number by which the count per rank must be divisible: the number of stages with an interleaved schedule, else
+    1."""
 
     @classmethod
     def of(cls, config: JobConfig, topology: Topology) -> "BatchPlan":
@@ -44,19 +45,19 @@ class BatchPlan:
 
     @property
     def num_real_microbatches(self) -> int:
-        """Microbatches that carry samples, over all ranks."""
+        """Number of microbatches with samples, over all ranks."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches each rank runs, padding included."""
+        """Number of microbatches of each rank, padding included."""
         per_rank = -(-self.num_real_microbatches // self.data_parallel_size)
         # Megatron's interleaved schedule asserts a multiple of the stages.
         return -(-per_rank // self.num_microbatches_multiple) * self.num_microbatches_multiple
 
     @property
     def num_padding_microbatches(self) -> int:
-        """Microbatches without samples, over all ranks."""
+        """Number of microbatches without samples, over all ranks."""
         return self.num_microbatches * self.data_parallel_size - self.num_real_microbatches
 
     def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:

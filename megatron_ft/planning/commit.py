@@ -1,7 +1,7 @@
 """Commit vote: the ballot of every rank, the result, and the decision about the iteration.
 
-A vote is settled once every rank has contributed its ballot; nothing that cannot be undone happens before. Its values
-are the scalars of the iteration that an exact replay needs.
+A vote is settled when every rank has contributed its ballot; before that, everything can be rolled back. Its values are
+the scalars of the iteration that an exact replay needs.
 """
 
 import math
@@ -19,7 +19,7 @@ from megatron_ft.errors import TrainingStopped
 # All ranks compute these from the same reduced values: one bit of difference means replicas that diverge from here on.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
 _FORMER_FIELDS = ("committed_window",)
-"""Fields of votes in windows of earlier versions that no replay needs."""
+"""Fields in votes of earlier versions that no replay needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class WindowReport:
     """
 
     replicated_windows: int = 0
-    """Windows that are complete here and on all peers; in a vote: on every rank."""
+    """Windows that are complete on this node and on all its peers; in a vote: on every rank."""
     given_up_windows: int = 0
-    """Windows that some peer will never receive; in a vote: of any rank."""
+    """Windows that some peer will never receive; in a vote: windows of any rank."""
     has_free_buffer: int = 1
     """1 if the next window can begin as soon as a commit frees its buffer; in a vote: on every rank."""
 
@@ -63,7 +63,7 @@ class Ballot(WindowReport):
     """Time of this rank for work that is the same on every rank; 0 while unknown. Not part of the vote."""
 
     def to_row(self) -> tuple[float, ...]:
-        """Convert to numbers that float64 represents exactly."""
+        """Return the fields as numbers that float64 represents exactly."""
         # Not from a generator: CPython frees such tuples to a list of up to 2,000, which looks like a leak.
         return (*map(float, astuple(self)),)
 
@@ -111,7 +111,7 @@ class Vote(WindowReport):
 
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
-    """Factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
+    """Return the factor of the gradients: 1 when clipping is off or not needed (Megatron's formula)."""
     if clip_grad <= 0.0:
         return 1.0
     # Any other small constant would give other bits than Megatron's.
@@ -123,7 +123,7 @@ def tally(ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -
 
     Args:
         ballots: in rank order.
-        num_moe_losses: auxiliary losses in the sums: real microbatches times mixture layers.
+        num_moe_losses: auxiliary losses in the sums: real microbatches times MoE layers.
 
     Raises:
         TrainingStopped: a value that must be the same on all ranks, to the bit, differs.
@@ -161,8 +161,9 @@ def _check_agreement(name: str, values: Sequence[float]) -> None:
     for rank, other in enumerate(bits):
         if other != bits[0]:
             raise TrainingStopped(
-                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}: "
-                "must be the same on every rank; a device has computed a wrong result, or ranks are at different steps"
+                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}, but must be "
+                "the same on every rank: a device has computed a wrong result, or ranks are at different "
+                "iterations"
             )
 
 
@@ -226,7 +227,8 @@ class CommitPolicy:
         decision = self._decide(vote, history)
         if decision.action == "skip" and history.num_consecutive_skips + 1 > self.max_consecutive_skips:
             reason = (
-                f"{decision.reason}; more than training.max_consecutive_skips={self.max_consecutive_skips} in a row"
+                f"{decision.reason}; this happened more than "
+                f"training.max_consecutive_skips={self.max_consecutive_skips} times in a row"
             )
             return Decision(action="stop", reason=reason, spike=decision.spike)
         return decision
@@ -249,5 +251,5 @@ class CommitPolicy:
         if vote.loss <= self.loss_spike_factor * median:
             return Decision(action="commit")
         action = "commit" if self.loss_spike_policy == "warn" else self.loss_spike_policy
-        reason = f"loss={vote.loss:g} is above {self.loss_spike_factor:g} times the median {median:g}"
+        reason = f"loss={vote.loss:g} is above {self.loss_spike_factor:g} times the median of recent losses, {median:g}"
         return Decision(action=action, reason=reason, spike=True)

@@ -35,7 +35,8 @@ def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> l
 def no_compiler(kernels: str, variables: Mapping[str, str]) -> str:
     """Describe the missing compiler for a machine on which ``find_compiler`` finds none."""
     tried = ", ".join(" ".join(command) for command in _commands(kernels, variables))
-    return f"no compiler found for {kernels} (tried {tried}); {_FIXES[kernels]}, or take the backend reference"
+    fixes = f"{_FIXES[kernels]}, or set placement.dispatch_backend=reference"
+    return f"no compiler found for {kernels} (tried {tried}); {fixes}"
 
 
 def _commands(kernels: str, variables: Mapping[str, str]) -> tuple[list[str], ...]:

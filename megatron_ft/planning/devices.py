@@ -1,4 +1,4 @@
-"""Choice of the device that a job trains on, from facts about a machine that ``doctor/devices.py`` collects."""
+"""Choice of the device that a job trains on, from the facts that ``doctor/devices.py`` collects about a machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class DeviceFacts:
     torch_has_cuda: bool = True
     """Whether the installed PyTorch is built for CUDA; True if unknown."""
     gpu_memory_bytes: int | None = None
-    """Memory of the smallest GPU; None if it was not queried or the driver does not answer."""
+    """Memory of the smallest GPU; None if it was not queried or the driver did not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,14 @@ class DeviceChoice:
     device: str
     """``cpu`` or ``cuda``."""
     is_certain: bool
-    """False if ranks may still use the other device: with ``auto`` in a plan for an unknown machine."""
+    """Whether the device is certain; not with ``auto`` in a plan for an unknown machine, where ranks may use the other
+    one."""
     reason: str
 
 
 def usable_gpus(facts: DeviceFacts) -> int:
-    """Number of GPUs that PyTorch can use; an invalid entry of ``CUDA_VISIBLE_DEVICES`` hides those after it."""
+    """Return the number of GPUs that PyTorch can use; an invalid entry of ``CUDA_VISIBLE_DEVICES`` hides those after
+    it."""
     if not facts.has_driver or not facts.torch_has_cuda:
         return 0
     if facts.visible is None:
@@ -108,9 +110,9 @@ def choose_device(
     Args:
         requested: value of the key.
         facts: facts about this machine.
-        gpu_memory_bytes: ``launch.gpu_memory_bytes``; a value means that the job is for GPUs.
-        refused: reason why each possible device refuses the configuration, empty where it accepts it.
-        may_be_elsewhere: whether ranks may run on other machines (a dry run), about which this one says nothing.
+        gpu_memory_bytes: ``limits.gpu_memory_bytes``; a value means that the job is for GPUs.
+        refused: reason why each possible device refuses the configuration; empty if it accepts it.
+        may_be_elsewhere: whether ranks may run on other machines (a dry run), whose devices are unknown here.
 
     Raises:
         ConfigError: the device refuses the configuration, or the job is for GPUs and this machine has none.
@@ -126,9 +128,9 @@ def choose_device(
     # The job is meant for GPUs: to train it on CPU because none is found here would be a silent fallback.
     if gpu_memory_bytes is not None:
         if not may_be_elsewhere:
-            constraint = "must be cpu, without launch.gpu_memory_bytes, on a machine without a usable GPU: "
+            constraint = "must be cpu, and limits.gpu_memory_bytes null, on a machine without a usable GPU: "
             raise ConfigError.of("training.device", "auto", constraint + _why_no_gpu(facts))
-        reason = "training.device=auto with launch.gpu_memory_bytes given"
+        reason = "training.device=auto with limits.gpu_memory_bytes given"
         _check_accepted(refused["cuda"], reason)
         return DeviceChoice(device="cuda", is_certain=True, reason=reason)
     reason = f"training.device=auto found no GPU here: {_why_no_gpu(facts)}"
@@ -136,7 +138,9 @@ def choose_device(
     if not may_be_elsewhere or not refused["cpu"] or refused["cuda"]:
         _check_accepted(refused["cpu"], reason)
         return DeviceChoice(device="cpu", is_certain=not may_be_elsewhere, reason=reason)
-    return DeviceChoice(device="cuda", is_certain=False, reason=f"{reason}; cpu refuses this job: {refused['cpu']}")
+    return DeviceChoice(
+        device="cuda", is_certain=False, reason=f"{reason}; on cpu this job would be refused: {refused['cpu']}"
+    )
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
@@ -145,8 +149,11 @@ def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"
     if refused[other]:
-        return f"on {other} this job is refused before it starts: {refused[other]}"
-    return f"on {other} this job is also accepted, and losses cost the same; memory is shown for {choice.device} only"
+        return f"on {other} this job would be refused before it starts: {refused[other]}"
+    return (
+        f"on {other} this job would also be accepted, with the same cost of losses; the plan shows memory for "
+        f"{choice.device} only"
+    )
 
 
 def _check_accepted(refusal: str, reason: str = "") -> None:
@@ -156,7 +163,7 @@ def _check_accepted(refusal: str, reason: str = "") -> None:
 
 def _why_no_gpu(facts: DeviceFacts) -> str:
     if not facts.has_driver or not facts.num_gpus:
-        return "the driver shows none"
+        return "no driver or no GPU was found"
     if not facts.torch_has_cuda:
         return "the installed PyTorch is built without CUDA"
     return f"CUDA_VISIBLE_DEVICES={facts.visible} hides them"

@@ -131,5 +131,5 @@ def _checked(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Inte
         raise ConfigError.of("replicas", np.shape(replicas), f"must have the shape of tokens, {np.shape(tokens)}")
     counts, copies = np.asarray(tokens, dtype=np.int64), np.asarray(replicas, dtype=np.int64)
     for expert in np.nonzero((copies.sum(axis=1) == 0) & (counts.sum(axis=1) > 0))[0][:1]:
-        raise ConfigError.of(f"replicas of expert {expert}", 0, "must be at least 1: it has tokens")
+        raise ConfigError.of(f"replicas of expert {expert}", 0, "must be at least 1, because the expert has tokens")
     return counts, copies

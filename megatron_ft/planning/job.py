@@ -73,7 +73,7 @@ class JobPlan:
     """Per iteration, over all ranks, without padding."""
     num_microbatches_per_rank: int
     num_padding_microbatches: int
-    """Masked microbatches per iteration, over all ranks."""
+    """Number of masked microbatches per iteration, over all ranks."""
     tokens_per_iteration: int
     data: DataSummary
     placement: PlacementReport | None = None
@@ -81,13 +81,13 @@ class JobPlan:
     snapshot: SnapshotReport | None = None
     """None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
-    """None without ``launch.keep_layout`` or with one pipeline stage."""
+    """None without ``recovery.keep_layout`` or with one pipeline stage."""
     routing: str | None = None
-    """Recorded loads that routing follows; None where it is learned."""
+    """Recorded loads for routing; None if routing is learned."""
     losses: tuple[LossCost, ...] = ()
     """Cost of losing each node alone; empty if not requested."""
     notes: tuple[str, ...] = ()
-    """Differences between what keys suggest and what the job does."""
+    """Properties of the job that its keys do not suggest."""
     device_reason: str = ""
     """Reason for ``device``."""
     other_device: str = ""
@@ -95,9 +95,9 @@ class JobPlan:
     is_refused_there: bool = False
     """Whether the other device refuses the job."""
     why_no_replicas: str = ""
-    """Why no lost node is survived by expert replicas; empty where one can be."""
+    """Reason why no lost node can be recovered from expert replicas; empty if it is possible."""
     windows_serve: str = ""
-    """Failures that windows of snapshots are used for; empty without snapshots."""
+    """Failures from which windows of snapshots can recover; empty without snapshots."""
 
     @property
     def device_bytes(self) -> int:
@@ -113,20 +113,20 @@ class JobPlan:
         within_limit(
             # On CPU the state of ranks is host memory, which ``host_bytes_per_node`` contains.
             self.gpu_memory_bytes if self.device == "cuda" else None,
-            "launch.gpu_memory_bytes",
+            "limits.gpu_memory_bytes",
             self.device_bytes,
-            "what the largest rank needs (activations estimated); use more ranks, larger parallel sizes, "
+            "the memory of the largest rank (activations estimated); use more ranks, larger parallel sizes, "
             "training.recompute_granularity=full or a smaller training.micro_batch_size",
         )
         within_limit(
             self.host_memory_bytes,
-            "launch.host_memory_bytes",
+            "limits.host_memory_bytes",
             self.host_bytes_per_node,
-            "what a node needs (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
+            "the memory of a node (estimated); use more nodes, a smaller launch.ranks_per_node or a smaller model",
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain values, with the parallel coordinates of every rank."""
+        """Return JSON values, with the parallel coordinates of every rank."""
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
         named = {"placement": self.placement, "snapshot": self.snapshot, "upstream_log": self.upstream_log}
         reports = {name: None if report is None else report.to_json() for name, report in named.items()}
@@ -146,17 +146,17 @@ def plan_job(
     """Plan a validated configuration.
 
     Args:
-        inputs: contents of placement and routing files, where the configuration names some.
+        inputs: contents of the placement and routing files that the configuration names.
         device: ``cpu`` or ``cuda``, already resolved.
         with_losses: whether to compute the cost of losing each node, and warnings about it.
         choice: reason for ``device``; None leaves the plan without a reason.
-        refused: reason why each possible device refuses the configuration, empty where it accepts it.
+        refused: reason why each possible device refuses the configuration; empty if it accepts it.
 
     Raises:
         ConfigError: memory limits are exceeded, or inputs do not fit the job.
     """
     assert device in ("cpu", "cuda"), f"device {device!r} is not resolved"
-    launch, model, training = config.launch, config.model, config.training
+    launch, limits, model, training = config.launch, config.limits, config.model, config.training
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     operators = operators_of(model, data.tokenizer_vocab_size)
     batch = BatchPlan.of(config, topology)
@@ -186,8 +186,8 @@ def plan_job(
         published_parameters_source=model.published_parameters_source,
         stages=stages,
         host_bytes_per_node=_host_bytes_per_node(config, stages, topology, device) + captured,
-        gpu_memory_bytes=launch.gpu_memory_bytes,
-        host_memory_bytes=launch.host_memory_bytes,
+        gpu_memory_bytes=limits.gpu_memory_bytes,
+        host_memory_bytes=limits.host_memory_bytes,
         train_iterations=training.train_iterations,
         num_microbatches=batch.num_real_microbatches,
         num_microbatches_per_rank=batch.num_microbatches,
@@ -233,11 +233,10 @@ def _losses(
 
 
 def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
-    """Warn that a second loss can end the job although enough nodes would be left."""
     launch, placement, num_experts = config.launch, config.placement, config.model.num_moe_experts or 0
     num_left = launch.num_nodes - 1
     # Only jobs that continue on fewer nodes by replicas lose slots with a node.
-    if placement.algorithm is None or launch.keep_layout or not launch.fewest_nodes <= num_left:
+    if placement.algorithm is None or config.recovery.keep_layout or not config.fewest_nodes <= num_left:
         return ()
     num_copies, num_ranks = min(placement.min_replicas, num_left), num_left * launch.ranks_per_node
     num_slots = (placement.num_slots_per_rank or 0) * num_ranks
@@ -245,30 +244,30 @@ def _copies_after_a_loss(config: JobConfig) -> tuple[str, ...]:
         return ()
     enough = -(-num_copies * num_experts // num_ranks)
     return (
-        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node {num_slots} slots are "
-        f"left, too few for {num_copies} replicas of {num_experts} experts "
-        f"(placement.min_replicas={placement.min_replicas}): until a node joins, the loss of another one can end the "
-        f"job; {enough} slots per rank are enough",
+        f"placement.num_slots_per_rank={placement.num_slots_per_rank}: after the loss of a node the job has "
+        f"{num_slots} slots, too few for {num_copies} replicas of {num_experts} experts "
+        f"(placement.min_replicas={placement.min_replicas}). Until a node joins, the next loss can end the job; "
+        f"{enough} slots per rank avoid this",
     )
 
 
 def _unknown_domains(config: JobConfig) -> tuple[str, ...]:
-    source = config.launch.failure_domain_source
+    source = config.topology.failure_domain_source
     if source == "listed":
         return ()
     return (
-        f"launch.failure_domain_source={source}: failure domains are known once the job has its nodes; this plan "
-        "assumes that every node is a domain of its own, so survival may be lower and peers may differ, and a start "
-        "with too few domains is refused",
+        f"topology.failure_domain_source={source}: failure domains are not known before the job has its nodes. This "
+        "plan takes every node as a domain; the real survival may be lower and peers may differ. A start with "
+        "too few domains is refused",
     )
 
 
 def _unchecked_gpu_memory(config: JobConfig, device: str, needed: int) -> tuple[str, ...]:
-    if device != "cuda" or config.launch.gpu_memory_bytes is not None:
+    if device != "cuda" or config.limits.gpu_memory_bytes is not None:
         return ()
     return (
-        f"GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs {needed / 2**30:.1f} GiB "
-        "(activations estimated)",
+        "GPU memory is not checked, because limits.gpu_memory_bytes=null; the largest rank needs "
+        f"{needed / 2**30:.1f} GiB (activations estimated)",
     )
 
 
@@ -296,7 +295,6 @@ def _stages(
 
 
 def _host_bytes_per_node(config: JobConfig, stages: tuple[StagePlan, ...], topology: Topology, device: str) -> int:
-    """Host memory of the largest node: processes, saves, and on CPU the ranks' state and activations."""
     # A save runs between iterations; its copy of the state is kept while it is written in the background.
 
     def host_bytes(rank: int) -> int:

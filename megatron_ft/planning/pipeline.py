@@ -1,6 +1,6 @@
 """Megatron's 1F1B pipeline schedules as sequences: the order in which stages compute, send and receive.
 
-A *chunk* is one of the model parts of a stage (a single one without interleaving). Chunks, microbatches and stages
+A *chunk* is one of the model parts of a stage (the only one without interleaving). Chunks, microbatches and stages
 count from 0. Source: ``megatron.core.pipeline_parallel.schedules`` of Megatron-Core 0.16.1; Narayanan et al., 2021,
 section 2.2.
 """
@@ -30,7 +30,7 @@ class LogKey:
     """Chunk of the sender."""
     direction: Direction
     generation: int
-    """Membership in which it was last sent; later ones may request it if the iteration is committed."""
+    """Membership in which it was last sent; later memberships may use it if the iteration is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,14 @@ class PipelineShape:
             raise ConfigError.of(
                 _MICROBATCHES,
                 self.num_microbatches,
-                f"must split into one or more groups of {self.group_size}, the last one of at least {self.num_stages} "
-                "(the number of stages)",
+                f"must form groups of {self.group_size}; a smaller last group must have at least {self.num_stages} "
+                "microbatches (the number of stages)",
             )
 
 
 def destination(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Stage and chunk that receive the output of a chunk; None for the last chunk of the model (backward: the first).
+    """Return stage and chunk that receive the output of a chunk; None for the last chunk of the model (backward: the
+    first).
 
     The last stage sends forward to the next chunk of the first stage.
     """
@@ -96,13 +97,14 @@ def destination(shape: PipelineShape, stage: int, chunk: int, direction: Directi
 
 
 def origin(shape: PipelineShape, stage: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
-    """Stage and chunk that send the input of a chunk; None where it reads samples or labels."""
+    """Return stage and chunk that send the input of a chunk; None if it reads samples or labels."""
     return destination(shape, stage, chunk, "backward" if direction == "forward" else "forward")
 
 
 @cache
 def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
-    """Passes of one iteration in the order in which a stage computes them: warm-up, steady state, cool-down."""
+    """Return the passes of one iteration in the order in which a stage computes them: warm-up, steady state,
+    cool-down."""
     shape.validate()
     assert 0 <= stage < shape.num_stages, f"stage {stage} is outside a pipeline of {shape.num_stages}"
     forward, backward = _forward_passes(shape), _backward_passes(shape)
@@ -118,10 +120,10 @@ def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
 
 @cache
 def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """(microbatch, own chunk) of each tensor that a stage sends in one iteration and direction, in order.
+    """Return (microbatch, own chunk) of each tensor that a stage sends in one iteration and direction, in order.
 
     Forward, the last chunk of the model sends nothing; backward, the first. With interleaving the last stage sends
-    forward to the first one, and the first backward to the last. A pipeline of one stage sends nothing.
+    forward to the first one, and the first stage backward to the last. A pipeline of one stage sends nothing.
     """
     return tuple(
         (microbatch, chunk)
@@ -132,15 +134,17 @@ def sends(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple
 
 @cache
 def receives(shape: PipelineShape, stage: int, direction: Direction) -> tuple[tuple[int, int], ...]:
-    """(microbatch, own chunk) of each tensor that a stage receives in one iteration and direction, in order.
+    """Return (microbatch, own chunk) of each tensor that a stage receives in one iteration and direction, in order.
 
-    Tensors are named by the chunk that receives them; they are computed on in the same order.
+    The chunk is that of the receiver; tensors are used in the same order.
     """
     neighbour = (stage - 1 if direction == "forward" else stage + 1) % shape.num_stages
     received = []
     for microbatch, chunk in sends(shape, neighbour, direction):
         target = destination(shape, neighbour, chunk, direction)
-        assert target is not None and target[0] == stage, f"stage {neighbour} sends to {target}, not to stage {stage}"
+        assert target is not None and target[0] == stage, (
+            f"stage {neighbour} sends to {target} instead of stage {stage}"
+        )
         received.append((microbatch, target[1]))
     return tuple(received)
 
@@ -154,7 +158,6 @@ def _backward_passes(shape: PipelineShape) -> list[Pass]:
 
 
 def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
-    """Groups of microbatches in turn, each through all chunks: Megatron's schedule table."""
     # The last group may be smaller: Megatron fills its table in the same way.
     size, total = shape.group_size, shape.num_microbatches
     for first in range(0, total, size):
@@ -164,7 +167,6 @@ def _table(shape: PipelineShape) -> Iterator[tuple[int, int]]:
 
 
 def _num_warmup_passes(shape: PipelineShape, stage: int) -> int:
-    """Number of forward passes before the first backward pass."""
     behind = shape.num_stages - stage - 1
     # Formulas of Megatron's ``get_pp_rank_microbatches``: in another order a log would give a replay wrong tensors.
     if shape.num_chunks == 1:

@@ -27,7 +27,8 @@ _SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISA
 
 
 def rank_environment(config: JobConfig, rank: int | None = None) -> dict[str, str]:
-    """Variables for a rank of ``config``, whose device is resolved; empty on CPU. The user's values take precedence.
+    """Return variables for a rank of ``config``, whose device is resolved; empty on CPU. The user's values take
+    precedence.
 
     Args:
         rank: global rank of the process; None leaves out variables that differ between ranks.
@@ -52,7 +53,7 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
     variables: dict[str, str] = {}
     if config.training.deterministic:
         variables |= _FIXED_ORDER_OF_SUMS
-    if config.launch.may_lose_nodes:
+    if config.may_lose_nodes:
         variables |= _ABORTS_ITSELF
     if config.launch.ranks_per_gpu > 1:
         # NCCL refuses two ranks of one host on the same GPU, so each rank gets its own host id.
@@ -63,5 +64,5 @@ def _of_nccl(config: JobConfig, rank: int | None) -> dict[str, str]:
 
 
 def set_otherwise(table: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables of an environment whose values differ from ``table``."""
+    """Return the variables of an environment whose values differ from ``table``."""
     return {name: variables[name] for name, value in table.items() if variables.get(name, value) != value}

@@ -90,9 +90,9 @@ def _device(plan: JobPlan) -> list[tuple[str, str]]:
 
 def _snapshot(report: SnapshotReport, serve: str) -> str:
     heaviest = max(report.nodes, key=lambda node: node.total_bytes)
-    window = "its size is measured before the first one"
+    window = "the size is measured before the first window"
     if report.window_iterations is not None:
-        window = f"{report.window_iterations} iterations, a new one every {report.interval_iterations}"
+        window = f"{report.window_iterations} iterations; a new window every {report.interval_iterations} iterations"
     peers = "; ".join(f"{node}: {', '.join(map(str, peers))}" for node, peers in enumerate(report.peers[:SHOWN_RANKS]))
     return _pairs(
         f"snapshots by {report.policy}",
@@ -101,7 +101,7 @@ def _snapshot(report: SnapshotReport, serve: str) -> str:
             ("used for", serve),
             ("bytes of a window", f"{readable_bytes(report.window_bytes)} on the largest rank"),
             ("dense snapshot", f"{readable_bytes(report.dense_bytes)} on the largest rank"),
-            ("peer copies", f"{report.num_peer_copies}, of each node on {peers}" if report.num_peer_copies else "none"),
+            ("peer copies", f"{report.num_peer_copies} of each node, on {peers}" if report.num_peer_copies else "none"),
             (
                 "host memory",
                 f"{readable_bytes(heaviest.total_bytes)} on the largest node: own windows "
@@ -122,10 +122,10 @@ def _upstream_log(report: UpstreamLogReport) -> str:
         rows.append((str(stage), *sizes))
     hidden = len(report.num_entries) - SHOWN_RANKS
     tail = [f"  and {hidden} more stages (dry_run_format=json lists all)"] if hidden > 0 else []
-    kept, memory = "windows are measured first", "known with the first window"
+    kept, memory = "windows are measured first", "unknown until the first windows are measured"
     if report.iterations_kept is not None:
-        until = f"until the next window is committed, at most {report.commit_lag_iterations} after its end"
-        kept = f"{report.iterations_kept} iterations: from a window's start {until}"
+        until = f"until the commit of the next window, at most {report.commit_lag_iterations} iterations after its end"
+        kept = f"{report.iterations_kept} iterations: from the start of a window {until}"
         memory = f"{_with_limit(report.host_bytes, report.memory_limit_bytes)} on the largest node"
     text = _pairs("upstream log", [("keeps", kept), ("host memory", memory), ("device memory", "none")])
     return "\n".join([text, *(f"  {line}" for line in table(rows).splitlines()), *tail])
@@ -174,7 +174,7 @@ def _device_memory(plan: JobPlan) -> str:
     if plan.device != "cuda":
         return _with_limit(plan.device_bytes, None)
     if plan.gpu_memory_bytes is None:
-        return f"{readable_bytes(plan.device_bytes)}, not checked (launch.gpu_memory_bytes=null)"
+        return f"{readable_bytes(plan.device_bytes)}, not checked (limits.gpu_memory_bytes=null)"
     return _with_limit(plan.device_bytes, plan.gpu_memory_bytes)
 
 
@@ -187,7 +187,6 @@ def _memory_row(stage: StagePlan) -> tuple[str, ...]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """``1-4 9-12``."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -214,15 +213,15 @@ def _ranks(plan: JobPlan) -> str:
 
 
 def render_placement(report: PlacementReport, why_unused: str = "") -> str:
-    """Write slots, survival and bytes, then the slots of the first mixture layer of each stage.
+    """Write slots, survival and bytes, then the slots of the first MoE layer of each stage.
 
     Args:
-        why_unused: why no recovery uses these replicas; empty where one does.
+        why_unused: reason why no recovery uses these replicas; empty if one does.
     """
     slots, num_ranks = report.num_slots_per_rank, len(report.stages[0].ranks)
     experts = f"{slots * num_ranks} on {num_ranks} ranks for {report.stages[0].num_experts} experts"
     pairs = [
-        ("slots per rank", f"{slots} in each mixture layer: {experts}"),
+        ("slots per rank", f"{slots} in each MoE layer: {experts}"),
         *((f"stage {number}", plan.summary()) for number, plan in enumerate(report.stages)),
         ("weights left" if why_unused else "weights survive", _survival(report.weights_survival)),
         ("state left" if why_unused else "state survives", _survival(report.state_survival)),
@@ -240,10 +239,10 @@ def _survival(values: Sequence[Survival]) -> str:
 
 
 def _copies(report: PlacementReport, all_bytes: int, copies_bytes: int | None) -> str:
-    text = f"{readable_bytes(all_bytes)} on the ranks that compute"
+    text = f"{readable_bytes(all_bytes)} on the ranks that compute with it"
     if copies_bytes is None:
         return text
-    return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies on distinct failure domains"
+    return f"{text}; {readable_bytes(copies_bytes)} in {report.num_state_copies} copies on different failure domains"
 
 
 def _slots(plan: PlacementPlan) -> str:
@@ -258,7 +257,6 @@ def _slots(plan: PlacementPlan) -> str:
 
 
 def _losses(losses: Sequence[LossCost], device: str) -> str:
-    """A row for each node, then why earlier strategies cannot recover it."""
     # The row for dead ranks on living nodes is always shown: it is the only one of its kind.
     gone = [cost for cost in losses if cost.is_gone]
     rows: list[Sequence[str]] = [("lost", "recovers from", "iterations again", "bytes moved", "result")]

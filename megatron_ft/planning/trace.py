@@ -1,8 +1,8 @@
-"""Routing by recorded loads: experts of each token such that counts follow a record.
+"""Routing by recorded loads: chooses the experts of each token so that their counts follow a record.
 
-Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing: of each layer the loads of its most
-popular experts, as many as the model has. Here a record gives the proportions, and tokens are assigned in integers, so
-the same record and key give the same routing on every machine.
+Lazarus (arXiv 2407.04656), section 6.1, compares systems under recorded routing: from each layer it uses the loads of
+the most popular experts, as many as the model has. Here a record gives the proportions, and tokens are assigned in
+integers, so the same record and key give the same routing on every machine.
 
 Notation: T tokens of a microbatch, K experts of each token, E experts of a layer.
 """
@@ -25,12 +25,12 @@ FILE_KEY, START_KEY = "model.router_trace_file", "model.router_trace_start"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTrace:
-    """Loads of a model's mixture layers, one record per iteration from ``start`` on, cyclically."""
+    """Loads of a model's MoE layers, one record per iteration from ``start`` on, cyclically."""
 
     source: str
     """File name."""
     layer_numbers: tuple[int, ...]
-    """Mixture layers of the model, in Megatron's numbering."""
+    """MoE layers of the model, in Megatron's numbering."""
     tokens: Tokens
     """``[records, layers, experts]``; every layer of every record has tokens."""
     start: int
@@ -44,7 +44,7 @@ class RoutingTrace:
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":
         """Select the part of a recording that a model uses.
 
-        Layers with loads map to mixture layers in order. If the file has more experts than the model, each layer keeps
+        Layers with loads map to MoE layers in order. If the file has more experts than the model, each layer keeps
         those with the most tokens over all records, in the order of the file.
 
         Raises:
@@ -54,7 +54,7 @@ class RoutingTrace:
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         tokens: Tokens = recorded.tokens.sum(axis=(1, 3))
         loaded = tokens[:, tokens.any(axis=(0, 2)), :]
-        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "mixture layers")
+        _check_size(recorded.source, "layers with loads", loaded.shape[1], len(layers), "MoE layers")
         num_experts = model.num_moe_experts or 0
         _check_size(recorded.source, "experts", loaded.shape[2], num_experts, "model.num_moe_experts")
         trace = cls(
@@ -81,8 +81,8 @@ class RoutingTrace:
         if len(empty):
             record, layer = (int(position) for position in empty[0])
             raise DataError(
-                f"{FILE_KEY}={self.source}: record {record} must have tokens for layer {self.layer_numbers[layer]}, "
-                "to route by"
+                f"{FILE_KEY}={self.source}: record {record} has no tokens for layer {self.layer_numbers[layer]}, "
+                "which routes by them"
             )
 
     @property
@@ -105,12 +105,17 @@ class RoutingTrace:
         if train_iterations <= last:
             return None
         if self.num_records == 1:
-            return f"{self.source} has one record: every iteration is routed by it"
-        return f"{self.source} has {self.num_records} records: after iteration {last} routing starts over at record 0"
+            return f"{self.source} has one record, which routes every iteration"
+        return (
+            f"{self.source} has {self.num_records} records; after iteration {last} routing starts again with record 0"
+        )
 
     def summary(self) -> str:
         records, layers, experts = self.tokens.shape
-        text = f"{self.source}: {records} records of {layers} layers x {experts} experts, from record {self.start}"
+        text = (
+            f"{self.source}: {records} records of {layers} layers x {experts} experts, starting with record "
+            f"{self.start}"
+        )
         left_out = [
             f"{count} {what}"
             for count, what in ((self.dropped_layers, "last layers"), (self.dropped_experts, "least loaded experts"))
@@ -121,7 +126,7 @@ class RoutingTrace:
 
 def _check_size(source: str, what: str, found: int, needed: int, needed_by: str) -> None:
     if found < needed:
-        raise DataError(f"{FILE_KEY}={source}: has {found} {what}: must have at least {needed}, the {needed_by}")
+        raise DataError(f"{FILE_KEY}={source}: has {found} {what}, but needs at least {needed}, the {needed_by}")
 
 
 def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
@@ -134,10 +139,11 @@ def _most_loaded(tokens: Tokens, num_experts: int) -> Tokens:
 
 
 def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> list[int]:
-    """Tokens of each expert, ``[E]``, that add up to T * K: proportional to ``loads``, by largest remainders.
+    """Return the tokens of each expert, ``[E]``, that add up to T * K: proportional to ``loads``, by largest
+    remainders.
 
     A token has K different experts, so no expert gets more than T. The excess of a heavier one goes to the others in
-    proportion, and evenly to experts without load where the others cannot take it.
+    proportion, or evenly to experts without load if the others cannot take it.
     """
     assert 1 <= topk <= len(loads), f"{topk} experts of {len(loads)}"
     weights, counts = integer_loads(loads), [0] * len(loads)
@@ -161,7 +167,6 @@ def expert_token_counts(loads: Sequence[float], num_tokens: int, topk: int) -> l
 
 
 def _deal_remainders(counts: list[int], weights: Sequence[int], free: Sequence[int], left: int) -> None:
-    """Distribute ``left`` tokens over the experts ``free`` in proportion to their weights."""
     total = sum(weights[expert] for expert in free)
     for expert in free:
         counts[expert] = weights[expert] * left // total
@@ -178,7 +183,9 @@ def forced_experts(counts: Sequence[int], num_tokens: int, key: str) -> npt.NDAr
     has at most T entries, one after the other, so no token takes it twice. ``key`` shuffles experts and tokens.
     """
     topk, rest = divmod(sum(counts), num_tokens)
-    assert rest == 0 and max(counts) <= num_tokens, f"{list(counts)} tokens do not fill {num_tokens} tokens evenly"
+    assert rest == 0 and max(counts) <= num_tokens, (
+        f"{list(counts)} is no multiple of {num_tokens} tokens, or gives an expert more than all"
+    )
     order = shuffled(len(counts), f"{key}/experts")
     row = np.repeat(order, np.asarray(counts, dtype=np.int64)[order])
     return row.reshape(topk, num_tokens).T[shuffled(num_tokens, f"{key}/tokens")]

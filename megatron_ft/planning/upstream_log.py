@@ -1,6 +1,6 @@
 """Memory of the upstream log: tensors that a stage has sent to its neighbours, kept in its node's memory.
 
-An entry is needed as long as a neighbouring stage may go back to an earlier iteration, at most to its newest committed
+An entry is needed as long as a neighbouring stage may return to an earlier iteration, at most to its newest committed
 window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from its first
 slice. So the log holds two windows and the iterations until the commit is known on all ranks (MoEvement, section 3.4).
 Sizes are those of the tensors as Megatron sends them.
@@ -24,7 +24,7 @@ class UpstreamLogReport:
 
     commit_lag_iterations: int
     iterations_kept: int | None
-    """Largest number of iterations in the log; None, as the sizes below, where windows are measured first."""
+    """Largest number of iterations in the log; None, like the sizes below, if windows are not measured yet."""
     num_entries: tuple[int, ...]
     """Tensors that a rank logs in one iteration, by stage."""
     iteration_bytes: tuple[int, ...]
@@ -37,7 +37,7 @@ class UpstreamLogReport:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of logs on the largest node; 0 where it is not known yet."""
+        """Memory of logs on the largest node; 0 if not known yet."""
         return 0 if self.node_bytes is None else max(self.node_bytes)
 
     def validate(self) -> None:
@@ -53,36 +53,36 @@ class UpstreamLogReport:
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Raise ConfigError where the logs of a node take more than ``upstream_log.memory_limit_bytes``."""
+    """Check that the logs of a node do not take more than ``upstream_log.memory_limit_bytes``. Raises ConfigError."""
     within_limit(
         limit_bytes,
         "upstream_log.memory_limit_bytes",
         needed_bytes,
-        "the bytes of logs on the largest node; use shorter windows, lower upstream_log.commit_lag_iterations, or "
-        "spread stages over more nodes",
+        "the memory of logs on the largest node; use shorter windows, lower upstream_log.commit_lag_iterations, "
+        "or spread stages over more nodes",
     )
 
 
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
-    """Largest number of iterations in the log: from the start of a window until the next one is committed.
+    """Return the largest number of iterations in the log: from the start of a window until the next one is committed.
 
-    The lag counts twice: after a recovery a dense snapshot is captured, and until that is committed as well another
-    failure goes back to the same window.
+    The lag counts twice: after a recovery a dense snapshot is captured, and until that is also committed another
+    failure returns to the same window.
 
     Args:
         window_iterations: W, slices of a window.
         commit_lag_iterations: iterations from a window's last slice to the vote that commits it.
-        interval_iterations: from the start of a window to the start of the next; None for W.
+        interval_iterations: iterations from the start of a window to the start of the next; None for W.
     """
     interval = window_iterations if interval_iterations is None else interval_iterations
     assert window_iterations >= 1, f"a window of {window_iterations} iterations"
     assert interval >= window_iterations, f"windows of {window_iterations} iterations every {interval}"
-    assert commit_lag_iterations >= 0, f"a commit {-commit_lag_iterations} iterations early"
+    assert commit_lag_iterations >= 0, f"the commit lag is {commit_lag_iterations} iterations"
     return interval + window_iterations + 2 * commit_lag_iterations
 
 
 def pipeline_shape(config: JobConfig) -> PipelineShape:
-    """Pipeline shape of a job."""
+    """Return the pipeline shape of a job."""
     topology = _topology(config)
     return PipelineShape(
         num_stages=topology.pipeline_model_parallel_size,
@@ -92,7 +92,7 @@ def pipeline_shape(config: JobConfig) -> PipelineShape:
 
 
 def tensor_shape(config: JobConfig) -> tuple[int, int, int]:
-    """(sequence, microbatch, hidden) of a tensor that a rank sends to the next stage, or of its gradient.
+    """Return (sequence, microbatch, hidden) of a tensor that a rank sends to the next stage, or of its gradient.
 
     Context parallelism splits the sequence, and so does tensor parallelism (by sequence parallelism).
     """
@@ -152,7 +152,7 @@ def report_upstream_log(config: JobConfig, snapshot: SnapshotReport | None) -> U
     Raises:
         ConfigError: a node's logs take more than ``upstream_log.memory_limit_bytes``.
     """
-    if not config.launch.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
+    if not config.recovery.keep_layout or config.parallel.pipeline_model_parallel_size == 1:
         return None
     stages, nodes = range(config.parallel.pipeline_model_parallel_size), range(config.launch.num_nodes)
     kept, lag = None, config.upstream_log.commit_lag_iterations

@@ -1,1 +1,1 @@
-"""Mechanisms over torch and torch.distributed; independent of Megatron."""
+"""Mechanisms over torch and torch.distributed, independent of Megatron."""

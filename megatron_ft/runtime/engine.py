@@ -1,4 +1,4 @@
-"""Engine interface for recovery: load a slice, run a logged iteration again."""
+"""Interface of an engine for recovery: load a slice, run a logged iteration again."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -8,14 +8,14 @@ from megatron_ft.planning.commit import Vote
 
 
 class ReplayEngine(Protocol):
-    """One rank's engine with a window at hand. All calls are collective over the ranks that replay."""
+    """Protocol of one rank's engine with a window to replay. All calls are collective over the ranks that replay."""
 
     def load(self, index: int) -> None:
         """Load slice ``index`` of the window; slice 0 also restores random numbers, counters and history."""
         ...
 
     def replay(self, vote: Vote, frozen: Collection[OperatorId]) -> None:
-        """Run the iteration of ``vote`` again, operators ``frozen`` without weight gradients and update.
+        """Run the iteration of ``vote`` again, without weight gradients and updates of the operators ``frozen``.
 
         Raises:
             RecoveryError: the result differs from the logged vote.

@@ -8,7 +8,7 @@ from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot
 
 
 def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
-    """Give this rank's ballot, get every rank's in rank order. Returns once all have contributed.
+    """Send this rank's ballot and return every rank's in rank order, after all have contributed.
 
     One all-gather of float64 [BALLOT_FIELDS] over ``group``: unlike a sum it keeps each rank's values, so agreement is
     checked to the bit and sums are taken in a fixed order.

@@ -1,1 +1,1 @@
-"""Captures windows of state, keeps them in memory of other nodes and on storage, and gives them back."""
+"""Captures windows of state, keeps them in memory of other nodes and on storage, and reads them back."""

@@ -1,9 +1,9 @@
-"""``Window``: one rank's part of a window of state, described once for memory, for the wire and for disk.
+"""The one description of a rank's part of a window: in memory, on the wire and on disk.
 
-A window is ``num_slices`` consecutive states that together hold every operator's full state once (MoEvement, section
-3.2). A slice is what was captured of one state, a piece one component of one parameter's element range. Capture begins
-a window and adds slices, the snapshot server adds the hashes of their pieces, storage writes it as a file's manifest:
-all of them validate with ``validate`` and travel as ``to_json``.
+A window consists of ``num_slices`` consecutive states that together contain every operator's full state once
+(MoEvement, section 3.2). A slice is the captured part of one state; a piece is one component of an element range of one
+parameter. Capture begins a window and adds slices, the snapshot server adds the hashes of their pieces, and storage
+writes it as a file's manifest. All of them check it with ``validate`` and send it as ``to_json``.
 """
 
 import json
@@ -52,7 +52,7 @@ AnyWindow = TypeVar("AnyWindow", bound="Window")
 
 
 def check_piece(piece: Piece) -> None:
-    """Raises CheckpointError when a name, range or size cannot be one of this project."""
+    """Check that name, range and size of a piece are possible in this project. Raises CheckpointError."""
     problem = _piece_problem(piece)
     if problem is not None:
         raise CheckpointError(f"piece {piece.parameter!r:.80} {piece.component!r:.80}: {problem}")
@@ -76,7 +76,7 @@ def _piece_problem(piece: Piece) -> str | None:
     # A component without elements, such as Adam's step count, has one value for the whole range.
     if piece.num_bytes not in (item, (piece.stop - piece.start) * item):
         elements = f"elements {piece.start} to {piece.stop}"
-        return f"num_bytes={piece.num_bytes}: must be {item} or {item} for each of the {elements}"
+        return f"num_bytes={piece.num_bytes}: must be {item}, or {item} times the number of {elements}"
     return None
 
 
@@ -85,13 +85,13 @@ class Slice:
     """The captured part of one state."""
 
     iteration: int
-    """Iterations whose updates the state holds."""
+    """Newest iteration whose update the state contains."""
     offset: int
     """First byte, from the start of the window."""
     num_bytes: int
-    """Bytes, those between and after the pieces included."""
+    """Bytes of the slice, including those between and after the pieces."""
     header: Mapping[str, Any]
-    """State that replay needs beside tensors: the vote, histories, counters. Strict JSON."""
+    """State that a replay needs besides tensors: the vote, histories, counters. Strict JSON."""
     pieces: tuple[Piece, ...]
     """Pieces in order of offset."""
     hashes: tuple[str, ...] | None = None
@@ -115,7 +115,7 @@ class Slice:
             yield position, self.num_bytes, None
 
     def hash_pieces(self, payload: memoryview) -> tuple[str, ...]:
-        """The hash of each piece of ``payload``, the bytes of the slice."""
+        """Return the hash of each piece of ``payload``, the bytes of the slice."""
         return tuple(xxhash.xxh3_128_hexdigest(payload[piece.offset : piece.end]) for piece in self.pieces)
 
     def check_payload(self, payload: memoryview, where: str) -> None:
@@ -138,7 +138,8 @@ class Slice:
             )
 
     def validate(self) -> None:
-        """Raises CheckpointError for pieces outside the slice, overlapping, out of order, or captured twice."""
+        """Check that no piece is outside the slice, overlapping, out of order, or captured twice. Raises
+        CheckpointError."""
         where = f"slice of iteration {self.iteration!r:.80}"
         for name in ("iteration", "offset", "num_bytes"):
             _check_integer(f"{where}: {name}", getattr(self, name))
@@ -156,12 +157,12 @@ class Slice:
         found = sorted((p.parameter, p.tensor_part, p.component, p.start, p.stop) for p in self.pieces)
         for one, other in pairwise(found):
             if one[:3] == other[:3] and (other[3] < one[4] or one[3:] == other[3:]):
-                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} is there twice")
+                raise CheckpointError(f"{where}: element {other[3]} of {one[0]!r} {one[2]!r} occurs twice")
         for digest in self.hashes or ():
             _check_pattern(f"{where}: xxh3_128", digest, _HASH)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; each piece is a row, which ends with the piece's hash once the hashes are known."""
+        """Return JSON values; each piece is a row, which ends with the piece's hash if the hashes are known."""
         rows: Any = self.pieces
         if self.hashes is not None:
             rows = [[*piece, digest] for piece, digest in zip(self.pieces, self.hashes, strict=True)]
@@ -170,7 +171,7 @@ class Slice:
 
     @classmethod
     def from_json(cls, content: object, *, hashed: bool) -> "Slice":
-        """Inverse of ``to_json``, with or without hashes. Raises CheckpointError for anything else."""
+        """Read the result of ``to_json``, with or without hashes. Raises CheckpointError for anything else."""
         values = _check_object("slice", content, _SLICE_FIELDS)
         rows, length = values.pop("pieces"), len(Piece._fields) + hashed
         for row in rows:
@@ -190,15 +191,15 @@ class Origin:
     run_id: str
     """Random name of the run; in format 1 the name of its folder."""
     generation: int
-    """Membership the ranks had agreed on."""
+    """Membership that captured it."""
     topology: Mapping[str, int]
     """Parallel sizes of the job."""
     rank: int
     world_size: int
-    """Ranks of the job; the window is complete with the parts of all of them."""
+    """Number of ranks of the job; the window is complete with the parts of all of them."""
 
     def validate(self) -> None:
-        """Raises CheckpointError when any field cannot be one of this project."""
+        """Check that every field is possible in this project. Raises CheckpointError."""
         _check_pattern("run_id", self.run_id, _RUN_ID)
         for name in ("generation", "rank", "world_size"):
             _check_integer(name, getattr(self, name))
@@ -210,16 +211,16 @@ class Origin:
 
 @dataclass(kw_only=True)
 class Window(Origin):
-    """One rank's part of a window: which states it spans and what lies where."""
+    """One rank's part of a window: its states and the place of each piece."""
 
     start_iteration: int
     """Iteration of the first slice."""
     num_slices: int
-    """Consecutive states it spans."""
+    """Number of consecutive states."""
     plan: Mapping[str, Any]
     """The window's plan, as JSON."""
     slices: list[Slice] = field(default_factory=list)
-    """Slice i is of the state after iteration ``start_iteration + i``. Fewer than ``num_slices`` during capture."""
+    """Slices; slice i is captured after iteration ``start_iteration + i``. Fewer than ``num_slices`` during capture."""
     format_version: int = WINDOW_FORMAT_VERSION
 
     @property
@@ -234,26 +235,26 @@ class Window(Origin):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from the start of the first slice to the end of the last one that is there."""
+        """Number of bytes from the start of the first slice to the end of the last present one."""
         return self.slices[-1].end if self.slices else 0
 
     @property
     def captured(self) -> bool:
-        """Whether every slice is there."""
+        """Whether every slice is present."""
         return len(self.slices) == self.num_slices
 
     @property
     def num_hashed(self) -> int:
-        """Slices that are there with their hashes."""
+        """Number of present slices with hashes."""
         return sum(part.hashes is not None for part in self.slices)
 
     @property
     def complete(self) -> bool:
-        """Whether every slice is there with its hashes."""
+        """Whether every slice is present with its hashes."""
         return self.num_hashed == self.num_slices
 
     def validate(self) -> None:
-        """Raises CheckpointError when any field, or a slice that is there, cannot be one of this project."""
+        """Check that every field and every present slice is possible in this project. Raises CheckpointError."""
         check_version(self.format_version)
         super().validate()
         for name in ("start_iteration", "num_slices"):
@@ -269,29 +270,29 @@ class Window(Origin):
             position = part.end
 
     def check_next(self, index: int, part: Slice, window_bytes: int) -> None:
-        """Check that ``part`` may follow the slices that are there, as slice ``index``.
+        """Check that ``part`` may follow the present slices as slice ``index``.
 
         Args:
-            window_bytes: size of the buffer that the window is captured into.
+            window_bytes: size of the buffer for the window.
 
         Raises:
-            CheckpointError: out of order, or not where a slice may lie.
+            CheckpointError: out of order, or not at a valid position.
         """
         if index != len(self.slices) or self.captured:
-            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}")
+            raise CheckpointError(f"slice {index}: must be slice {len(self.slices)} of {self.num_slices}, the next one")
         self._check_position(index, part, self.num_bytes)
         if part.end > window_bytes:
             raise CheckpointError(f"slice {index}: ends at byte {part.end}: must end before byte {window_bytes}")
 
     def _check_position(self, index: int, part: Slice, position: int) -> None:
         if part.iteration != self.start_iteration + index:
-            raise CheckpointError(f"slice {index} is of iteration {part.iteration}: must be consecutive")
+            raise CheckpointError(f"slice {index}: iteration {part.iteration} must be {self.start_iteration + index}")
         if part.offset != align(position):
             next_multiple = f"the next multiple of {SLICE_ALIGNMENT_BYTES}"
             raise CheckpointError(f"slice {index}: offset={part.offset}: must be {align(position)}, {next_multiple}")
 
     def summary(self) -> str:
-        """The window in one line."""
+        """Describe the window in one line."""
         return (
             f"window of iterations {self.start_iteration} to {self.last_iteration}, "
             f"rank {self.rank} of {self.world_size}, {sum(len(part.pieces) for part in self.slices)} pieces, "
@@ -299,19 +300,19 @@ class Window(Origin):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Plain values without slices."""
+        """Return JSON values without slices."""
         return {**{entry.name: getattr(self, entry.name) for entry in fields(Window)}, "slices": []}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, of the slices that are there."""
+        """Return JSON values, with the present slices."""
         return {**self.describe(), "slices": [part.to_json() for part in self.slices]}
 
     @classmethod
     def from_json(cls: type[AnyWindow], content: object, *, whole: bool = True) -> AnyWindow:
-        """Inverse of ``to_json``. Raises CheckpointError for anything else, a newer format included.
+        """Read the result of ``to_json``. Raises CheckpointError for anything else, also for a newer format.
 
         Args:
-            whole: whether all slices must be there, with their hashes; otherwise none is.
+            whole: whether all slices must be present, with their hashes; otherwise none may be.
         """
         # First the version: otherwise the message about a newer format would be about unknown fields.
         if isinstance(content, Mapping):
@@ -321,16 +322,16 @@ class Window(Origin):
         window = cls(**{**values, "slices": slices})
         window.validate()
         if len(slices) != (window.num_slices if whole else 0):
-            raise CheckpointError(f"num_slices={window.num_slices}: there are {len(slices)}")
+            raise CheckpointError(f"num_slices={window.num_slices}: the window has {len(slices)}")
         # Plan and headers are free JSON: what could not be persisted later is refused now.
         _dump({"plan": window.plan, "headers": [part.header for part in slices]})
         return window
 
     def to_bytes(self) -> bytes:
-        """A complete window as its file holds it: canonical JSON, equal for equal windows.
+        """Return a complete window as in its file: canonical JSON, equal for equal windows.
 
         Raises:
-            CheckpointError: it would not be read.
+            CheckpointError: reading it back would fail.
         """
         self.validate()
         assert self.complete, f"{self.summary()}: slices or hashes are missing"
@@ -347,7 +348,7 @@ _WINDOW_FIELDS: dict[str, type] = {
 
 
 def check_version(version: object) -> None:
-    """Raises CheckpointError for a version this code does not read."""
+    """Check that this code can read a version. Raises CheckpointError."""
     if type(version) is not int or not 1 <= version <= WINDOW_FORMAT_VERSION:
         raise CheckpointError(
             f"window format_version={version!r:.80}: this version reads 1 to {WINDOW_FORMAT_VERSION}; "
@@ -361,7 +362,7 @@ def _check_object(where: str, content: object, types: Mapping[str, type]) -> dic
         raise CheckpointError(f"{where}: must be an object")
     if content.keys() != types.keys():
         odd = sorted(str(name)[:80] for name in content.keys() ^ types.keys())
-        raise CheckpointError(f"{where}: fields missing or unknown: {', '.join(odd[:5])}")
+        raise CheckpointError(f"{where}: fields are missing or unknown: {', '.join(odd[:5])}")
     for name, kind in types.items():
         if type(content[name]) is not kind:
             raise CheckpointError(f"{where}: {name}={content[name]!r:.80}: must be {kind.__name__}")

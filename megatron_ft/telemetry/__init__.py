@@ -1,4 +1,4 @@
-"""Reports of a run: sinks of metrics and events. ``open_sinks`` opens them."""
+"""Metrics and events of a run, and the sinks that write them. ``open_sinks`` opens the sinks."""
 
 from megatron_ft.telemetry.sink_set import SinkSet, open_sinks
 

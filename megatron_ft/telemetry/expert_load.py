@@ -1,4 +1,4 @@
-"""Balance figures: how evenly the router spreads tokens over a layer's experts."""
+"""Figures that say how evenly the router spreads tokens over the experts of a layer."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from megatron_ft.events import ExpertLoad
 
 
 def relative_load(tokens: Sequence[int]) -> list[float]:
-    """Each expert's tokens over the even share; all ones when every expert has the same.
+    """Return the tokens of each expert divided by the mean over all experts; 1 for each if all have the same number.
 
     Args:
         tokens: Tokens per expert of one layer.
@@ -17,7 +17,7 @@ def relative_load(tokens: Sequence[int]) -> list[float]:
 
 
 def max_over_even_share(tokens: Sequence[int]) -> float:
-    """Tokens of the busiest expert over the even share: 1 is even, the number of experts is the worst."""
+    """Return the tokens of the busiest expert divided by the mean. 1 is even; the number of experts is the worst."""
     return max(relative_load(tokens), default=0.0)
 
 
@@ -31,15 +31,13 @@ def herfindahl(tokens: Sequence[int]) -> float:
 
 
 def herfindahl_over_even(tokens: Sequence[int]) -> float:
-    """The same times the number of experts E, ``E * sum(share ** 2)``: 1 is even, E is all tokens on one expert.
-
-    0 where there are no tokens.
-    """
+    """Return the HHI times the number of experts E, ``E * sum(share ** 2)``: 1 is even, E is all tokens on one expert.
+    0 where there are no tokens."""
     return len(tokens) * herfindahl(tokens)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of values in rising order, linear between neighbours; 0 without values."""
+    """Return the percentile of values in rising order, linear between neighbours; 0 without values."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100.0
@@ -48,7 +46,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def load_figures(record: ExpertLoad) -> dict[str, float]:
-    """Metrics of how the experts are loaded, by name: of each layer, and of the experts of all layers together."""
+    """Return the metrics of expert load by name: for each layer, and for the experts of all layers together."""
     numbers = record.layer_numbers or tuple(range(1, len(record.layers) + 1))
     figures: dict[str, float] = {}
     together: list[float] = []
@@ -73,6 +71,6 @@ def _spread(prefix: str, ordered: Sequence[float], skew: float) -> dict[str, flo
 
 
 def bin_loads(loads: Sequence[float], num_bins: int) -> list[float]:
-    """Reduce to at most ``num_bins`` figures: neighbours are merged, and the largest stands for all."""
+    """Reduce ``loads`` to at most ``num_bins`` figures. Each bin of neighbours keeps its largest figure."""
     bin_size = max(1, -(-len(loads) // num_bins))
     return [max(loads[start : start + bin_size]) for start in range(0, len(loads), bin_size)]

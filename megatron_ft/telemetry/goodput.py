@@ -1,7 +1,8 @@
-"""Shares of a run's wall time, measured from its records: training that counts, and each kind of loss.
+"""Measures goodput: it divides the wall time of a run into useful training and each kind of loss.
 
-Wall time is cut at the reports of iterations, which say how long each took. The time between the end of one and the
-start of the next belongs to what was recorded there: a recovery, the time between two jobs, or the rest.
+The input is the run's records. The report of an iteration says how long the iteration took. The time from the end of
+one iteration to the start of the next belongs to what was recorded there: a recovery, a pause between jobs, or other
+work.
 """
 
 import math
@@ -23,70 +24,70 @@ _LONGEST_SECONDS = 1e9
 
 
 def instant(seconds: float | None) -> float | None:
-    """A time since 1970; None where a record has none, or one that no wall clock shows."""
+    """Return a time in seconds since 1970; None where a record has no time or an impossible one."""
     return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
 
 
 def duration(seconds: float | None) -> float | None:
-    """Seconds that something took; None where it is not known or impossible."""
+    """Return a duration in seconds; None where it is not known or impossible."""
     return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Shares of a run's wall time; they add up to all of it."""
+    """Parts of a run's wall time. The fields of parts add up to ``wall_seconds``."""
 
     wall_seconds: float
-    """Time from the first record to the newest, the time between jobs included."""
+    """Time from the first record to the newest, including the time between jobs."""
     useful_seconds: float
-    """Iterations that count: each once, without skipped ones and without waiting for captures."""
+    """Time of the iterations that count, without waiting for captures. A repeated iteration counts once, a skipped one
+    not."""
     stalled_seconds: float
-    """Training waited for captures of windows, for checkpoints, or for experts to move."""
+    """Time that training waited for captures of windows, for checkpoints or for experts to move."""
     again_seconds: float
-    """Iterations that were reported, lost, and run again later."""
+    """Time of iterations that were reported, lost and run again later."""
     skipped_seconds: float
-    """Iterations that the vote did not commit."""
+    """Time of iterations that the vote did not commit."""
     recovery_seconds: float
-    """Time from the last report before a failure or a change of membership to the start of the first iteration after
-    it."""
+    """Time from the last report before a failure or a change of membership to the start of the next iteration."""
     between_jobs_seconds: float
     """Time from the last record of a job to the first of the next job of the run."""
     other_seconds: float
-    """Starts, evaluations, and what lies between iterations."""
+    """Time of starts, evaluations and everything else between iterations."""
     num_iterations: int
-    """Iterations that count."""
     num_interruptions: int
-    """Recoveries, changes of membership and jobs that continued the run; those without an iteration between them count
-    as one."""
+    """Number of recoveries, changes of membership and later jobs. Those without an iteration between them count as
+    one."""
     num_tokens: int
     """Tokens of the iterations that count."""
     iteration_seconds: float | None
-    """Median of the iterations that count."""
+    """Median duration of the iterations that count."""
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio, measured: useful time over wall time; None where no time has passed."""
+        """Return the effective training time ratio: useful time divided by wall time; None where no time has passed."""
         return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Goodput: tokens of the iterations that count over wall time."""
+        """Return the goodput: tokens of the iterations that count divided by wall time."""
         return self.num_tokens / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property
     def lost_per_interruption_seconds(self) -> float:
-        """Mean time lost to an interruption: until training continues, and the iterations run again."""
+        """Return the mean time lost per interruption: until training continues, plus the iterations that run again."""
         return (self.recovery_seconds + self.again_seconds) / max(1, self.num_interruptions)
 
     @property
     def mtbf_seconds(self) -> float:
-        """Mean time that a job was up between interruptions; infinite without any."""
+        """Return the mean time that a job was up between interruptions; infinite without any."""
         up_seconds = self.wall_seconds - self.recovery_seconds - self.between_jobs_seconds
         return up_seconds / self.num_interruptions if self.num_interruptions else math.inf
 
     @property
     def predicted_ettr(self) -> float | None:
-        """The closed formula with this run's figures; None before there are any."""
+        """Return the ETTR that the formula of the documentation predicts from these figures; None before there are
+        any."""
         if self.useful_seconds <= 0 or self.mtbf_seconds <= 0:
             return None
         per_iteration = self.useful_seconds / self.num_iterations
@@ -97,7 +98,7 @@ class Goodput:
         )
 
     def summary(self) -> dict[str, float | int | None]:
-        """Figures for ``summary.json``; ``docs/telemetry.md`` explains each."""
+        """Return the figures for ``summary.json``; ``docs/telemetry.md`` explains each."""
         shares = ("useful", "stalled", "again", "skipped", "recovery", "between_jobs", "other")
         return {
             "ettr": self.ettr,
@@ -117,14 +118,14 @@ class _Gap:
     """Records since the newest report of an iteration."""
 
     begin: float
-    """Time of that report."""
+    """Time of the newest report of an iteration."""
     fails: bool = False
     continues: bool = False
     source: int | None = None
-    """Newest iteration of the state that ranks continued from."""
+    """Newest iteration in the state that ranks continued from."""
     between_jobs_seconds: float = 0.0
     ended: float | None = None
-    """Time at which a job ended, until another record follows."""
+    """Time at which a job ended; None again once another record follows."""
 
     @property
     def is_recovery(self) -> bool:
@@ -143,14 +144,14 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Iterations that count so far, one entry per report; it stands for the unreported iterations before it, too."""
+    """Iterations that count so far. One entry per report also covers the unreported iterations before it."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Sums of these columns. They are integers: subtracting what was added leaves no rounding error."""
+    """Sums of the columns below. They are integers, so that subtraction leaves no rounding error."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 
@@ -162,7 +163,7 @@ class _Counted:
         self._sum(1, count, seconds, tokens)
 
     def go_back(self, iteration: int) -> float:
-        """Drop iterations after ``iteration``; returns the seconds that they took."""
+        """Drop the iterations after ``iteration``. Return the seconds that they took."""
         lost = 0.0
         # From the newest on: an iteration that a recovery undid must not count as useful any more.
         while self.newest and self.newest[-1] > iteration:
@@ -182,12 +183,13 @@ class _Counted:
 
 
 class GoodputMeter:
-    """Folds records, oldest first, into shares of the wall time; keeps four numbers for each report of an iteration."""
+    """Sums up records, oldest first, into parts of the wall time. Keeps four numbers for each report of an
+    iteration."""
 
     def __init__(self) -> None:
         self._counted = _Counted()
         self._position: int | None = None
-        """Newest iteration reported."""
+        """Newest reported iteration."""
         self._again = self._skipped = self._captures = self._waits = 0.0
         self._recovery = self._between_jobs = self._other = 0.0
         self._num_interruptions = 0
@@ -196,7 +198,7 @@ class GoodputMeter:
         self._gap = _Gap(begin=0.0)
 
     def take(self, record: Record) -> None:
-        """Fold one more record in; a record without a possible time is ignored."""
+        """Add a record. A record without a possible time is ignored."""
         at = instant(record.time_unix_seconds)
         if at is None:
             return
@@ -213,7 +215,7 @@ class GoodputMeter:
             self._note(record)
 
     def result(self) -> Goodput:
-        """The figures so far; takes the longer the more iterations there are."""
+        """Return all figures so far; takes longer with more iterations."""
         counted = self._counted
         each = [seconds / count for seconds, count in zip(counted.seconds, counted.counts, strict=True)]
         return self._shares(
@@ -221,7 +223,7 @@ class GoodputMeter:
         )
 
     def so_far(self) -> Goodput:
-        """The same without the median, in constant time."""
+        """Return the figures without the median, in constant time."""
         return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
 
     def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:
@@ -304,6 +306,6 @@ def measure(records: Iterable[Record]) -> Goodput:
 
 
 def _figure(record: Metrics, name: str) -> float:
-    """A figure of an iteration; 0 where it is missing or impossible."""
+    # A figure of an iteration; 0 where it is missing or impossible.
     value = float(record.values.get(name, 0.0))
     return value if math.isfinite(value) and 0.0 <= value < _MOST else 0.0

@@ -1,10 +1,11 @@
-"""Reads the records of a run back."""
+"""Reads the records of a run from its files."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -14,27 +15,28 @@ _Parsed = TypeVar("_Parsed")
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
-    """The newest metrics of each iteration, in the order of iterations.
+    """Return the newest metrics of each iteration, in the order of iterations.
 
-    After a resume from iteration k the older attempt's records of later iterations stay in the file;
-    here each gives way to its successor.
+    After a resume from iteration k the file still holds the older attempt's records of later iterations. This function
+    drops those that a newer record replaces.
 
     Raises:
         FileNotFoundError: the run has no ``metrics.jsonl``.
-        ValueError: a line other than an unfinished last one is damaged; names file and line.
+        ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
     """
     return newest_of_each(read_lines(run_dir / METRICS_FILE, to_metrics))
 
 
 def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
-    """The newest metrics of each iteration, in the order of iterations; ``metrics`` are in the order of writing."""
+    """Return the newest metrics of each iteration, in the order of iterations. ``metrics`` come in the order of
+    writing."""
     # Lines are appended only, so of one iteration the last line is that of the newest attempt.
     newest = {record.iteration: record for record in metrics}
     return [newest[iteration] for iteration in sorted(newest)]
 
 
 def first_metrics(run_dir: Path) -> Metrics | None:
-    """The first metrics the run ever reported; ``None`` if there are none yet.
+    """Return the first metrics of the run; ``None`` if there are none yet.
 
     Raises:
         ValueError: the line is damaged.
@@ -43,26 +45,26 @@ def first_metrics(run_dir: Path) -> Metrics | None:
 
 
 def read_events(run_dir: Path) -> list[Record]:
-    """All events of all attempts, in the order they were written.
+    """Return the events of all attempts in the order of writing. Kinds of other packages are ``OtherRecord``.
 
     Raises:
         FileNotFoundError: the run has no ``events.jsonl``.
-        ValueError: a line other than an unfinished last one is damaged; names file and line.
+        ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
     """
-    return list(read_lines(run_dir / EVENTS_FILE, Record.from_record))
+    return list(read_lines(run_dir / EVENTS_FILE, read_record))
 
 
 def read_lines(
     path: Path, parse: Callable[[dict[str, JsonValue]], _Parsed], *, num_bytes: int | None = None
 ) -> Iterator[_Parsed]:
-    """Parse each line's JSON object, in order; an unfinished last line is left out.
+    """Parse the JSON object of each line, in order. An unfinished last line is left out.
 
     Args:
-        num_bytes: how much of the file to read, where it may grow meanwhile; None for all.
+        num_bytes: How much of the file to read if it may grow meanwhile; None for all.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line is no JSON object, or ``parse`` refuses it; names file and line.
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no JSON object, or ``parse`` refuses it. The message names file and line.
     """
     num_read = 0
     with path.open("rb") as lines:
@@ -77,7 +79,7 @@ def read_lines(
 
 
 def to_metrics(values: dict[str, JsonValue]) -> Metrics:
-    """A line of ``metrics.jsonl``. Raises ValueError: it is something else."""
+    """Convert a line of ``metrics.jsonl`` to a record. Raises ValueError for anything else."""
     metrics = Metrics.from_record(values)
     assert isinstance(metrics, Metrics), "from_record gives its own kind only"
     return metrics

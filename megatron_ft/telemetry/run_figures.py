@@ -1,4 +1,4 @@
-"""Run figures without a record of their own: goodput so far, protection of the run, duration of recoveries."""
+"""Metrics of a run that no record holds itself: goodput so far, protection against losses, duration of recoveries."""
 
 from megatron_ft import events
 from megatron_ft.events import Metrics, Record
@@ -6,41 +6,42 @@ from megatron_ft.telemetry.goodput import Goodput, GoodputMeter, duration
 
 
 class RunFigures:
-    """Folds records, oldest first, into the metrics of ``metrics.py``; its memory does not grow with the run."""
+    """Sums up records, oldest first, into the metrics of ``metrics.py``. The memory does not grow with the run."""
 
     def __init__(self) -> None:
         self.attempts: list[events.RunStarted] = []
-        """Each start of the run's ranks."""
+        """Starts of the run, one for each time that all ranks started."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
-        """Figures that hold until something replaces them."""
+        """Figures that stay valid until a newer record replaces them."""
         self._recovered: dict[str, float] = {}
-        """Seconds of recoveries that have not been handed out yet, by strategy."""
+        """Seconds of recoveries that no call has returned yet, by strategy."""
         self._strategy: str | None = None
         self._so_far = self._meter.so_far()
-        """Goodput when the newest iteration was reported."""
+        """Goodput at the newest reported iteration."""
 
     @property
     def goodput(self) -> Goodput:
-        """Goodput up to the newest record, without the median of iterations."""
+        """Return the goodput up to the newest record, without the median duration of iterations."""
         return self._meter.so_far()
 
     def whole_goodput(self) -> Goodput:
-        """The same with the median: takes the longer the more iterations there are."""
+        """Return the goodput with the median; takes longer with more iterations."""
         return self._meter.result()
 
     @property
     def survival(self) -> float | None:
-        """Probability that the job survives the next loss of one failure domain, with the present placement."""
+        """Return the probability that the job survives the next loss of one failure domain with the current
+        placement."""
         return self._lasting.get("replicas/single_loss_survival")
 
     @property
     def window_iterations(self) -> float | None:
-        """Iterations that together capture every operator once, as planned."""
+        """Return the planned length of a window: iterations that together capture every operator once."""
         return self._lasting.get("snapshot/window_iterations")
 
     def take(self, record: Record) -> None:
-        """Fold one more record in."""
+        """Add a record."""
         self._meter.take(record)
         match record:
             case Metrics():
@@ -62,7 +63,7 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """All figures now; the time of a recovery is among them once."""
+        """Return all figures now. Each recovery's time is returned once."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,
@@ -118,4 +119,4 @@ class RunFigures:
 _OF_THE_RUN = frozenset(
     f"snapshot/{name}" for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes")
 )
-"""Sums over all attempts; all else is of the newest attempt."""
+"""Sums over all attempts. All other figures belong to the newest attempt."""

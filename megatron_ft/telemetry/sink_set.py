@@ -1,4 +1,4 @@
-"""All sinks of a run behind one ``write``; a sink that fails does not affect the others."""
+"""Writes records to all sinks of a run. A sink that fails does not affect the others."""
 
 import inspect
 import threading
@@ -20,14 +20,14 @@ _LOGS = ("metrics", "events")
 
 
 class SinkSet:
-    """Checks records, stamps their time and hands them to every sink. Any thread may call it.
+    """Checks records, adds the time and passes them to every sink. Any thread may call it.
 
-    An invalid record is kept as a ``record_refused`` event. When a sink fails, the others get one
-    ``sink_failed`` event, and one ``sink_recovered`` when it works again.
+    An invalid record becomes a ``record_refused`` event. When a sink fails, the others get one ``sink_failed`` event,
+    and one ``sink_recovered`` event when the sink works again.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """``sinks``: in the order they are written to and closed; a failure to close goes to those after it."""
+        """Keep ``sinks`` in the order of writing and closing. If one fails to close, only later ones get the event."""
         self._sinks = tuple(sinks)
         self._clock = clock
         # Reentrant: while a record is delivered, the failure of a sink is delivered to the others.
@@ -40,17 +40,17 @@ class SinkSet:
 
     @property
     def failed(self) -> Mapping[str, str]:
-        """Sinks that take no records now, and why."""
+        """Return the sinks that take no records now, each with the reason."""
         return dict(self._failed)
 
     def write(self, record: Mapping[str, Any] | Record) -> None:
-        """Report ``record``, in its JSON form or as the dataclass. Raises nothing."""
+        """Report ``record``, given in JSON form or as dataclass. Raises nothing."""
         with self._lock:
             self._deliver(self._checked(record))
             self._deliver_reports()
 
     def close(self, exit_code: int, reason: str) -> None:
-        """Report the run's end, unless that was done, and close every sink. Raises nothing."""
+        """Report the end of the run if that was not done, then close every sink. Raises nothing."""
         with self._lock:
             if not self._ended:
                 ending = RunFinished if exit_code == 0 else RunStopped
@@ -123,11 +123,11 @@ class SinkSet:
 def open_sinks(
     config: JobConfig, run_dir: Path, *, world_size: int, clock: Clock = time.time, stream: TextIO | None = None
 ) -> SinkSet:
-    """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``; the terminal writes to ``stream``.
+    """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``. The terminal sink writes to ``stream``.
 
     Raises:
         ConfigError: ``_target_`` is no sink, or does not take the other entries.
-        OSError: a log file of the run cannot be opened; nothing has been written then.
+        OSError: a log file of the run cannot be opened. Nothing has been written then.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     earlier = first_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else None

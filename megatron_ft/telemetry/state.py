@@ -1,4 +1,4 @@
-"""The state of a run so far, from its records: the terminal and the summary show parts of it."""
+"""State of a run so far, computed from the records. The terminal and the summary show parts of it."""
 
 import math
 from collections import deque
@@ -19,50 +19,50 @@ from megatron_ft.events import (
 from megatron_ft.telemetry.run_figures import RunFigures
 
 NUM_RECENT_ITERATIONS = 20
-"""Metrics records that the pace is computed from."""
+"""Number of newest metrics records that the pace is computed from."""
 MAX_CURVE_BINS = 480
-"""Finest resolution of the loss curve that is kept in memory."""
+"""Limit of the points of the loss curve in memory."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """Folds records, oldest first, into the figures of a run."""
+    """Sums up records, oldest first, into the figures of a run."""
 
     time_opened_seconds: float
     """Wall-clock time at which this attempt began."""
     train_iterations: int
-    """Iteration the run ends at."""
+    """Last iteration of the run."""
     started: RunStarted | None = None
     """The start of this attempt."""
     iteration: int = 0
-    """Newest iteration reported."""
+    """Newest reported iteration."""
     first_loss: float | None = None
-    """Loss of the run's first iteration, older attempts included."""
+    """Loss of the run's first iteration, including older attempts."""
     latest: Metrics | None = None
     evaluation: Evaluation | None = None
     expert_load: ExpertLoad | None = None
     num_skipped: int = 0
-    """Iterations this attempt skipped."""
+    """Iterations that this attempt skipped."""
     checkpoints: list[int] = field(default_factory=list)
-    """Iterations of the checkpoints this attempt saved."""
+    """Iterations of the checkpoints that this attempt saved."""
     num_tokens: int = 0
-    """Tokens of the metrics records of this attempt."""
+    """Sum of tokens in the metrics records of this attempt."""
     training_seconds: float = 0.0
-    """Seconds of the metrics records of this attempt."""
+    """Sum of seconds in the metrics records of this attempt."""
     final_loss: float | None = None
     failed_sinks: dict[str, str] = field(default_factory=dict)
-    """Sinks that take no records now, and why."""
+    """Sinks that take no records now, each with the reason."""
     num_refused_records: int = 0
-    """Reports of this attempt that were no valid records."""
+    """Number of invalid records of this attempt."""
     run: RunFigures = field(default_factory=RunFigures)
-    """Goodput of this attempt, and what protects the run."""
+    """Goodput of this attempt, and protection of the run against losses."""
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))
     """Time stamp and iteration of recent metrics."""
     _bins: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Part of the run to sum and number of the finite losses in it."""
+    """Sum and number of finite losses for each part of the run."""
 
     def take(self, record: Record) -> None:
-        """Fold one more record in."""
+        """Add a record."""
         self.run.take(record)
         match record:
             case Metrics():
@@ -89,11 +89,11 @@ class RunState:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens over the time of their iterations, this attempt; none before the first."""
+        """Return tokens divided by the time of their iterations for this attempt; None before the first iteration."""
         return self.num_tokens / self.training_seconds if self.training_seconds > 0 else None
 
     def remaining_seconds(self) -> float | None:
-        """Time left at the pace of the last iterations, pauses between them included; none if unknown."""
+        """Return the time left at the pace of the last iterations, including pauses between them; None if unknown."""
         if len(self._recent) < 2:
             return None
         (start, first), (end, last) = self._recent[0], self._recent[-1]
@@ -103,7 +103,7 @@ class RunState:
         return max(0, self.train_iterations - self.iteration) * (end - start) / (last - first)
 
     def loss_curve(self, width: int) -> list[float | None]:
-        """Mean loss over each of ``width`` equal parts of the whole run; ``None`` where there is none."""
+        """Return the mean loss of each of ``width`` equal parts of the run; ``None`` for a part without losses."""
         return [self._mean(position * self._num_bins // width) for position in range(width)]
 
     @property

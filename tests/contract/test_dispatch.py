@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.source import ROOT
 from megatron_ft.config.placement import SHARES
 from megatron_ft.planning.dispatch import quotas
 from megatron_ft.runtime.dispatch.backend import BACKENDS as BACKEND_CLASSES
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
-from tests.helpers.routing import Routing, make_routing, plan_all, swap
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
+from megatron_ft.testing.routing import Routing, make_routing, plan_all, swap
 
 BACKENDS = {"reference": "cpu", "cpp": "cpu", "cuda": "cuda"}
 """Backends, and the device each is tested on."""
@@ -299,9 +299,9 @@ def test_what_does_not_fit_is_refused(opened: tuple[DispatchBackend, str]) -> No
     routing = routing_of("skewed").to(device)
     schedule = backend.schedule(routing.counts, routing.replicas, 0)
     local = routing.local_experts(0)
-    with pytest.raises(ValueError, match="which routes"):
+    with pytest.raises(ValueError, match="but its routing map has"):
         backend.plan(routing.maps[1], schedule, 0, local)
-    with pytest.raises(ValueError, match="whose experts are"):
+    with pytest.raises(ValueError, match="which has only experts"):
         backend.plan(routing.maps[0], schedule, 0, local[1:])
     with pytest.raises(ValueError, match="ascending"):
         backend.plan(routing.maps[0], schedule, 0, local[::-1])

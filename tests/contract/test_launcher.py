@@ -12,7 +12,7 @@ import yaml
 
 from megatron_ft.config.checks.launch import check_launch
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.launcher import launch
 from megatron_ft.control.launchers.base import LaunchContext, NodeLauncher, launcher_class, open_launcher
 from megatron_ft.control.launchers.processes import Processes
@@ -20,6 +20,7 @@ from megatron_ft.control.node import join_file
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.fork_server import listen
 from megatron_ft.errors import ConfigError
+from tests.helpers.keys import grouped
 
 OUTSIDE = Path(__file__).parents[1] / "helpers" / "wrapped_launcher.yaml"
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
@@ -39,9 +40,9 @@ class Job:
     """One launcher with what a job gives it, and the ends of agents that it has reported."""
 
     def __init__(self, name: str, variables: Mapping[str, str], folder: Path) -> None:
-        launch = LaunchConfig(node_launcher=name, num_nodes=2, interface="10.0.0.7")
-        check_launch(launch)
-        self.launcher: NodeLauncher = open_launcher(launch, variables)
+        config = from_dict(grouped(node_launcher=name, num_nodes=2, interface="10.0.0.7"))
+        check_launch(config)
+        self.launcher: NodeLauncher = open_launcher(config, variables)
         (folder / "logs").mkdir()
         self.run_dir, self.socket = folder, folder / "forkserver.sock"
         self.listener = listen(self.socket)
@@ -121,7 +122,7 @@ def test_a_fork_server_of_this_machine_is_refused_where_nodes_are_elsewhere(tmp_
     config.run.dir = str(tmp_path / "runs")
     config.launch.node_launcher = "megatron_ft.control.launchers.base:ProcessLauncher"
     config.launch.forkserver_socket = str(tmp_path / "warm.sock")
-    check_launch(config.launch)
+    check_launch(config)
     with pytest.raises(ConfigError, match=r"launch\.forkserver_socket=.*must be null .* other machines"):
         launch(config, "", open_sinks=lambda *_, **__: pytest.fail("the job was started"))
     assert not (tmp_path / "runs").exists()

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 SAME = ("dp1_fp16", "dp2_bf16", "dp2_bf16_plain", "dp1_fp32_plain", "vpp2", "ep2", "tp2")
 RESHARDED = (("ep2", "pp2"), ("pp2", "tp2"), ("tp2", "dp1"), ("dp2", "ep2"), ("dp2", "vpp2"))
-FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up")
+FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retention", "given_up", "lost_at_the_end")
 
 
 def run_scenarios(names: list[str], directory: Path) -> dict[str, Any]:
@@ -70,6 +70,9 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
         assert rank["rng_restored"]
         assert rank["consumed_samples"] == 8
         assert rank["extra"] == {"num_skipped": 3}
+        assert len(rank["losses"]) == 2 and rank["history"] == [rank["losses"], 0]
+        # The names of the first format, so that older checkpoints are read.
+        assert rank["stored"] == {"num_skipped": 3, "losses": rank["losses"], "num_consecutive_skips": 0}
         assert "iter_0000004" in rank["saved_again"]
 
 
@@ -109,7 +112,7 @@ def test_damage_is_named_and_the_older_checkpoint_used(outcomes: dict[str, Any])
         assert ".distcp" in rank["refused"]
         assert rank["opened_by_megatron"] == []
     failed = [record for record in outcomes["fault:damaged"][0]["records"] if record["kind"] == "checkpoint_failed"]
-    assert len(failed) == 1 and ".distcp" in failed[0]["error"] and "set aside" in failed[0]["error"]
+    assert len(failed) == 1 and ".distcp" in failed[0]["error"] and "renamed to damaged" in failed[0]["error"]
 
 
 def test_a_foreign_checkpoint_needs_trust(outcomes: dict[str, Any]) -> None:
@@ -120,18 +123,26 @@ def test_a_foreign_checkpoint_needs_trust(outcomes: dict[str, Any]) -> None:
 
 
 def test_retention(outcomes: dict[str, Any]) -> None:
-    assert ranks_of(outcomes, "fault:retention")[0]["kept"] == ["iter_0000002", "iter_0000003", "latest"]
+    (rank,) = ranks_of(outcomes, "fault:retention")
+    assert rank["kept"] == ["iter_0000002", "iter_0000003", "latest"]
+    assert rank["resumed"] == [["iter_0000003", "iter_0000004", "latest"], ["iter_0000005", "latest"]]
 
 
 def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]) -> None:
     """The next one, into the same folder, begins when nothing is written any more for the first."""
     ranks = ranks_of(outcomes, "fault:given_up")
     assert [rank["was_writing"] for rank in ranks] == [False, True]
-    assert ranks[1]["num_written"] == 0 and "given up" in ranks[1]["given_up"], "what stood still was the last item"
+    assert ranks[1]["num_written"] == 0 and "the save was cancelled" in ranks[1]["given_up"]
     for rank in ranks:
         assert rank["complete_after"] == ["iter_0000001"]
         assert rank["opened_at"] >= ranks[1]["released_at"]
         assert rank["verified"] == 2 and rank["folder"] == ["iter_0000001", "iter_0000002", "latest"]
+
+
+def test_a_save_is_pending_until_all_ranks_know_its_outcome(outcomes: dict[str, Any]) -> None:
+    """Rank 1 dies when rank 0 writes the manifest: the save is abandoned like any other, not forgotten."""
+    survivor = outcomes["fault:lost_at_the_end"][0]
+    assert survivor == {"pending": 2, "abandoned": "iter_0000002", "is_complete": True, "pending_after": None}
 
 
 # -- the runner: everything below is executed in forked ranks ------------------------------------------------
@@ -194,7 +205,7 @@ class Rank:
     def rebuild(self) -> None:
         """New model, optimizer and manager on the same groups, as a restarted process has them."""
         from megatron_ft.config.identity import JobIdentity
-        from megatron_ft.mcore.checkpoint import CheckpointManager
+        from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 
         self.engine.build(self.groups)
         self.engine.iteration = 0
@@ -209,14 +220,14 @@ class Rank:
         )
 
     def state(self) -> Any:
-        from megatron_ft.mcore.checkpoint import TrainingState
+        from megatron_ft.mcore.checkpoint.state import DenseState
 
         engine = self.engine
-        return TrainingState(
+        return DenseState(
             model_chunks=engine.model_chunks,
             optimizer=engine.optimizer,
             scheduler=engine.scheduler,
-            iteration=engine.iteration,
+            host=engine.train_state(),
             consumed_samples=engine.iteration * 4,
             extra={"num_skipped": 3},
         )
@@ -232,7 +243,7 @@ class Rank:
         state = self.state()
         state.extra = {}
         result = self.manager.load(state, directory)
-        self.engine.iteration = state.iteration
+        self.engine.restore(state.host)
         return state, result
 
     def digests(self) -> dict[str, str]:
@@ -273,14 +284,16 @@ def rng_words() -> str:
 
 def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
     rank = Rank(layout, directory)
-    rank.train(2)
+    losses = rank.train(2)
     saved, rng_at_save = rank.digests(), rng_words()
     rank.manager.save(rank.state(), 2)
     scribble(rank)
     moved = rank.digests() != saved
     rank.manager.finish()
     rank.rebuild()
+    rank.engine.history = type(rank.engine.history)()
     state, result = rank.load(directory / "checkpoints" / "iter_0000002")
+    history = rank.engine.history
     loaded, rng_after_load = rank.digests(), rng_words()
     first = rank.train(4)
     after_first = rank.digests()
@@ -301,6 +314,9 @@ def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
         "rng_restored": result.rng_restored,
         "consumed_samples": state.consumed_samples,
         "extra": state.extra,
+        "stored": rank.manager.read_extra(directory / "checkpoints" / "iter_0000002"),
+        "losses": losses,
+        "history": [list(history.losses), history.num_consecutive_skips],
         "saved_again": sorted(path.name for path in (directory / "checkpoints").iterdir()),
     }
 
@@ -499,7 +515,7 @@ def fault_foreign(rank: Rank, folder: Path) -> dict[str, Any]:
         refused = str(error)
     rank.checkpoint_config.trust = True
     state, _ = rank.load(directory)
-    return {"refused": refused, "trusted_iteration": state.iteration, "other_model": other}
+    return {"refused": refused, "trusted_iteration": state.host.iteration, "other_model": other}
 
 
 def fault_retention(rank: Rank, folder: Path) -> dict[str, Any]:
@@ -507,7 +523,16 @@ def fault_retention(rank: Rank, folder: Path) -> dict[str, Any]:
         rank.train(iteration)
         rank.manager.save(rank.state(), iteration)
     rank.manager.finish()
-    return {"kept": sorted(os.listdir(folder))}
+    kept, resumed = sorted(os.listdir(folder)), []
+    rank.checkpoint_config.keep_last = 1
+    rank.rebuild()
+    rank.load(folder / "iter_0000003")
+    for iteration in (4, 5):
+        rank.train(iteration)
+        rank.manager.save(rank.state(), iteration)
+        rank.manager.finish()
+        resumed.append(sorted(os.listdir(folder)))
+    return {"kept": kept, "resumed": resumed}
 
 
 def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
@@ -571,6 +596,24 @@ def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
     }
 
 
+def fault_lost_at_the_end(rank: Rank, folder: Path) -> dict[str, Any]:
+    rank.train(2)
+    rank.manager.save(rank.state(), 2)
+    if int(os.environ["RANK"]) == 1:
+        rank.manager._commit = lambda *_: os._exit(1)
+    try:
+        rank.manager.finish()
+    except RuntimeError:
+        pending = rank.manager.pending_iteration
+    abandoned = rank.manager.abandon()
+    return {
+        "pending": pending,
+        "abandoned": None if abandoned is None else abandoned.name,
+        "is_complete": (folder / "iter_0000002" / "manifest.json").exists(),
+        "pending_after": rank.manager.pending_iteration,
+    }
+
+
 def run_rank(name: str, directory: Path) -> dict[str, Any]:
     kind, *arguments = name.split(":")
     return globals()[f"scenario_{kind}"](*arguments, directory)
@@ -622,7 +665,7 @@ def main() -> None:
     cpu.install()
     import megatron_ft.mcore.checkpoint
     import megatron_ft.mcore.training.engine  # noqa: F401
-    from tests.helpers.engines import be_ready_to_fork
+    from megatron_ft.testing.engines import be_ready_to_fork
 
     be_ready_to_fork()
     root, outcomes = Path(sys.argv[1]), {}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ft.testing.engines import REPOSITORY
 from tests.helpers.cut_payloads import FORGOTTEN, GROUP_TIMEOUT_SECONDS, OPERATIONS
-from tests.helpers.engines import REPOSITORY
 
 IN_TIME_SECONDS = GROUP_TIMEOUT_SECONDS / 3
 """Far below the timeout of the group, which is what a rank without a second way out waits for."""

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from megatron_ft.control.ports import free_port
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import wait_until
 
 pytestmark = [
     pytest.mark.timeout(180),

@@ -20,6 +20,7 @@ from tests.helpers.elastic_jobs import (
     lose,
     memberships,
     records,
+    repeats,
     script,
     write_skewed,
 )
@@ -55,6 +56,8 @@ FRESH = (
 """(Scripted job, nodes that it has after an iteration, that iteration)."""
 OTHER_FRESH = (FRESH[0], FRESH[2], FRESH[5])
 """Repeat others: memberships after the same loss, and another precision."""
+SAVING_EACH = {"checkpoint.save_interval_iterations": 1, "checkpoint.keep_last": 5}
+"""The save of an iteration is committed after the next one, at the latest when that is saved."""
 TWO_LOSSES = [(2, 3), (0, 5)]
 """(Node, first iteration without it)."""
 
@@ -73,6 +76,11 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "killed:rank 0": job(faults(kill(0, 3, "backward"))),
         "killed:twice": job({**faults(kill(2, 3, "dispatch"), kill(0, 5, "backward")), **SAVING}, until=6),
         "killed:checkpoint": job({**faults(kill(2, 2, "checkpoint")), **SAVING}),
+        "killed:committing": job(
+            {**faults('kill(rank=1, at_iteration=4, phase="forward", generation=1)'), **SAVING_EACH},
+            dies_committing={"2": 2},
+        ),
+        "committing": job(repeats("killed:committing")),
         "left behind": job(
             faults('raise(rank=3, at_iteration=3, phase="update")', kill(2, 3, "gather")),
         ),
@@ -186,6 +194,20 @@ def test_a_save_that_broke_is_made_again(outcomes: dict[str, Any]) -> None:
     assert [record["iteration"] for record in saved] == [2, 4]
 
 
+def test_a_save_that_breaks_while_it_is_committed_is_reported_once_and_made_up_for(outcomes: dict[str, Any]) -> None:
+    """Rank 2 dies when iteration 2's save is committed, after iteration 3; another before iteration 4 is committed."""
+    name = "killed:committing"
+    assert [generation for generation, _, iteration in memberships(outcomes, name) if iteration == 3] == [1, 2]
+    failed = records(outcomes, name, "checkpoint_failed")
+    assert [(record["iteration"], Path(record["path"]).name) for record in failed if record["iteration"] == 2] == [
+        (2, "iter_0000002")
+    ]
+    assert all("ranks were lost" in record["error"] for record in failed)
+    saved = [record["iteration"] for record in records(outcomes, name, "checkpoint_saved")]
+    assert 2 not in saved and {1, 3, 4} <= set(saved)
+    check_same(outcomes, name, "committing")
+
+
 def test_a_rank_that_is_behind_finishes_from_its_gradients(outcomes: dict[str, Any]) -> None:
     """It broke before its update of iteration 3, the others did theirs."""
     ranks = outcomes["left behind"]["ranks"]
@@ -208,6 +230,8 @@ def test_experts_without_a_living_holder_are_named(outcomes: dict[str, Any]) -> 
     assert "error" not in outcome, outcome["error"]
     for rank in (0, 1, 2):
         last = outcome["ranks"][rank]["error"].strip().splitlines()[-1]
-        assert last.startswith("megatron_ft.errors.RecoveryError: generation 1 cannot continue from living ranks: ")
+        assert last.startswith(
+            "megatron_ft.errors.RecoveryError: generation 1 cannot continue with the state of the surviving ranks: "
+        )
         named = last.rpartition("no surviving rank holds: ")[2].split(", ")
         assert len(named) == 2 and named[0].startswith("1.expert.") and named[1].startswith("2.expert."), last

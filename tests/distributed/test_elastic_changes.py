@@ -93,7 +93,7 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
         "restarted": job(faults(), until=6, present=[0, 1, 3], resumes="saved"),
         "fresh:saved": job(
             {
-                "launch.failure_domains": ["node0", "node1", "node3"],
+                "topology.failure_domains": ["node0", "node1", "node3"],
                 "checkpoint.load": str(folder / "saved" / "checkpoints" / "iter_0000004"),
             },
             nodes=3,
@@ -183,7 +183,7 @@ def test_a_newcomer_that_reads_other_data_does_not_join(outcomes: dict[str, Any]
     assert schedules(outcomes, "stranger")[-1] == ["change(lose=[],join=[],before_iteration=5)"]
     check_same(outcomes, "stranger", "placed anew")
     broken = [rank["broken"][-1]["error"] for rank in outcomes["stranger"]["ranks"] if rank["broken"]]
-    assert any("must be the same data on every rank; rank 2 reads other data than rank 0" in text for text in broken)
+    assert any("must be the same data on every rank; rank 2 and rank 0 read different data" in text for text in broken)
 
 
 def test_what_a_newcomer_was_given_counts_before_it_has_done_an_iteration(outcomes: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 
 SCENARIOS = "tests.helpers.engine_scenarios"
 FOUR_LAYERS = {"model.num_layers": 4}
@@ -63,6 +63,7 @@ def _scenarios() -> dict[str, Any]:
     jobs["again"] = (f"{SCENARIOS}:build_again", 2, {"overrides": {**base, **EP2, "model.hidden_dropout": 0.1}})
     jobs["overflow"] = (f"{SCENARIOS}:overflow_of_experts", 2, {})
     jobs["disagree"] = (f"{SCENARIOS}:disagree", 2, {})
+    jobs["stop"] = (f"{SCENARIOS}:stop_after_resuming", 2, {})
     for layout, world in (("dp3", 3), ("ep2", 2), ("pp2", 2)):
         overrides = {**FOUR_LAYERS, **LAYOUTS[layout][1]}
         paced = {"overrides": overrides, "slow_rank": 1, "iterations": 10}
@@ -188,3 +189,13 @@ def test_balancing_weighs_the_same_however_a_batch_is_cut(
             assert rank["aux_loss"] == pytest.approx(expected["aux_loss"], rel=1e-4), layout
             for name, norm in rank["norms"].items():
                 assert norm == pytest.approx(expected["norms"][name], rel=1e-3), (layout, name)
+
+
+def test_a_stop_writes_a_window_on_all_ranks_or_on_none(outcomes: dict[str, list[Any]]) -> None:
+    """Of the window that a recovery went back to, a replaced rank's part lies with peers."""
+    first, second = of_ranks(outcomes, "stop")
+    assert first["resumed"] == second["resumed"] == []
+    (problem,) = [*first["problems"], *second["problems"]]
+    assert problem["what"] == "persist" and "lacks the parts of ranks [1]" in problem["error"]
+    (folder,) = {name.partition("/")[0] for name in first["new"]}
+    assert first["new"] == second["new"] == [f"{folder}/rank-00000.window", f"{folder}/rank-00001.window"]

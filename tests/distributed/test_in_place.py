@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
 UNTIL = 10
 KEPT = {
-    "launch.keep_layout": True,
-    "launch.restart_lost_nodes": True,
+    "recovery.keep_layout": True,
+    "nodes.restart_lost_nodes": True,
     "placement.algorithm": None,
     "placement.num_slots_per_rank": None,
     "training.train_iterations": UNTIL,
@@ -31,7 +31,7 @@ def job(faults: list[str], *, nodes: int = 4, **overrides: Any) -> dict[str, Any
     return {
         "nodes": nodes,
         "num_keepers": nodes,
-        "overrides": {**KEPT, "launch.failpoints": faults, **overrides},
+        "overrides": {**KEPT, "testing.failpoints": faults, **overrides},
     }
 
 
@@ -84,7 +84,7 @@ def _jobs() -> dict[str, Any]:
     jobs["too early"] = job([kill(0, 1, "forward")], **PP2)
     for name, (layout, faults) in FAULTS.items():
         spares = SPARES.get(name, {})
-        taken = {"launch.num_spare_nodes": 1} if spares else {}
+        taken = {"nodes.num_spare_nodes": 1} if spares else {}
         jobs[name] = {**job(faults, **LAYOUTS[layout], **taken), **spares, "num_keepers": 4 + len(taken)}
     return jobs
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.failures.injecting import INJECTED_FILE
-from tests.helpers.jobs import start, wait
+from megatron_ft.testing.jobs import start, wait
 from tools import inject_failures
 
 PATIENCE_SECONDS = 90.0
@@ -20,8 +20,8 @@ _WORDS = (
     "placement=spread",
     "placement.num_slots_per_rank=8",  # two nodes hold everything twice
     "launch.num_nodes=3",
-    "launch.min_nodes=2",
-    "launch.join_window_seconds=0.1",
+    "recovery.min_nodes=2",
+    "nodes.join_window_seconds=0.1",
     "parallel.use_distributed_optimizer=false",
     "optimizer.lr_warmup_iterations=3",
     "training.train_iterations=100000",

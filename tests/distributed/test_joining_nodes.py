@@ -12,17 +12,18 @@ import pytest
 
 from megatron_ft.control.rpc import RpcClient, RpcError
 from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_launch import eventually, processes_of, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
-from tests.helpers.jobs import start_dummy_job
+from tests.helpers.keys import dotted
 
-LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
+LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes": 1, "nodes.join_window_seconds": 0.2}
 
 
 def start(runs: Path, *faults: str, iterations: int = 200, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that goes on with one."""
-    settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
-    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
+    settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
@@ -117,7 +118,7 @@ def test_operators_have_a_node_leave_and_join_again(runs: Path) -> None:
         eventually(lambda: ask("status")["phase"] == "running", "it runs")
         ask("drain", node=0)
         eventually(lambda: ask("status")["members"] == [1], "node 0 has left")
-        with pytest.raises(RpcError, match="0 nodes would be left"):
+        with pytest.raises(RpcError, match="only 0 nodes would remain"):
             ask("drain", node=1)
         ask("add", node=2)  # which has no process yet
         ask("add", node=0)  # whose process lives
@@ -148,7 +149,7 @@ SOON = {"detector.heartbeat_interval_seconds": 0.25, "detector.heartbeat_timeout
 
 def test_a_stopped_rank_is_found_and_the_others_go_on(runs: Path) -> None:
     fault = 'stop(rank=3, at_iteration=5, phase="forward", generation=0)'
-    overrides = {**LAYOUT, **SOON, "launch.min_nodes": 2, "launch.failpoints": [fault]}
+    overrides = {**LAYOUT, **SOON, "recovery.min_nodes": 2, "testing.failpoints": [fault]}
     job = start_dummy_job(runs, "run_surviving", overrides={**overrides, "training.train_iterations": 10000})
     eventually(lambda: len(told(runs, 1)) == 4, "four ranks go on")
     hit = json.loads((runs / "dummy" / "failpoints.jsonl").read_text().splitlines()[0])
@@ -162,11 +163,11 @@ def test_a_stopped_rank_is_found_and_the_others_go_on(runs: Path) -> None:
 
 def test_ranks_that_all_stand_at_the_same_place_start_again(runs: Path) -> None:
     fault = 'delay(seconds=1000.0, at_iteration=5, phase="forward", generation=0)'
-    settings = {"detector.hang_seconds": 1.0, "launch.max_restarts": 1, "launch.failpoints": [fault]}
+    settings = {"detector.hang_seconds": 1.0, "recovery.max_restarts": 1, "testing.failpoints": [fault]}
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **SOON, **settings})
     finish(runs, job)
     (restart,) = [record for record in records(runs) if record["kind"] == "ranks_restarted"]
-    reason = "no rank got any further for detector.hang_seconds=1: all are in iteration 5, phase forward"
+    reason = "no rank made progress for detector.hang_seconds=1: all are in iteration 5, phase forward"
     assert (restart["generation"], restart["reason"]) == (1, reason)
 
 
@@ -192,7 +193,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
     agent.send_signal(signal.SIGCONT)
     eventually(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "it ends")
     log = (runs / "dummy" / "logs" / "node-001.log").read_text()
-    assert "lost the controller, ending ranks" in log and "stale session 0" in log
+    assert "ending its ranks, because it lost the controller" in log and "stale session 0" in log
     eventually(lambda: rank_process(runs, 3) is None, "its ranks have ended")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)

@@ -15,8 +15,8 @@ import pytest
 
 import megatron_ft
 from megatron_ft.control.launcher import PRELOAD
+from megatron_ft.testing.jobs import JobResult, forkserver, run_job
 from tests.helpers.file_trace.sitecustomize import SLOT_SECONDS
-from tests.helpers.jobs import JobResult, forkserver, run_job
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(400)]  # trains
 
@@ -42,7 +42,7 @@ REPLICAS = (
     "training.train_iterations=12",
     "parallel.use_distributed_optimizer=false",
     "launch.num_nodes=3",
-    "launch.min_nodes=2",
+    "recovery.min_nodes=2",
     "placement=overlap_search",
     "placement.min_replicas=2",
     "placement.num_slots_per_rank=8",
@@ -51,7 +51,7 @@ WINDOWS = (
     "training.global_batch_size=4",
     "training.train_iterations=14",
     "launch.num_nodes=2",
-    "launch.max_restarts=1",
+    "recovery.max_restarts=1",
     "parallel.expert_model_parallel_size=2",
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=1",
@@ -119,7 +119,7 @@ def warm(traced_environment: Path) -> Iterator[str]:
 
 
 def train(folder: Path, warm: str, overrides: Sequence[str], fault: str) -> JobResult:
-    words = [*SMALL, *overrides, f"launch.failpoints=['{fault}']", "run.name=job"]
+    words = [*SMALL, *overrides, f"testing.failpoints=['{fault}']", "run.name=job"]
     job = run_job(words, forkserver=warm, runs=folder)
     assert job.exit_code == 0, job.output
     return job

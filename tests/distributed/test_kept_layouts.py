@@ -6,23 +6,24 @@ from typing import Any
 
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_joining_nodes import told, waiting
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
-from tests.helpers.jobs import start_dummy_job
+from tests.helpers.keys import dotted
 
 LAYOUT = {
     "launch.num_nodes": 3,
     "launch.ranks_per_node": 2,
-    "launch.keep_layout": True,
+    "recovery.keep_layout": True,
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
 }
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that keeps its layout."""
-    settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
-    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
+    settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
@@ -79,8 +80,8 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     agent_process(runs, 2).send_signal(signal.SIGKILL)
     finish(runs, job, ControlError.exit_code)
     assert decisions(runs)[1]["declined"] == (
-        "no replacement node for place 2 of node 2: there is no spare, and it is not started again: "
-        "launch.restart_lost_nodes=false"
+        "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
+        "nodes.restart_lost_nodes=false"
     )
 
 
@@ -90,7 +91,7 @@ def test_all_ranks_start_again_by_place_where_nobody_can_take_one(runs: Path) ->
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 1).send_signal(signal.SIGKILL)
     finish(runs, job)
-    assert decisions(runs)[1]["declined"].startswith("no replacement node for place 0 of node 0: there is no spare")
+    assert decisions(runs)[1]["declined"].startswith("node 0 (place 0) has no replacement: no spare is left")
     again = sorted((record["rank"], record["node"]) for record in started(runs)[2])
     assert again == list(enumerate((0, 0, 3, 3, 2, 2)))
     assert {tuple(record["nodes"]) for record in started(runs)[2]} == {(0, 0, 3, 3, 2, 2)}

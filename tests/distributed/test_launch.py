@@ -19,8 +19,8 @@ import pytest
 
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, ControlError, RankFailed, TrainingStopped
+from megatron_ft.testing.jobs import forkserver, start_dummy_job, wait
 from tests.helpers.authority import make_authority
-from tests.helpers.jobs import forkserver, start_dummy_job, wait
 
 TWO_NODES = {"launch.num_nodes": 2, "launch.ranks_per_node": 2}
 LIMIT_SECONDS = 30
@@ -112,7 +112,7 @@ def test_no_record_is_dropped_when_ranks_report_faster_than_the_sinks_write(runs
 
 def output_of_failure(runs: Path, failpoint: str) -> str:
     """Output of a job on two nodes that a fault ends."""
-    overrides = {**TWO_NODES, "training.train_iterations": 1000, "launch.failpoints": [failpoint]}
+    overrides = {**TWO_NODES, "training.train_iterations": 1000, "testing.failpoints": [failpoint]}
     job = start_dummy_job(runs, overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code, output
@@ -149,6 +149,7 @@ def test_an_error_of_the_project_passes_its_exit_code_on(runs: Path) -> None:
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == TrainingStopped.exit_code, output
     assert "loss is NaN at iteration 3" in output
+    assert "first change what the error names; unchanged, this command fails again" in output
 
 
 def started(runs: Path) -> dict[int, list[dict[str, Any]]]:
@@ -162,7 +163,7 @@ def started(runs: Path) -> dict[int, list[dict[str, Any]]]:
 
 def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
     kill = 'kill(rank=1, at_iteration=5, phase="backward", generation=0)'
-    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.failpoints": [kill], "launch.max_restarts": 1}
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "testing.failpoints": [kill], "recovery.max_restarts": 1}
     job = start_dummy_job(runs, "run_restarted", overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output
@@ -191,7 +192,7 @@ def test_faults_that_are_apart_never_use_the_restarts_up(runs: Path) -> None:
         'exit(rank=2, at_iteration=5, phase="forward", generation=2, code=9)',
         'kill(node=1, at_iteration=7, phase="backward", generation=3)',
     ]
-    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 1, "launch.failpoints": faults}
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "recovery.max_restarts": 1, "testing.failpoints": faults}
     job = start_dummy_job(runs, "run_restarted", overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output
@@ -204,20 +205,20 @@ def test_faults_that_are_apart_never_use_the_restarts_up(runs: Path) -> None:
 
 
 def test_a_fault_that_comes_again_and_again_ends_the_job(runs: Path) -> None:
-    overrides = {**TWO_NODES, "training.train_iterations": 8, "launch.max_restarts": 2}
+    overrides = {**TWO_NODES, "training.train_iterations": 8, "recovery.max_restarts": 2}
     fault = 'raise(rank=2, at_iteration=3, phase="forward")'
-    job = start_dummy_job(runs, "run_restarted", overrides={**overrides, "launch.failpoints": [fault]})
+    job = start_dummy_job(runs, "run_restarted", overrides={**overrides, "testing.failpoints": [fault]})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == RankFailed.exit_code, output
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase forward)" in output
-    assert "Its ranks had been started again 2 times:\n  generation 0: rank 2 raised" in output
+    assert "Before that, all ranks had been restarted 2 times:\n  generation 0: rank 2 raised" in output
     assert sorted(started(runs)) == [0, 1, 2]
     assert [record["rank"] for record in records(runs) if record["kind"] == "rank_failed"] == [2, 2, 2]
     assert_nothing_left(runs)
 
 
 def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
-    job = start_dummy_job(runs, "run_stopped_by_policy", overrides={**TWO_NODES, "launch.max_restarts": 5})
+    job = start_dummy_job(runs, "run_stopped_by_policy", overrides={**TWO_NODES, "recovery.max_restarts": 5})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == TrainingStopped.exit_code, output
     assert not [record for record in records(runs) if record["kind"] == "ranks_restarted"]
@@ -226,14 +227,14 @@ def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
 def start_with_service(runs: Path, manner: str = "", **overrides: Any) -> "subprocess.Popen[str]":
     """A job on two nodes whose ranks ask the service of their node."""
     settings = {**TWO_NODES, "training.train_iterations": 8, **overrides}
-    sidecars = {"dummy": "tests.helpers.dummy_service"}
+    sidecars = {"dummy": "megatron_ft.testing.dummy_sidecar"}
     environment = {"DUMMY_SERVICE": manner}
     return start_dummy_job(runs, "run_with_sidecar", overrides=settings, sidecars=sidecars, environment=environment)
 
 
 def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) -> None:
     kill = 'kill(rank=3, at_iteration=4, phase="forward", generation=0)'
-    job = start_with_service(runs, **{"launch.failpoints": [kill], "launch.max_restarts": 1})
+    job = start_with_service(runs, **{"testing.failpoints": [kill], "recovery.max_restarts": 1})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output
     answers = [record for record in records(runs) if record["kind"] == "service"]
@@ -260,7 +261,7 @@ def test_services_of_nodes_outlive_their_ranks_and_end_with_the_job(runs: Path) 
     ],
 )
 def test_a_service_that_ends_or_lies_ends_its_node(runs: Path, manner: str, words: list[str]) -> None:
-    job = start_with_service(runs, manner, **{"launch.max_restarts": 3, "training.train_iterations": 100000})
+    job = start_with_service(runs, manner, **{"recovery.max_restarts": 3, "training.train_iterations": 100000})
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == ControlError.exit_code, output
     assert "was lost: its process exited with code 8" in output
@@ -310,7 +311,7 @@ def test_one_interrupt_lets_ranks_finish_their_iteration(runs: Path) -> None:
 
 
 def test_an_interrupt_before_ranks_exist_ends_the_job(runs: Path) -> None:
-    slow = ["tests.helpers.dummy_rank:take_time"]
+    slow = ["megatron_ft.testing.dummy_rank:take_time"]
     job = start_dummy_job(runs, "run_stubborn", overrides=TWO_NODES, preload=slow)
     eventually(lambda: (runs / "dummy" / "logs" / "rank-00003.log").exists(), "ranks are asked for")
     os.kill(job.pid, signal.SIGINT)
@@ -352,8 +353,10 @@ def test_nothing_outlives_a_killed_console(runs: Path) -> None:
 def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(runs: Path, short_tmpdir: Path) -> None:
     """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
     before = set(os.listdir("/dev/shm"))
-    overrides = {**TWO_NODES, "launch.min_nodes": 1, "training.train_iterations": 100000}
-    job = start_dummy_job(runs, "run_surviving", overrides=overrides, sidecars={"dummy": "tests.helpers.dummy_service"})
+    overrides = {**TWO_NODES, "recovery.min_nodes": 1, "training.train_iterations": 100000}
+    job = start_dummy_job(
+        runs, "run_surviving", overrides=overrides, sidecars={"dummy": "megatron_ft.testing.dummy_sidecar"}
+    )
     eventually(lambda: len(started(runs).get(0, [])) == 4, "all ranks run")
     node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
     node.kill()
@@ -368,7 +371,7 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
 
 
 def test_a_warm_fork_server_starts_ranks_within_a_second_and_survives_the_job(runs: Path) -> None:
-    with forkserver("tests.helpers.dummy_rank") as socket_path:
+    with forkserver("megatron_ft.testing.dummy_rank") as socket_path:
         overrides = {**TWO_NODES, "training.train_iterations": 2, "launch.forkserver_socket": socket_path}
         for name in ("first", "second"):
             begin = time.time()
@@ -390,8 +393,8 @@ def test_a_fork_server_that_cannot_import_is_shown(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("launch.interface", "0.0.0.0"),
-        ("launch.interface", "192.0.2.1"),
+        ("control.interface", "0.0.0.0"),
+        ("control.interface", "192.0.2.1"),
         ("launch.forkserver_socket", "/nowhere/warm.sock"),
     ],
 )
@@ -409,7 +412,7 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
     second = start_dummy_job(runs, "run_stubborn", overrides={**TWO_NODES, "run.resume": "auto"})
     output = wait(second, LIMIT_SECONDS)
     assert second.returncode == ConfigError.exit_code
-    assert "is in use by a running job" in output
+    assert "is used by a running job" in output
     interrupt_twice(job, runs)
     wait(job, LIMIT_SECONDS)
 
@@ -417,7 +420,7 @@ def test_a_run_in_use_is_refused(runs: Path) -> None:
 def test_a_node_with_a_wrong_token_is_refused(tmp_path: Path) -> None:
     from megatron_ft.control.controller.controller import Controller
     from megatron_ft.control.membership.state import MembershipPolicy, Phase
-    from tests.helpers.jobs import REPOSITORY
+    from megatron_ft.testing.jobs import REPOSITORY
 
     policy = MembershipPolicy(num_nodes=1, ranks_per_node=1, start_timeout_seconds=60, stop_timeout_seconds=1)
     controller = Controller(
@@ -460,7 +463,7 @@ def test_a_job_whose_control_channel_is_encrypted(runs: Path, tmp_path: Path) ->
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make certificates with")
     folder = make_authority(tmp_path / "authority")("machine")
-    settings = {**TWO_NODES, "launch.tls_dir": folder, "training.train_iterations": 3}
+    settings = {**TWO_NODES, "control.tls_dir": folder, "training.train_iterations": 3}
     job = start_dummy_job(runs, "run", overrides=settings)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode == EXIT_OK, output

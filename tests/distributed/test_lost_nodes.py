@@ -10,6 +10,8 @@ import psutil
 
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ControlError, RankFailed
 from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.testing.dummy_rank import LAST_COMPLETED
+from megatron_ft.testing.jobs import start_dummy_job, wait
 from tests.distributed.test_launch import (
     LIMIT_SECONDS,
     assert_nothing_left,
@@ -18,16 +20,15 @@ from tests.distributed.test_launch import (
     records,
     started,
 )
-from tests.helpers.dummy_rank import LAST_COMPLETED
-from tests.helpers.jobs import start_dummy_job, wait
+from tests.helpers.keys import dotted
 
-LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.min_nodes": 1}
+LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes": 1}
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
     """A job on three nodes of two ranks that goes on with one."""
-    settings = {"training.train_iterations": iterations, "launch.failpoints": list(faults)}
-    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
+    settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
@@ -146,7 +147,7 @@ def test_too_few_nodes_start_all_again(runs: Path) -> None:
     faults = ['kill(rank=3, at_iteration=5, phase="forward", generation=0)']
     finish(runs, start(runs, *faults, 'kill(rank=0, phase="forward", generation=1)', min_nodes=2, max_restarts=1))
     assert [found["generation"] for found in decisions(runs)] == [0, 1]
-    assert decisions(runs)[1]["declined"] == "1 nodes are left, launch.min_nodes=2"
+    assert decisions(runs)[1]["declined"] == "only 1 nodes are left, fewer than recovery.min_nodes=2"
     (restart,) = [record for record in records(runs) if record["kind"] == "ranks_restarted"]
     assert restart["generation"] == 2
     assert sorted(start["rank"] for start in started(runs)[2]) == list(range(6))
@@ -160,10 +161,10 @@ def test_too_few_nodes_and_no_restart_end_the_job(runs: Path) -> None:
 
 def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
     faults = ['kill(rank=3, at_iteration=5, phase="forward", generation=0)', 'stop(rank=4, phase="replay")']
-    output = finish(runs, start(runs, *faults, reform_timeout_seconds=1.0), 7)
+    output = finish(runs, start(runs, *faults, reconfigure_timeout_seconds=1.0), 7)
     assert "RANK 3 FAILED FIRST" in output
     (decision,) = decisions(runs)
-    assert decision["declined"] == "launch.reform_timeout_seconds=1: timed out waiting for ranks [4]"
+    assert decision["declined"] == "recovery.reconfigure_timeout_seconds=1: timed out waiting for ranks [4]"
     logs = [(runs / "dummy" / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(6)]
     told = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
     assert [rank for rank in range(6) if told in logs[rank]] == [0, 1, 5], "the rest of the lost node was killed first"

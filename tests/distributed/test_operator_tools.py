@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import DataError
-from tests.helpers.jobs import start, wait
+from megatron_ft.testing.jobs import start, wait
 from tools import add_node, can_recover, drain, status
 
 PATIENCE_SECONDS = 90.0
@@ -20,8 +20,8 @@ _WORDS = (
     "placement=spread",
     "placement.num_slots_per_rank=6",
     "launch.num_nodes=3",
-    "launch.min_nodes=2",
-    "launch.join_window_seconds=0.1",
+    "recovery.min_nodes=2",
+    "nodes.join_window_seconds=0.1",
     "parallel.use_distributed_optimizer=false",
     "optimizer.lr_warmup_iterations=3",
     "training.train_iterations=100000",
@@ -68,7 +68,7 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
         """The answer, once the placement of the membership that status tells is written."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (code := can_recover.main([str(run_dir), "--lose", lost, "--json"])) == DataError.exit_code:
-            assert "ask again" in capsys.readouterr().err and time.monotonic() < deadline
+            assert "try again" in capsys.readouterr().err and time.monotonic() < deadline
             time.sleep(0.1)
         said = capsys.readouterr()
         assert said.out, said.err
@@ -79,16 +79,16 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
     assert (code, answer["rung"], answer["seconds_to_continue"]) == (0, "replicas", None)
 
     assert drain.main([str(run_dir), "2"]) == 0
-    assert "node 2 leaves" in capsys.readouterr().out
+    assert "node 2 is to leave" in capsys.readouterr().out
     wait_for(lambda: asked()["members"] == [0, 1])
     assert drain.main([str(run_dir), "1"]) == 8
-    assert "launch.min_nodes" in capsys.readouterr().err
+    assert "recovery.min_nodes" in capsys.readouterr().err
     code, answer = judged("1")
     assert (code, answer["rung"]) == (9, "nothing"), "one node is too few, and nothing was saved"
-    assert answer["declined"][0]["reason"] == "1 nodes are left, fewer than launch.min_nodes=2"
+    assert answer["declined"][0]["reason"] == "1 nodes are left, fewer than recovery.min_nodes=2"
 
     assert add_node.main([str(run_dir), "2"]) == 0
-    assert "node 2 is started" in capsys.readouterr().out
+    assert "node 2 is being started" in capsys.readouterr().out
     wait_for(lambda: asked()["members"] == [0, 1, 2])
     assert status.main([str(run_dir)]) == 0
     assert "trains" in capsys.readouterr().out

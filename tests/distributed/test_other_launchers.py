@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.jobs import run_job, start, wait
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.jobs import run_job, start, wait
+from megatron_ft.testing.slurm_cluster import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -103,8 +103,8 @@ def test_a_start_that_would_not_find_its_run_again_is_refused(tmp_path: Path) ->
 
 def test_what_there_is_no_control_plane_for_is_refused(launcher: str, tmp_path: Path) -> None:
     """The other keys: ``tests/unit/config/test_launchers.py``."""
-    job = begin(launcher, tmp_path, "launch.max_restarts=1", "run.name=refused", "run.resume=auto", max_restarts=0)
+    job = begin(launcher, tmp_path, "recovery.max_restarts=1", "run.name=refused", "run.resume=auto", max_restarts=0)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode != 0
-    assert output.count("error: launch.max_restarts=1") == 1, output
+    assert output.count("error: recovery.max_restarts=1") == 1, output
     assert not (tmp_path / "refused").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 from tests.helpers.sharing import chosen, runs_extended
 
 REPLAY = "tests.helpers.replay_scenarios:replay"
@@ -86,10 +86,10 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
 """Of what each of them has, another one has all, and more."""
 DAMAGES: dict[str, str] = {
-    "weight": "iteration 3 was replayed to something else",
-    "random_numbers": "iteration 3 was replayed to something else: loss=",
-    "vote": "iteration 3 was replayed to something else: loss=",
-    "short": "bytes were captured",
+    "weight": "the replay of iteration 3 gave other results than the log",
+    "random_numbers": "the replay of iteration 3 gave other results than the log: loss=",
+    "vote": "the replay of iteration 3 gave other results than the log: loss=",
+    "short": "captured bytes, but",
     "no_train_state": "slice 0 has no train state",
 }
 

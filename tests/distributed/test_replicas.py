@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 
 pytestmark = pytest.mark.timeout(400)
 

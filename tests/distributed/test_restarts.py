@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ MODEL = (
 def train(runs: Path, forkserver: str, faults: Sequence[str] = (), *overrides: str) -> JobResult:
     """A job to its end; both ranks suffer ``faults``."""
     quoted = ", ".join(f"'{fault}'" for fault in faults)
-    words = [*MODEL, f"launch.failpoints=[{quoted}]", *overrides]
+    words = [*MODEL, f"testing.failpoints=[{quoted}]", *overrides]
     return run_job(words, forkserver=forkserver, runs=runs)
 
 
@@ -53,7 +53,7 @@ def test_a_job_whose_ranks_all_die_goes_on_and_ends_with_the_same_bits(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult, phase: str
 ) -> None:
     fault = f'kill(at_iteration=3, phase="{phase}", generation=0)'
-    job = train(tmp_path, warm_forkserver, [fault], "launch.max_restarts=1")
+    job = train(tmp_path, warm_forkserver, [fault], "recovery.max_restarts=1")
     assert job.exit_code == 0, job.output
     hits = job.records("failpoints.jsonl")
     assert {(hit["action"], hit["iteration"], hit["phase"]) for hit in hits} == {("kill", 3, phase)}
@@ -63,12 +63,12 @@ def test_a_job_whose_ranks_all_die_goes_on_and_ends_with_the_same_bits(
     restarted = [event for event in job.records() if event["kind"] == "run_started"][1]
     assert restarted["resumed_from_iteration"] == 2
     assert digests(job) == digests(undisturbed)
-    assert "starting all ranks again (generation 1; 0 more without progress): rank" in job.output
+    assert "starting all ranks again (generation 1; at most 0 more restarts without progress): rank" in job.output
 
 
 def test_without_a_checkpoint_a_job_starts_over(tmp_path: Path, warm_forkserver: str, undisturbed: JobResult) -> None:
     faults = ['raise(rank=1, at_iteration=2, phase="forward", generation=0)']
-    overrides = ["launch.max_restarts=1", "checkpoint.save_interval_iterations=0"]
+    overrides = ["recovery.max_restarts=1", "checkpoint.save_interval_iterations=0"]
     job = train(tmp_path, warm_forkserver, faults, *overrides)
     assert job.exit_code == 0, job.output
     restarted = [event for event in job.records() if event["kind"] == "run_started"][1]

@@ -9,15 +9,16 @@ import pytest
 
 from megatron_ft.errors import EXIT_INTERRUPTED
 from megatron_ft.failures.processes import processes_of as processes_of_nodes
+from megatron_ft.testing.jobs import start_dummy_job
 from tests.distributed.test_joining_nodes import told
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import finish
-from tests.helpers.jobs import start_dummy_job
+from tests.helpers.keys import dotted
 
-SIDECARS = {"dummy": "tests.helpers.dummy_service"}
-REPLICAS = {"launch.min_nodes": 1, "launch.join_window_seconds": 0.2}
+SIDECARS = {"dummy": "megatron_ft.testing.dummy_sidecar"}
+REPLICAS = {"recovery.min_nodes": 1, "nodes.join_window_seconds": 0.2}
 IN_PLACE = {
-    "launch.keep_layout": True,
+    "recovery.keep_layout": True,
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
 }
 WHOLE_NODE = ["node-001.log", "node-001-dummy.log", "rank-00002.log", "rank-00003.log"]
@@ -25,9 +26,9 @@ WHOLE_NODE = ["node-001.log", "node-001-dummy.log", "rank-00002.log", "rank-0000
 
 def start(runs: Path, layout: dict[str, Any], *, manner: str = "", **overrides: Any) -> Any:
     """A job on three nodes of two ranks and one service, whose lost nodes are started again."""
-    settings: dict[str, Any] = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "launch.restart_lost_nodes": True}
+    settings: dict[str, Any] = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "nodes.restart_lost_nodes": True}
     settings |= {**layout, "training.train_iterations": 100000}
-    settings |= {f"launch.{name}": value for name, value in overrides.items()}
+    settings |= dotted(**overrides)
     environment = {"DUMMY_SERVICE": manner}
     return start_dummy_job(runs, "run_surviving", overrides=settings, sidecars=SIDECARS, environment=environment)
 

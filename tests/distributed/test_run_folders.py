@@ -15,9 +15,9 @@ import pytest
 
 from megatron_ft.control.controller.main import FOLDER, JOURNAL
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
+from megatron_ft.testing.jobs import start_dummy_job, wait
 from tests.distributed.test_launch import LIMIT_SECONDS, assert_nothing_left, eventually, rank_process, records, started
 from tests.distributed.test_lost_nodes import LAYOUT, decisions, finish, reformed
-from tests.helpers.jobs import start_dummy_job, wait
 
 SMALL_BYTES = 32768
 
@@ -54,7 +54,7 @@ def kinds(runs: Path) -> list[str]:
 
 def resume(runs: Path, iterations: int) -> "subprocess.Popen[str]":
     """A job that takes the folder there is; its nodes are lost when they say nothing for half a second."""
-    settings = {"launch.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
+    settings = {"recovery.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     return job
@@ -103,7 +103,7 @@ def test_a_deleted_run_folder_is_told_and_the_next_death_ends_the_job_with_that_
     seconds = time.monotonic() - begin
     told.close()
     assert job.returncode == ControlError.exit_code, output
-    assert f"THE JOB FAILED: the run's folder was deleted or moved away while the job ran: {runs / 'dummy'}" in output
+    assert f"THE JOB FAILED: the run's folder {runs / 'dummy'} was deleted or moved away while the job ran" in output
     assert "Traceback" not in output
     assert seconds < 10.0, "nothing is waited for"
     assert_nothing_left(runs)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 
 TOLERANCE = 0.03
 """Of the predicted growth."""
@@ -56,7 +56,7 @@ def _memory(name: str) -> int:
 
 def _measure(config: JobConfig, rank: Any) -> int:
     """Growth of this rank's resident memory at its peak in a save, over what it was before."""
-    from benchmarks.job import join
+    from megatron_ft.testing.ranks import join
 
     trainer, _ = join(config, rank)
     trainer.iterate(1)
@@ -68,10 +68,9 @@ def _measure(config: JobConfig, rank: Any) -> int:
 
 def main(folder: Path, overrides: list[str]) -> None:
     """Measure, and plan the same."""
-    from benchmarks.job import compose
-    from benchmarks.ranks import run_ranks
     from megatron_ft.corpus.check import check_data
     from megatron_ft.planning.job import plan_job
+    from megatron_ft.testing.ranks import compose, run_ranks
 
     config = compose(*overrides)
     plan = plan_job(config, check_data(config), device="cpu")

@@ -15,7 +15,7 @@ from megatron_ft.mcore.snapshot.local_window import VOTE
 from megatron_ft.snapshot.storage.rejected_windows import read_rejected
 from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
-from tests.helpers.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ SNAPSHOTS = (
 
 def train(runs: Path, forkserver: str, *overrides: str, faults: Sequence[str] = ()) -> JobResult:
     quoted = ", ".join(f"'{fault}'" for fault in faults)
-    words = [*MODEL, f"launch.failpoints=[{quoted}]", "run.name=job", *overrides]
+    words = [*MODEL, f"testing.failpoints=[{quoted}]", "run.name=job", *overrides]
     return run_job(words, forkserver=forkserver, runs=runs)
 
 
@@ -83,7 +83,7 @@ def test_ranks_that_all_die_go_on_from_memory_and_a_second_time_while_they_repla
         'kill(phase="replay",generation=1)',
         'kill(at_iteration=12,phase="capture",generation=2)',
     ]
-    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "launch.max_restarts=3", faults=faults)
+    job = train(tmp_path, warm_forkserver, *LAYOUT, *SNAPSHOTS, "recovery.max_restarts=3", faults=faults)
     assert job.exit_code == 0, job.output
     hits = {(hit["phase"], hit["rank"]) for hit in job.records("failpoints.jsonl")}
     assert hits == {(phase, rank) for phase in ("backward", "replay", "capture") for rank in (0, 1)}
@@ -145,11 +145,11 @@ def test_a_window_of_another_layout_is_named_and_not_used(tmp_path: Path, warm_f
     assert died.exit_code != 0
     refused = train(tmp_path, warm_forkserver, "run.resume=auto")
     assert refused.exit_code == CheckpointError.exit_code, refused.output
-    assert "captured at another layout" in refused.output and "run.start_over=true" in refused.output
+    assert "captured with another layout" in refused.output and "run.start_over=true" in refused.output
     elsewhere = train(tmp_path, warm_forkserver, "run.resume=auto", "run.start_over=true")
     assert elsewhere.exit_code == 0, elsewhere.output
     *_, chosen = of_kind(elsewhere, "recovery_started")
-    assert chosen["strategy"] == "nothing" and "captured at another layout" in json.dumps(chosen["declined"])
+    assert chosen["strategy"] == "nothing" and "captured with another layout" in json.dumps(chosen["declined"])
 
 
 @pytest.mark.extended
@@ -160,6 +160,8 @@ def test_a_run_is_not_continued_with_another_schedule(tmp_path: Path, warm_forks
     changed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "optimizer.lr=2e-4")
     assert changed.exit_code == CheckpointError.exit_code, changed.output
     assert "optimizer.lr: was 0.001, now 0.0002" in changed.output
+    assert "Traceback" not in changed.output and "To continue" not in changed.output, "no rank was started"
+    assert not list(changed.run_dir.glob("config-*.yaml")), "its configuration is still that of the run"
     assert max(record["iteration"] for record in changed.records("metrics.jsonl")) < 14
 
 
@@ -180,7 +182,7 @@ def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forks
     calm = train(tmp_path / "calm", warm_forkserver, *skipping)
     assert calm.exit_code == 0 and of_kind(calm, "iteration_skipped"), calm.output
     fault = 'kill(at_iteration=12,phase="forward",generation=0)'
-    job = train(tmp_path / "job", warm_forkserver, *skipping, *SNAPSHOTS, "launch.max_restarts=1", faults=[fault])
+    job = train(tmp_path / "job", warm_forkserver, *skipping, *SNAPSHOTS, "recovery.max_restarts=1", faults=[fault])
     assert job.exit_code == 0, job.output
     assert [event["source"] for event in of_kind(job, "recovery_started")] == ["memory"]
     assert digests(job) == digests(calm)
@@ -197,13 +199,13 @@ def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     assert newest is not None
     for rank in range(2):
         alter_vote(died.run_dir / "windows" / window_name(newest) / rank_name(rank))
-    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "launch.max_restarts=3")
+    resumed = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto", "recovery.max_restarts=3")
     assert resumed.exit_code == 0, resumed.output
     refused, chosen = of_kind(resumed, "recovery_started")
     assert refused["source"] == "persisted" and chosen["strategy"] in ("window", "checkpoint")
     assert 0 < chosen["iteration"] < refused["iteration"]
-    (declined,) = [text for text in chosen["declined"] if "refused before" in text]
-    assert f"iteration {newest.start_iteration}:" in declined and "was replayed to something else: loss=" in declined
+    (declined,) = [text for text in chosen["declined"] if "was rejected before" in text]
+    assert f"iteration {newest.start_iteration}:" in declined and "gave other results than the log: loss=" in declined
     assert any(problem["what"] == "replay" for problem in of_kind(resumed, "snapshot_problem"))
     assert len(of_kind(resumed, "ranks_restarted")) == 1
     assert [window.start_iteration for window in read_rejected(resumed.run_dir)] == [newest.start_iteration]
@@ -228,7 +230,7 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
     while codes:
         stopped = train(tmp_path, warm_forkserver, *persisting, "run.resume=auto")
         assert stopped.exit_code == codes.pop(0), stopped.output
-    assert "nothing is left to continue from" in stopped.output
+    assert "cannot continue: " in stopped.output
     assert [event["source"] for event in of_kind(stopped, "recovery_started")] == ["persisted"], (
         "the second job never started"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ft.control.ports import free_port
+from megatron_ft.control.ports import PORTS, free_port
 from megatron_ft.errors import EXIT_INTERRUPTED
-from tests.helpers.jobs import start, wait
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.jobs import start, wait
+from megatron_ft.testing.slurm_cluster import wait_until
 
 LIMIT_SECONDS = 90
 RANK = ["-m", "tests.helpers.standalone_rank"]
@@ -72,8 +72,8 @@ def srun_environment(rank: int, port: int) -> dict[str, str]:
         "SLURM_PROCID": str(rank),
         "SLURM_NTASKS": "2",
         "SLURM_LOCALID": str(rank),
-        "SLURM_JOB_ID": str((port - 20000) // 16),
-        "SLURM_STEP_ID": str((port - 20000) % 16),
+        "SLURM_JOB_ID": str(PORTS.index(port) // 16),
+        "SLURM_STEP_ID": str(PORTS.index(port) % 16),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_STEP_TASKS_PER_NODE": "2",
     }
@@ -98,7 +98,7 @@ def ft_launcher_environment(rank: int, port: int, attempt: int) -> dict[str, str
 
 
 def test_a_rank_that_comes_late_finds_the_store_of_one_that_is_done(tmp_path: Path) -> None:
-    port = 20000 + free_port("127.0.0.1") % 20000
+    port = free_port("127.0.0.1")
     command = [*RANK_COMMAND, str(tmp_path), "2"]
     first = start(command, environment=srun_environment(0, port))
     wait_until("rank 0 is done", lambda: any(tmp_path.glob("*/summary.json")), seconds=LIMIT_SECONDS)
@@ -121,7 +121,7 @@ def test_nodes_that_count_starts_apart_start_together(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> None:
-    port = 20000 + free_port("127.0.0.1") % 20000
+    port = free_port("127.0.0.1")
     (tmp_path / "runs").touch()
     command = [*RANK_COMMAND, str(tmp_path / "runs"), "2"]
     first = start(command, environment=srun_environment(0, port))
@@ -135,7 +135,7 @@ def test_a_rank_that_comes_late_hears_why_rank_0_was_refused(tmp_path: Path) -> 
 
 
 def test_srun_and_a_forwarded_signal(tmp_path: Path) -> None:
-    port = 20000 + free_port("127.0.0.1") % 20000
+    port = free_port("127.0.0.1")
     command = [*RANK_COMMAND, str(tmp_path), "100000"]
     ranks = [start(command, environment=srun_environment(rank, port)) for rank in range(2)]
     run = None

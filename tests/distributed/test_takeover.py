@@ -17,9 +17,9 @@ import pytest
 from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.rpc import RpcClient
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
+from megatron_ft.testing.jobs import REPOSITORY
 from tests.distributed.test_launch import LIMIT_SECONDS, eventually, records
 from tests.distributed.test_lost_nodes import decisions, finish, reformed, start
-from tests.helpers.jobs import REPOSITORY
 
 KILL = 'kill(rank=3, at_iteration=5, phase="forward", generation=0)'
 
@@ -68,7 +68,7 @@ def test_a_controller_killed_while_survivors_are_asked_is_replaced_and_the_next_
     assert at_death == ["start", "break"], "in the middle of a recovery"
     assert orders(runs) == ["start", "break", "reform", "end"]
     assert (reformed(runs, 1).previous_ranks, len(decisions(runs))) == ((0, 1, 4, 5), 1)
-    assert replaced(runs) == ["the controller is gone: it was killed by SIGKILL"]
+    assert replaced(runs) == ["the controller failed: it was killed by SIGKILL"]
 
 
 @pytest.mark.parametrize("lengths", [(1, 5, 12), (3, 9, 14), (6, 15, 16), (11, 13, 18)])
@@ -98,7 +98,7 @@ def test_a_stopped_controller_is_replaced_and_not_obeyed_when_it_would_wake(runs
     eventually(lambda: access(runs)["epoch"] == 2, "another one serves", seconds=LIMIT_SECONDS)
     os.kill(job.pid, signal.SIGINT)
     finish(runs, job, EXIT_INTERRUPTED)
-    assert "given no sign" in replaced(runs)[0]
+    assert "did not answer" in replaced(runs)[0]
 
 
 def test_a_second_controller_started_by_mistake_does_not_begin(runs: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_second_controller_started_by_mistake_does_not_begin(runs: Path) -> No
     before = journal(runs)
     second = second_controller(runs, about["token"])
     assert second.returncode == ControlError.exit_code
-    assert "another controller of this run lives" in second.stderr
+    assert "another controller of this run is alive" in second.stderr
     client = RpcClient(about["address"], "Controller", token=about["token"])
     answer = client.call("poll", {"node": 0, "session": 0, "after": 0, "wait_seconds": 0}, timeout_seconds=5)
     client.close()
@@ -154,5 +154,5 @@ def test_controllers_that_get_nowhere_end_the_job(runs: Path) -> None:
         file.write("damaged\n{}\n")
     os.kill(about["process_id"], signal.SIGKILL)
     output = finish(runs, job, ControlError.exit_code)
-    said = r"the controller ended 5 times in a row; the last time it exited with code 8: controller: .*: no JSON"
+    said = r"the controller failed 5 times in a row; last failure: it exited with code 8: controller: .*: is not JSON"
     assert re.search(said, output), output

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.planning.trace import expert_token_counts
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 
 LOADS = [[9, 4, 2, 1], [1, 1, 1, 3]]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.jobs import REPOSITORY, JobResult, start, wait
+from megatron_ft.testing.jobs import REPOSITORY, JobResult, start, wait
 
 pytestmark = pytest.mark.slow  # trains
 

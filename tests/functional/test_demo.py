@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 from tests.unit.test_documented_commands import commands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(240)]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 
 JOB = ("launch.num_nodes=2", "snapshot=sparse_window", "snapshot.num_peer_copies=1", "training.device=cpu")
 SUBJECTS = {"versions", "ports", "memory", "limits", "fsync", "disk", "clocks", "devices"}

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import Tab, browse, why_impossible
-from tests.unit.telemetry.report.conftest import MadeUpRun, elastic
+from megatron_ft.testing.browser import Tab, browse, why_impossible
+from megatron_ft.testing.made_up_runs import MadeUpRun, elastic
 from tools import report
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(why_impossible() is not None, reason=str(why_impossible())),
 ]
-SECTIONS = ["Alerts", "Loss", "Goodput", "Recoveries", "Expert load", "Placement", "How each went"]
+SECTIONS = ["Alerts", "Loss", "Goodput", "Recoveries", "Expert load", "Placement", "Details of each recovery"]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 def requests(tab: Tab) -> list[str]:
     """What the page asked for."""
-    return [request["request"]["url"] for request in tab.heard("Network.requestWillBeSent")]
+    return [request["request"]["url"] for request in tab.events_named("Network.requestWillBeSent")]
 
 
 def complaints(tab: Tab) -> list[object]:
     """What the browser found wrong with the page."""
-    entries = [entry["entry"]["text"] for entry in tab.heard("Log.entryAdded")]
-    return [*entries, *tab.heard("Runtime.exceptionThrown"), *tab.heard("Runtime.consoleAPICalled")]
+    entries = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
+    return [*entries, *tab.events_named("Runtime.exceptionThrown"), *tab.events_named("Runtime.consoleAPICalled")]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -6,7 +6,7 @@ import torch
 from megatron_ft.config.placement import SHARES
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
-from tests.helpers.routing import make_routing, plan_all
+from megatron_ft.testing.routing import make_routing, plan_all
 
 HIDDEN = 1024
 
@@ -81,5 +81,5 @@ def test_kernels_run_on_the_callers_stream(backend: DispatchBackend) -> None:
 
 def test_tensors_in_host_memory_are_refused(backend: DispatchBackend) -> None:
     handle = handles("reference", "cpu")[0]
-    with pytest.raises(ValueError, match="works on CUDA devices"):
+    with pytest.raises(ValueError, match="needs CUDA tensors"):
         backend.permute(torch.zeros(handle.num_tokens, HIDDEN), handle)

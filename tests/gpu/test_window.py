@@ -8,10 +8,10 @@ import pytest
 import torch
 import xxhash
 
-from benchmarks.source import ROOT
 from megatron_ft.snapshot.capture.capture import WindowMemory
 from megatron_ft.snapshot.capture.copier import CopyBatch, open_copier
-from tests.unit.snapshot.server.nodes import PAGE, Cluster, begin, cluster, find, slice_of, wait_replicated
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
+from megatron_ft.testing.snapshot_servers import PAGE, Cluster, begin, cluster, find, slice_of, wait_replicated
 
 DEVICE = torch.device("cuda")
 NUM_BYTES = 1024 * PAGE

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_ft.runtime.dispatch.backend import open_backend
 from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, gather_counts, return_rows, send_rows
-from tests.helpers.routing import make_routing
+from megatron_ft.testing.routing import make_routing
 
 HIDDEN = 16
 JOIN_SECONDS = 90

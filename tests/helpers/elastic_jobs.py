@@ -17,12 +17,12 @@ GROWN = ("lose(nodes=[2],before_iteration=3)", "join(nodes=[2],before_iteration=
 
 def lose(*losses: tuple[int, int]) -> dict[str, Any]:
     """A history without faults."""
-    return {"launch.membership_schedule": [f"lose(nodes=[{node}],before_iteration={k})" for node, k in losses]}
+    return {"testing.membership_schedule": [f"lose(nodes=[{node}],before_iteration={k})" for node, k in losses]}
 
 
 def script(*entries: str) -> dict[str, Any]:
     """Any history without faults."""
-    return {"launch.membership_schedule": list(entries)}
+    return {"testing.membership_schedule": list(entries)}
 
 
 def repeats(name: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def repeats(name: str) -> dict[str, Any]:
 
 def faults(*specs: str) -> dict[str, Any]:
     """Injected ones."""
-    return {"launch.min_nodes": 2, "launch.failpoints": list(specs)}
+    return {"recovery.min_nodes": 2, "testing.failpoints": list(specs)}
 
 
 def kill(rank: int, iteration: int, phase: str) -> str:
@@ -57,7 +57,7 @@ def fresh(folder: Path, name: str, nodes: tuple[int, ...], loaded: int, **overri
     return job(
         {
             "training.exit_at_iteration": loaded + 2,
-            "launch.failure_domains": [f"node{node}" for node in nodes],
+            "topology.failure_domains": [f"node{node}" for node in nodes],
             "checkpoint.load": str(folder / name / "checkpoints" / f"iter_{loaded:07d}"),
             "placement.schedule": [f"{loaded + 1}:{folder}/{name}/placements/iter_{loaded + 1:07d}.json"],
             **overrides,

@@ -9,6 +9,7 @@ import copy
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,8 +29,8 @@ from megatron_ft.control.run_id import RUN_ID_NAME
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target
-from tests.helpers.engines import REPOSITORY, be_ready_to_fork, micro_config
-from tests.unit.snapshot.server.nodes import TOKEN, Cluster, cluster
+from megatron_ft.testing.engines import REPOSITORY, be_ready_to_fork, micro_config
+from megatron_ft.testing.snapshot_servers import TOKEN, Cluster, cluster
 
 NUM_TOKENS = 20_000
 LIMIT_SECONDS = 60.0
@@ -166,6 +167,7 @@ class Job:
         keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
         strangers: nodes whose newcomers read other data, in a run folder that others do not see.
         present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
+        dies_committing: by node, the iteration whose checkpoint is written when its rank dies, before all know that.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class Job:
         spares: Sequence[int] = (),
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
+        dies_committing: Mapping[str, int] | None = None,
     ) -> None:
         wanted = {**BASE, "launch.num_nodes": nodes, "data.train": [str(folder.parent / "tokens")], **overrides}
         self.config = derive_placement(micro_config(wanted))
@@ -197,6 +200,7 @@ class Job:
         self.processes: list[Any] = []
         self.nodes: list[int] = []
         """Node of each process."""
+        self.dies_committing = {int(node): iteration for node, iteration in (dies_committing or {}).items()}
         self.keepers = keepers
         self.spares = list(spares)
         self.keepers_live = keepers_live
@@ -246,13 +250,14 @@ class Job:
         (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
         context = {**_context(self.folder, node, self.port), **about}
         if self.keepers is not None:
-            is_alone = about.get("is_joining") and not self.config.launch.keep_layout
+            is_alone = about.get("is_joining") and not self.config.recovery.keep_layout
             known = {node: self.keepers.nodes[node]} if is_alone else self.keepers.nodes
             addresses = {str(number): keeper.address for number, keeper in known.items()}
             service = {"socket": self.keepers.nodes[node].socket_path, "token": TOKEN, "addresses": addresses}
             context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
-        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders))
+        dies = self.dies_committing.get(node)
+        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders, dies))
         process.start()
         theirs.close()
         told.close()
@@ -296,7 +301,7 @@ class Job:
                 gone.add(process)
                 return False
             dead.add(process)
-            keeps = self.config.launch.keep_layout and (self.keepers_live or not self.spares)
+            keeps = self.config.recovery.keep_layout and (self.keepers_live or not self.spares)
             if self.keepers is not None and not keeps:
                 self.keepers.nodes[self.nodes[process]].kill()
             positions.pop(process, None)
@@ -333,7 +338,7 @@ class Job:
         leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
         joining = [self.newcomers[node] for node in coming]
-        if self.config.launch.keep_layout:
+        if self.config.recovery.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
         else:
             members = sorted({*positions, *joining} - set(leaving), key=lambda process: self.nodes[process])
@@ -384,10 +389,13 @@ def _be(
     calls: Connection,
     breaks: Connection,
     orders: Mapping[int, Sequence[int]],
+    dies_committing: int | None,
 ) -> None:
     from megatron_ft.mcore.rank_main import run_rank
 
     error, forked_with = None, set(sys.modules)
+    if dies_committing is not None:
+        _die_committing(dies_committing)
     try:
         client = PipeClient(calls, breaks, orders)
         client.is_first = context["rank"] == 0
@@ -397,6 +405,20 @@ def _be(
     calls.send({"op": "ended", "error": error, "imported": sorted(set(sys.modules) - forked_with)})
     calls.close()
     os._exit(0)
+
+
+def _die_committing(iteration: int) -> None:
+    """Kill this process where it would agree with the others that the checkpoint of ``iteration`` is written."""
+    from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+
+    complete: Callable[..., None] = CheckpointManager._complete
+
+    def die(manager: CheckpointManager, pending: Any) -> None:
+        if pending.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        complete(manager, pending)
+
+    CheckpointManager._complete = die  # type: ignore[method-assign]
 
 
 def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
@@ -425,7 +447,7 @@ def _main(spec: str, outcome: str) -> None:
     for name, job in content["jobs"].items():
         try:
             if repeated := job["overrides"].pop("repeats", None):
-                job["overrides"]["launch.membership_schedule"] = schedule_of(outcomes[repeated])
+                job["overrides"]["testing.membership_schedule"] = schedule_of(outcomes[repeated])
             outcomes[name] = _run(Path(content["folder"], name), job)
         except Exception:  # noqa: BLE001 - the test that needs this job says so
             outcomes[name] = {"error": traceback.format_exc()}

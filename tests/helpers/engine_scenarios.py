@@ -2,18 +2,28 @@
 
 import contextlib
 import os
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from megatron_ft.events import Record
+from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.groups import dissolve_groups, form_groups
 from megatron_ft.mcore.model.names import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.commit import grad_scalers
+from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.reporting import metrics_record
-from tests.helpers import engines
+from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.testing import engines
+from megatron_ft.testing.snapshot_servers import wait_until
+from tests.helpers.volatile import volatile_state
+from tests.unit.snapshot.server.served import Served
 
 SLOW_SECONDS = 0.02
 """What a slow rank's attention takes longer: many times what it takes, on a busy machine, too."""
@@ -108,7 +118,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
             )
         )
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
-        state = {**engines.digests(engine), **engines.volatile_state(engine)}
+        state = {**engines.digests(engine), **volatile_state(engine)}
         sockets_between = _open_sockets()
         began = time.monotonic()
         engine.teardown()
@@ -174,14 +184,13 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
 
     config = engines.micro_config(world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
-        prepared = engine.prepare(1)
+        ballot = engine.prepare(1)
         if rank == 1:
-            wrong = torch.nextafter(torch.tensor(prepared.ballot.grad_norm, dtype=torch.float64), torch.tensor(9.0))
-            ballot = dataclasses.replace(prepared.ballot, grad_norm=float(wrong))
-            prepared = dataclasses.replace(prepared, ballot=ballot)
+            wrong = torch.nextafter(torch.tensor(ballot.grad_norm, dtype=torch.float64), torch.tensor(9.0))
+            ballot = dataclasses.replace(ballot, grad_norm=float(wrong))
         before = engines.digests(engine)
         try:
-            engine.vote(prepared)
+            engine.vote(ballot)
         except Exception as error:  # noqa: BLE001 - its kind is the outcome
             return {
                 "error_type": type(error).__name__,
@@ -189,3 +198,65 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
                 "unchanged": engines.digests(engine) == before,
             }
     return {}
+
+
+def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
+    """Go back to a window whose part is in memory of rank 0's node alone, and persist it; then one captured since.
+
+    Returns:
+        Names of the files after each of the two, and what was reported.
+    """
+    policy = {"_target_": "megatron_ft.planning.snapshot.dense.DenseInterval", "interval_iterations": 1}
+    overrides = {
+        "snapshot.policy": policy,
+        "snapshot.num_peer_copies": 0,
+        "snapshot.bandwidth_bytes_per_second": 1e9,
+        "snapshot.iteration_seconds": 0.1,
+    }
+    config, said = engines.micro_config(overrides, world_size=world_size), list[Record]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine,
+    ):
+        collectives, served = Collectives(engine.groups.vote), Served(Path(folder))
+        url = Path(collectives.from_first(folder), "windows")
+        about = {"world_size": world_size, "persist_every": 0, "persist_url": str(url)}
+        served.persister.start()
+
+        def begin(generation: int) -> tuple[Any, Snapshotter]:
+            client = served.client(rank, generation=generation, **about)
+            assignment = assign_peers(["node0"], 0)
+            header = {"client": client, "assignment": assignment, "node": rank, "header": lambda index: {}}
+            return client, Snapshotter(config, engine, report=said.append, **header)
+
+        def train(client: Any, snapshots: Snapshotter) -> None:
+            for _ in range(3):
+                result = engine.run_iteration(engine.iteration + 1)
+                snapshots.after_iteration(engine.iteration, result.vote, 0.1)
+                snapshots.settle()
+                newest = engine.iteration
+                wait_until(lambda newest=newest: newest in client.buffer_states().replicated.values(), "hashes")  # type: ignore[misc]
+
+        def persisted(snapshots: Snapshotter) -> list[str]:
+            snapshots.persist_newest()
+            snapshots.finish()
+            collectives.any(False)
+            return sorted(str(path.relative_to(url)) for path in url.rglob("*.window"))
+
+        generation = engine.groups.generation
+        client, before = begin(generation)
+        train(client, before)
+        kept, plan = before.kept, before.plan
+        assert kept is not None and plan is not None, "a window is committed"
+        before.close()
+        client, after = begin(generation + 1)
+        (window,) = [entry for entry in client.inventory(rank) if entry.key == kept]
+        # As on a rank that was replaced: its part has come from a peer.
+        after.resume(window if rank == 0 else replace(window, where="copy"), plan)
+        of_the_resumed = persisted(after)
+        train(client, after)
+        of_a_new_one = persisted(after)
+        after.close()
+        served.close()
+        problems = [record.to_record() for record in said if record.kind == "snapshot_problem"]
+        return {"resumed": of_the_resumed, "new": of_a_new_one, "problems": problems}

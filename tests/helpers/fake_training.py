@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 GPU = torch.device("cuda", 0)
 _OWN = str(engines.REPOSITORY / "megatron_ft") + os.sep

@@ -1,4 +1,4 @@
-"""One mixture layer twice, over the same weights: Megatron's, and the one with replica slots."""
+"""One MoE layer twice, over the same weights: Megatron's, and the one with replica slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megatron_ft.runtime.dispatch.backend import open_backend
 
 
 def submodules_of(config: TransformerConfig) -> MoESubmodules:
-    """Megatron's parts of a mixture layer, with the project's router."""
+    """Megatron's parts of an MoE layer, with the project's router."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     return replace(block.layer_specs[-1].submodules.mlp.submodules, router=PaddingAwareRouter)
 

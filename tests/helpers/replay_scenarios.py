@@ -23,8 +23,9 @@ from megatron_ft.planning.recovery.replay import plan_replay
 from megatron_ft.planning.snapshot.pieces import slice_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.runtime.execute.replay import carry_out
-from tests.helpers import engines
+from megatron_ft.testing import engines
 from tests.helpers.replica_scenarios import config_of, job_of
+from tests.helpers.volatile import volatile_state
 
 START = 2
 """The window starts at the state after this iteration."""
@@ -187,7 +188,7 @@ def spoil(found: Recorded, damage: str, rank: int) -> None:
 
 def state_of(engine: TrainingEngine) -> dict[str, str]:
     """Digests of all state, what is volatile, and what earlier votes left behind."""
-    return {**engines.digests(engine), **engines.volatile_state(engine), "history": repr(engine.history)}
+    return {**engines.digests(engine), **volatile_state(engine), "history": repr(engine.history)}
 
 
 def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.names import named_parameters
 from megatron_ft.mcore.moe.migration import migrate
 from megatron_ft.mcore.moe.observation import routers
@@ -20,8 +21,9 @@ from megatron_ft.mcore.moe.placement_manager import PlacementManager
 from megatron_ft.mcore.optimizer.commit import grad_scalers
 from megatron_ft.mcore.state.digest import tensor_digest, tensor_digests
 from megatron_ft.mcore.state.tensors import take_state
+from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
-from tests.helpers import engines
+from tests.helpers.volatile import volatile_state
 
 SPREAD = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
 OTHER_LOADS = (20.0, 9.0, 3.0, 1.0)
@@ -57,14 +59,14 @@ class Job:
         """Take over a checkpoint."""
         state = self._training_state({})
         self.manager.load(state, source)
-        self.engine.iteration = state.iteration
+        self.engine.restore(state.host)
 
-    def _training_state(self, extra: dict[str, Any]) -> TrainingState:
-        return TrainingState(
+    def _training_state(self, extra: dict[str, Any]) -> DenseState:
+        return DenseState(
             model_chunks=self.engine.model_chunks,
             optimizer=self.engine.optimizer,
             scheduler=self.engine.scheduler,
-            iteration=self.engine.iteration,
+            host=self.engine.train_state(),
             consumed_samples=self.engine.iteration * 4,
             extra=extra,
         )
@@ -191,7 +193,7 @@ def moves(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str,
         for loads in ((1.0, 1.0, 1.0, 1.0), OTHER_LOADS, (1.0, 3.0, 9.0, 20.0)):
             moved.append(job.move(loads))
             digests.append({name: tensor_digest(tensor) for name, tensor in job.state().items()})
-            volatile.append(engines.volatile_state(job.engine))
+            volatile.append(volatile_state(job.engine))
         scales = [float(scaler.scale) for scaler in grad_scalers(job.engine.optimizer)]
         return {
             "digests": digests,

@@ -13,14 +13,16 @@ LONGEST = (
     "tests/slurm/",
     "tests/distributed/test_in_place.py",
     "tests/distributed/test_elastic",
+    "benchmarks/tests/test_elastic_jobs.py",
     "tests/distributed/test_engine.py",
     "tests/distributed/test_replicas.py",
     "tests/functional/",
+    "benchmarks/tests/test_claims_quick.py",
     "tests/distributed/",
     "tests/contract/",
 )
 """Beginnings of test ids in the order in which their tests are run; the others, which are short, come last."""
-_CLAIMS = "tests/functional/test_claims_quick.py::"
+_CLAIMS = "benchmarks/tests/test_claims_quick.py::"
 _ONE_JOURNAL = {"recomputed-iterations": "localized-bitwise"}
 """A claim that is counted in the jobs of another one, by id."""
 

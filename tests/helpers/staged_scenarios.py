@@ -1,13 +1,18 @@
 """Pipelines whose messages go through host memory, as with gloo on CUDA: ``mcore/pipeline/test_staged.py``."""
 
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
+from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.pipeline import staged
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 
 class Witness:
@@ -43,8 +48,37 @@ def train(
         assert engine.p2p.is_staged == is_staged
         losses = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]
         return {
-            "state": {**engines.digests(engine), **engines.volatile_state(engine)},
+            "state": {**engines.digests(engine), **volatile_state(engine)},
             "losses": losses,
             "num_messages": witness.num_messages,
             "num_direct": witness.num_direct,
         }
+
+
+def send_and_free(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> int:
+    """Send an output whose memory the schedule frees, and others take, before the receiver asks for it.
+
+    Returns:
+        Number of values that have arrived as they were sent.
+    """
+    shape, value = (1 << 10, 1, 1 << 12), 3.0
+    config = engines.micro_config(overrides, world_size=world_size)
+    with engines.groups_of(config, store=store, rank=rank, world_size=world_size) as groups:
+        stage = staged.StagedCommunicator(groups.pg_collection.pp, build_transformer_config(config, "local"))
+
+        def exchange(sent: torch.Tensor | None) -> Any:
+            about = {"tensor_send_prev": None, "recv_next": False, "tensor_shape": shape, "wait_on_reqs": False}
+            return stage._communicate(tensor_send_next=sent, recv_prev=sent is None, **about)  # type: ignore[arg-type]
+
+        if rank == 0:
+            output = torch.ones(shape, requires_grad=True) * value
+            _, _, requests = exchange(output)
+            deallocate_output_tensor(output, True)
+            others = [torch.zeros(shape) for _ in range(4)]
+            store.set("freed", str(len(others)))
+        else:
+            store.wait(["freed"], timedelta(seconds=60))
+            received, _, requests = exchange(None)
+        for request in requests.values():
+            request.wait()
+        return 0 if rank == 0 else int((received == value).sum())

@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.torchrun import check_restarts, detect, read_environment
 from megatron_ft.mcore import standalone
-from tests.helpers import dummy_rank
+from megatron_ft.testing import dummy_rank
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     config.run = replace(config.run, dir=sys.argv[1], name=name, resume="never" if name is None else "auto")
     config.telemetry = replace(config.telemetry, wandb="disabled")
     config.training = replace(config.training, train_iterations=int(sys.argv[2]))
-    config.launch = replace(config.launch, failpoints=sys.argv[3:])
+    config.testing = replace(config.testing, failpoints=sys.argv[3:])
     environment = read_environment(detect(os.environ), os.environ)
     check_restarts(environment, config.run)
     return standalone.main(config, environment, dummy_rank.run)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, why_impossible
+from megatron_ft.testing.slurm_cluster import SlurmCluster, slurm_cluster, why_impossible
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_arrays import SLOW_SECONDS, SlurmArray, submit_array
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import Site
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_arrays import SLOW_SECONDS, SlurmArray, submit_array
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site
 from tests.slurm.test_jobs import KEEPS_LAYOUT, LOSES_NODES
 
 pytestmark = pytest.mark.timeout(400)
@@ -43,7 +43,7 @@ def test_a_chain_is_submitted_and_ends_when_the_run_is_done(cluster: SlurmCluste
 
 def test_a_node_dies_and_comes_back_with_its_task(cluster: SlurmCluster, tmp_path: Path) -> None:
     array = submit_array(
-        cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-3"
+        cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "recovery.min_nodes=2", LONG], tasks="0-3"
     )
     array.await_records("started", 4)
     host = array.hosts()[2]
@@ -74,7 +74,7 @@ def test_a_spare_in_the_queue_takes_the_place_of_a_node_that_dies(cluster: Slurm
 
 def test_a_node_that_is_drained_leaves_well(cluster: SlurmCluster, tmp_path: Path) -> None:
     array = submit_array(
-        cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-3"
+        cluster, Site(tmp_path, dummy="run_surviving"), [*LOSES_NODES, "recovery.min_nodes=2", LONG], tasks="0-3"
     )
     array.await_records("started", 4)
     host = array.hosts()[2]
@@ -105,18 +105,18 @@ def test_the_next_console_goes_on_with_the_nodes_that_are_there(cluster: SlurmCl
 
 def test_a_console_that_comes_back_and_gets_nowhere_is_the_last(cluster: SlurmCluster, tmp_path: Path) -> None:
     site = Site(tmp_path, dummy="run_surviving", extra={"MFT_MAX_FRUITLESS": "1"})
-    array = submit_array(cluster, site, [*LOSES_NODES, "launch.min_nodes=2", LONG], tasks="0-2")
+    array = submit_array(cluster, site, [*LOSES_NODES, "recovery.min_nodes=2", LONG], tasks="0-2")
     array.await_records("started", 3)
     cluster.kill_node(array.hosts()[0])
     end = array.end()
-    assert end["reason"] == "1 attempts in a row made no progress: none came beyond iteration 0"
+    assert end["reason"] == "1 attempts in a row made no progress beyond iteration 0"
     assert end["exit_code"] == 8 and array.num_consoles == 1
     (attempt,) = array.attempts()
     assert (attempt["job_id"], attempt["exit_code"]) == (array.number, None)
 
 
 def test_a_console_that_is_cut_off_ends_before_the_next_begins(cluster: SlurmCluster, tmp_path: Path) -> None:
-    overrides = [*KEEPS_LAYOUT, "launch.restart_lost_nodes=true", LONG]
+    overrides = [*KEEPS_LAYOUT, "nodes.restart_lost_nodes=true", LONG]
     array = submit_array(cluster, Site(tmp_path, dummy="run_surviving"), overrides, tasks="0-2")
     array.await_records("started", 3)
     host = array.hosts()[0]
@@ -135,7 +135,7 @@ def test_a_console_that_is_cut_off_ends_before_the_next_begins(cluster: SlurmClu
     ("override", "message"),
     [
         ("training.train_iterations=-1", "training.train_iterations=-1: "),
-        ("launch.num_spare_nodes=3", "launch.node_launcher=none: needs an array of 7 tasks"),
+        ("nodes.num_spare_nodes=3", "launch.node_launcher=none: needs an array of 7 tasks"),
     ],
 )
 def test_a_refused_configuration_ends_all_tasks(

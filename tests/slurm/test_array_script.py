@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ConfigError, ControlError
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import wait_until
 from tests.helpers.programs import write_program
-from tests.helpers.slurm_cluster import wait_until
 
 PROGRAMS = {
     "squeue": """\

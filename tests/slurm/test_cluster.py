@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
 
 COUNT = 'hostname -i > "$1/$SLURMD_NODENAME.address"; while echo >> "$1/$SLURMD_NODENAME"; do sleep 0.1; done'
 

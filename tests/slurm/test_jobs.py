@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import Site, SlurmJob, submit
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 
 pytestmark = pytest.mark.timeout(300)
 
 LOSES_NODES = ["placement=overlap_search", "parallel.use_distributed_optimizer=false"]
-KEEPS_LAYOUT = ["launch.keep_layout=true", "snapshot=sparse_window", "parallel.use_distributed_optimizer=false"]
+KEEPS_LAYOUT = ["recovery.keep_layout=true", "snapshot=sparse_window", "parallel.use_distributed_optimizer=false"]
 
 
 def test_submit_checks_and_says_where_to_look(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_job_over_four_nodes_ends_well(cluster: SlurmCluster, tmp_path: Path) 
 
 
 def test_a_node_dies_and_the_others_train_on(cluster: SlurmCluster, tmp_path: Path) -> None:
-    overrides = [*LOSES_NODES, "launch.min_nodes=2", "training.train_iterations=500"]
+    overrides = [*LOSES_NODES, "recovery.min_nodes=2", "training.train_iterations=500"]
     job = submit(cluster, Site(tmp_path, dummy="run_surviving"), overrides)
     wait_until("all ranks have started", lambda: job.has("started", 4))
     cluster.kill_node(2)
@@ -63,8 +63,8 @@ def test_a_spare_takes_the_place_of_a_node_that_dies(cluster: SlurmCluster, tmp_
 
 
 def test_the_next_store_is_where_the_next_first_rank_is(cluster: SlurmCluster, tmp_path: Path) -> None:
-    fault = 'launch.failpoints=["kill(node=0,at_iteration=5,phase=\\"forward\\",generation=0)"]'
-    overrides = [*LOSES_NODES, "launch.min_nodes=2", "training.train_iterations=100", fault]
+    fault = 'testing.failpoints=["kill(node=0,at_iteration=5,phase=\\"forward\\",generation=0)"]'
+    overrides = [*LOSES_NODES, "recovery.min_nodes=2", "training.train_iterations=100", fault]
     job = submit(cluster, Site(tmp_path, dummy="run_surviving"), overrides)
     assert job.end()["exit_code"] == 0, job.words()
     following = job.records("reformed")[0]["next"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import SOON, SlurmJob
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import SOON, SlurmJob
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 

@@ -7,14 +7,14 @@ import pytest
 
 from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.slurm import calls
-from tests.helpers.slurm_cluster import SlurmCluster, wait_until
-from tests.helpers.slurm_jobs import Site, SlurmJob, submit
+from megatron_ft.testing.slurm_cluster import SlurmCluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, SlurmJob, submit
 
 pytestmark = pytest.mark.timeout(300)
 
 LONG = "training.train_iterations=100000"
 SOON_LOST = "detector.lost_controller_seconds=4"
-LOSES_NODES = ["placement=overlap_search", "parallel.use_distributed_optimizer=false", "launch.min_nodes=2"]
+LOSES_NODES = ["placement=overlap_search", "parallel.use_distributed_optimizer=false", "recovery.min_nodes=2"]
 REQUEUE_SECONDS = 120.0
 
 
@@ -77,7 +77,7 @@ def test_a_job_whose_batch_host_dies_is_requeued_by_the_nodes_that_are_left(
 def test_a_console_that_is_killed_is_followed_by_another(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, _site(tmp_path), [LONG], num_nodes=2)
     await_start(job, 1)
-    consoles = [p for p in cluster.processes(0) if "tests.helpers.dummy_door" in p.cmdline() and _is_child(p)]
+    consoles = [p for p in cluster.processes(0) if "megatron_ft.testing.dummy_entry" in p.cmdline() and _is_child(p)]
     assert len(consoles) == 1, consoles
     consoles[0].kill()
     await_start(job, 2)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 from tests.helpers.programs import write_program
 
 SBATCH = """\
@@ -20,12 +21,20 @@ echo "$((17 + number))"
 """
 
 
-def submit(folder: Path, *words: str, most_jobs: int = 9, **variables: str) -> "subprocess.CompletedProcess[str]":
+def submit(
+    folder: Path, *words: str, most_jobs: int = 9, has_slurm: bool = True, **variables: str
+) -> "subprocess.CompletedProcess[str]":
     """Submit jobs of four nodes whose dry run is a formality."""
     (folder / "jobs").mkdir()
-    write_program(folder, "sbatch", SBATCH)
+    path = f"{folder}:{os.environ['PATH']}"
+    if has_slurm:
+        write_program(folder, "sbatch", SBATCH)
+    else:  # this machine may have Slurm's commands
+        path = str(folder)
+        for program in ("bash", "true", "false"):
+            (folder / program).symlink_to(str(shutil.which(program)))
     environment = {name: text for name, text in os.environ.items() if not name.startswith("MFT_")}
-    environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "JOBS": str(folder / "jobs"), "MOST_JOBS": str(most_jobs)}
+    environment |= {"PATH": path, "JOBS": str(folder / "jobs"), "MOST_JOBS": str(most_jobs)}
     environment |= {"MFT_INTERFACE": "eth0", "MFT_PYTHON": "true", "MFT_RUNS": str(folder / "runs"), **variables}
     command = [sys.executable, "slurm/submit.py", "--nodes=4", *words, "run.name=first"]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
@@ -51,7 +60,7 @@ def test_it_says_where_a_run_is_that_has_a_folder_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("most_jobs", "said"), [(2, "\nof 3 jobs these were submitted, and stay: 17, 18\n"), (0, "\n")]
+    ("most_jobs", "said"), [(2, "\nof 3 jobs these were submitted and remain: 17, 18\n"), (0, "\n")]
 )
 def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: Path, most_jobs: int, said: str) -> None:
     done = submit(tmp_path, "--chain=3", most_jobs=most_jobs)
@@ -62,8 +71,8 @@ def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--queued=1"], "--queued is of --shape array"),
-        (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1, MFT_SPARE_NODES"),
+        (["--queued=1"], "--queued needs --shape array"),
+        (["--shape=array", "--queued=2"], r"--queued=2: must be in 0\.\.1 \(MFT_SPARE_NODES\)"),
         (["--shape=array", "--chain=0"], "--chain=0: must be at least 1"),
     ],
 )
@@ -77,3 +86,22 @@ def test_a_count_that_is_none_is_refused(tmp_path: Path) -> None:
     done = submit(tmp_path, MFT_SPARE_NODES="one")
     assert (done.returncode, done.stderr.partition(",")[0]) == (2, "MFT_SPARE_NODES=one: must be a whole number")
     assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_a_check_submits_and_writes_nothing_and_prints_the_command(tmp_path: Path) -> None:
+    done = submit(tmp_path, "--check", "data.train=[a b]", has_slurm=False)
+    assert done.returncode == 0, done.stderr
+    script, log = REPOSITORY / "slurm" / "pretrain.sbatch", f"{tmp_path / 'runs'}/slurm-%j.log"
+    words = f"sbatch --nodes=4 --output={log} {script} 'data.train=[a b]' run.name=first"
+    assert f"MFT_SITE={REPOSITORY / 'slurm' / 'site.env'} {words}\n" in done.stdout
+    assert list((tmp_path / "jobs").iterdir()) == [] and not (tmp_path / "runs").exists()
+
+
+def test_a_check_names_what_is_refused(tmp_path: Path) -> None:
+    done = submit(tmp_path, "--check", MFT_PYTHON="false")
+    assert (done.returncode, done.stderr) == (2, "the dry run refuses this job: nothing was submitted\n")
+
+
+def test_a_machine_without_slurm_is_named_before_the_dry_run(tmp_path: Path) -> None:
+    done = submit(tmp_path, has_slurm=False, MFT_PYTHON="false")
+    assert done.returncode == 2 and done.stderr.startswith("sbatch: must be a command here")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
-from tests.helpers.slurm_jobs import Site, submit
+from megatron_ft.testing.slurm_cluster import SlurmCluster, slurm_cluster, wait_until
+from megatron_ft.testing.slurm_jobs import Site, submit
 from tests.slurm.test_jobs import KEEPS_LAYOUT
 
-ASKS_SLURM = "launch.failure_domain_source=slurm_topology"
+ASKS_SLURM = "topology.failure_domain_source=slurm_topology"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_domains_are_read_where_the_job_starts(racks: SlurmCluster, tmp_path: Pa
     domains = ["rack0", "rack1", "rack0", "rack1"]
     assert all(record["domains"] == domains for record in told.values())
     assert [told[node]["peers"] for node in (0, 2)] == [[1], [1]], "not each other: they hang on one switch"
-    kept = yaml.safe_load((job.run_dir / "config.yaml").read_text())["launch"]
+    kept = yaml.safe_load((job.run_dir / "config.yaml").read_text())["topology"]
     assert (kept["failure_domains"], kept["failure_domain_source"]) == (domains, "listed")
     assert "rack0 (nodes 0, 2), rack1 (nodes 1, 3)" in job.log.read_text()
 

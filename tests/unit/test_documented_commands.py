@@ -23,7 +23,6 @@ import pytest
 import yaml
 
 import pretrain_moe
-from benchmarks.claims import load_claims
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.errors import ControlError
 from megatron_ft.events import Metrics, RanksReady, RunFinished, RunStarted
@@ -235,7 +234,7 @@ def test_blocks_of_commands_are_marked(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_within_sentences_exist(page: Path) -> None:
-    """Modules, scripts, targets and claims."""
+    """Modules, scripts and targets; claims: ``benchmarks/tests/test_claims.py``."""
     text = page.read_text(encoding="utf-8")
     modules = set(re.findall(r"`(?:srun \.\.\. )?python -m ([\w.]+)", text))
     modules = {module for module in modules if module != "MODULE" and not module.endswith(".")}  # `tools.<name>`
@@ -244,4 +243,3 @@ def test_commands_within_sentences_exist(page: Path) -> None:
     assert sorted(script for script in scripts if not (ROOT / script).exists()) == []
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert sorted(set(re.findall(r"`make ([a-z-]+)", text)) - targets) == []
-    assert sorted(set(re.findall(r"ID=([a-z][\w-]*)", text)) - load_claims().keys()) == []

@@ -9,14 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 
 import pretrain_moe
+from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.errors import EXIT_CODES, ConfigError
+from megatron_ft.control.run_id import make_run_id
+from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.corpus.indexed import IndexedWriter
+from megatron_ft.corpus.sources import fingerprint, plan_split
+from megatron_ft.corpus.tokenizers import build_tokenizer
+from megatron_ft.errors import EXIT_CODES, CheckpointError, ConfigError
 from megatron_ft.planning.devices import DeviceFacts
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.manifest import Manifest, write_manifest
 from tests.helpers.programs import write_program
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +150,7 @@ def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixtu
     ):
         assert pretrain_moe.main(["model=mixtral_8x7b", "training.device=cpu", "launch.ranks_per_node=8"]) == 2
     assert not launch.called
-    assert "launch.host_memory_bytes=null" in capsys.readouterr().err
+    assert "limits.host_memory_bytes=null" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="auto finds a GPU here")
@@ -162,7 +171,7 @@ def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.Captur
     assert all("found no GPU here" in line for line in lines)
 
 
-ELASTIC = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4", "launch.min_nodes=3")
+ELASTIC = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4", "recovery.min_nodes=3")
 GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8, gpu_memory_bytes=80 << 30)
 NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 
@@ -200,7 +209,7 @@ def test_a_recovery_that_gpus_refuse_ends_before_anything_starts(
     launch = machine(GPUS)
     for overrides in (ELASTIC, (*ELASTIC, "dry_run=true")):
         assert pretrain_moe.main(list(overrides)) == 2
-        assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
+        assert "must be cpu with recovery.min_nodes=3" in capsys.readouterr().err
     assert not launch.called
 
 
@@ -211,27 +220,35 @@ def test_a_dry_run_names_the_device_that_refuses_a_recovery(
     assert pretrain_moe.main([*ELASTIC, "dry_run=true"]) == 0
     text = capsys.readouterr().out
     assert "cost of a loss on cpu\n" in text
-    assert "note: on cuda this job is refused before it starts: training.device=cuda: must be cpu" in text
-    assert pretrain_moe.main([*ELASTIC, "dry_run=true", "launch.gpu_memory_bytes=80000000000"]) == 2
-    assert "must be cpu with launch.min_nodes=3" in capsys.readouterr().err
+    assert "note: on cuda this job would be refused before it starts: training.device=cuda: must be cpu" in text
+    assert pretrain_moe.main([*ELASTIC, "dry_run=true", "limits.gpu_memory_bytes=80000000000"]) == 2
+    assert "must be cpu with recovery.min_nodes=3" in capsys.readouterr().err
     assert pretrain_moe.main(["launch.num_nodes=4", "dry_run=true"]) == 0
-    assert "on cuda this job is also accepted" in capsys.readouterr().out
+    assert "on cuda this job would also be accepted" in capsys.readouterr().out
 
 
 def test_memory_of_gpus_is_compared_or_said_to_be_unchecked(
     machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    large = ["model=mixtral_8x7b", "training.device=cuda", "launch.host_memory_bytes=99000000000000"]
+    large = ["model=mixtral_8x7b", "training.device=cuda", "limits.host_memory_bytes=99000000000000"]
     launch = machine(GPUS)
     assert pretrain_moe.main(large) == 2
     refusal = capsys.readouterr().err
-    assert f"launch.gpu_memory_bytes={80 << 30}: must be at least" in refusal and "by nvidia-smi" in refusal
+    assert f"limits.gpu_memory_bytes={80 << 30}: must be at least" in refusal and "by nvidia-smi" in refusal
     assert not launch.called
     machine(NO_GPU)
     assert pretrain_moe.main([*large, "dry_run=true"]) == 0
     text = capsys.readouterr().out
-    assert ", not checked (launch.gpu_memory_bytes=null)" in text
-    assert "note: GPU memory is not checked: launch.gpu_memory_bytes=null; the largest rank needs" in text
+    assert ", not checked (limits.gpu_memory_bytes=null)" in text
+    assert "note: GPU memory is not checked, because limits.gpu_memory_bytes=null; the largest rank needs" in text
+
+
+def test_a_device_that_is_not_there_is_refused_before_data_are_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain_moe, "observe_here", lambda **_: NO_GPU)
+    assert pretrain_moe.main(["training.device=cuda", "data.train=[/no/such/data]"]) == ConfigError.exit_code
+    assert "training.device=cuda: needs a GPU" in capsys.readouterr().err
 
 
 def test_ranks_without_a_gpu_are_refused_before_they_start(
@@ -250,6 +267,58 @@ def test_ranks_without_a_gpu_are_refused_before_they_start(
     assert pretrain_moe.main(["launch.num_nodes=4", "training.global_batch_size=8", "launch.ranks_per_gpu=2"]) == 0
 
 
+@pytest.fixture
+def saved_run(tmp_path: Path) -> list[str]:
+    """A run with a checkpoint, as far as its manifest shows; the overrides that continue it."""
+    with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(200_000) % 250)
+    overrides = [f"data.train=[{tmp_path / 'text'}]", f"run.dir={tmp_path}", "run.name=first", "run.resume=must"]
+    config, _ = pretrain_moe.compose(overrides)
+    data = plan_split(config.data, config.model.seq_length, "train", build_tokenizer(config.data))
+    directory = tmp_path / "first" / "checkpoints" / directory_name(7)
+    directory.mkdir(parents=True)
+    manifest = Manifest(
+        run_id=make_run_id(tmp_path / "first", is_older=False).run_id,
+        run_name="first",
+        generation=0,
+        topology={"world_size": 1},
+        iteration=7,
+        consumed_samples=0,
+        settings=settings_of(config, data_fingerprint=fingerprint(data), vocab_size=resolve_vocab_size(config)),
+        software={},
+        files=(),
+    )
+    write_manifest(directory, manifest)
+    return overrides
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["optimizer.lr=0.5", "model.num_layers=6"], ["optimizer.lr: was 0.001, now 0.5", "model.num_layers: was"]),
+        (["data.seed=77"], ["data.seed: was 1234, now 77"]),
+    ],
+)
+def test_a_resume_with_other_settings_is_refused_before_anything_starts(
+    saved_run: list[str], changed: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch:
+        assert pretrain_moe.main([*saved_run, *changed]) == CheckpointError.exit_code
+        assert not launch.called
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "was written with other settings" in line]
+        assert line.startswith("error: ") and all(text in line for text in named)
+        assert pretrain_moe.main([*saved_run, "launch.num_nodes=2", "telemetry.log_interval_iterations=3"]) == 0
+        assert launch.called, "the layout and what is reported are free"
+
+
+def test_a_dry_run_refuses_a_resume_with_other_settings(
+    saved_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain_moe.main([*saved_run, "optimizer.lr=0.5", "dry_run=true"]) == CheckpointError.exit_code
+    assert "optimizer.lr: was" in capsys.readouterr().err
+    assert pretrain_moe.main([*saved_run, "dry_run=true"]) == 0
+
+
 def test_a_missing_compiler_is_refused_before_ranks_start(
     machine: Callable[[DeviceFacts], mock.Mock], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,7 +326,8 @@ def test_a_missing_compiler_is_refused_before_ranks_start(
     launch, job = machine(NO_GPU), ["placement=spread", "launch.num_nodes=4"]
     refusal = "placement.dispatch_backend=auto: no compiler found for cpp (tried no-such-compiler); install a C++17"
     assert pretrain_moe.main(job) == 2
-    assert refusal in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert refusal in refused and "placement.dispatch_backend=reference" in refused
     assert not launch.called
     assert pretrain_moe.main([*job, "dry_run=true"]) == 0
     assert f"note: {refusal}" in capsys.readouterr().out
@@ -274,7 +344,7 @@ def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs
     page = (ROOT / "slurm" / "README.md").read_text()
     (command,) = re.findall(r"^python3 slurm/submit\.py --nodes (\d+) (.*)$", page, re.MULTILINE)
     (ranks_per_node,) = re.findall(r"MFT_RANKS_PER_NODE=(\d+)$", page, re.MULTILINE)
-    sizes = [f"launch.num_nodes={command[0]}", "launch.num_spare_nodes=0", f"launch.ranks_per_node={ranks_per_node}"]
+    sizes = [f"launch.num_nodes={command[0]}", "nodes.num_spare_nodes=0", f"launch.ranks_per_node={ranks_per_node}"]
     machine(NO_GPU)
     assert pretrain_moe.main(["launch=slurm", *sizes, *command[1].split(), "dry_run=true", "dry_run_format=json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -303,9 +373,9 @@ def test_a_dry_run_shows_the_first_placement_and_its_json_is_a_script(
     (tmp_path / "first.json").write_text(json.dumps(placement))
     assert pretrain_moe.main([*replicas, "placement.schedule=['1:first.json']"]) == 0
     text = capsys.readouterr().out
-    assert "4 in each mixture layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
-    assert "used after a loss       no: launch.min_nodes=null: the loss of a node ends the job" in text
-    survives = ["launch.min_nodes=3", "parallel.use_distributed_optimizer=false"]
+    assert "4 in each MoE layer: 16 on 4 ranks for 8 experts" in text and "weights left" in text
+    assert "used after a loss       no: recovery.min_nodes=null: the loss of a node ends the job" in text
+    survives = ["recovery.min_nodes=3", "parallel.use_distributed_optimizer=false"]
     assert pretrain_moe.main([*replicas, *survives]) == 0
     text = capsys.readouterr().out
     assert "weights survive" in text and "used after a loss" not in text
@@ -356,11 +426,13 @@ def test_domains_that_slurm_names_are_in_the_configuration_that_is_kept(
 ) -> None:
     write_program(tmp_path, "scontrol", "echo SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[0-1]")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    given = pretrain_moe.compose(["launch=slurm", "launch.num_nodes=2", "launch.failure_domain_source=slurm_topology"])
+    given = pretrain_moe.compose(
+        ["launch=slurm", "launch.num_nodes=2", "topology.failure_domain_source=slurm_topology"]
+    )
     for name, value in (("SLURM_JOB_ID", "17"), ("SLURM_JOB_NODELIST", "node[0-1]")):
         monkeypatch.setenv(name, value)
     config, config_yaml = pretrain_moe.read_failure_domains(*given)
-    assert config.launch.failure_domains == ["s1", "s1"]
+    assert config.topology.failure_domains == ["s1", "s1"]
     assert yaml.safe_load(config_yaml) == to_dict(config)
     assert "s1 (nodes 0, 1)" in capsys.readouterr().err
     asked = dataclasses.replace(given[0], dry_run=True)

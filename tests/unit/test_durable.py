@@ -1,4 +1,4 @@
-"""Files that are replaced: whoever looks has one of them whole, also after the machine has died."""
+"""Files that are replaced, and lines that are appended: a reader finds them whole, also after a writer was killed."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.durable import replace_file
+from megatron_ft.durable import append_line, replace_file
 from tests.helpers.disk import note_steps
 
 
@@ -54,3 +54,14 @@ def test_its_mode_is_what_the_mask_leaves(tmp_path: Path, mode: int, found: int)
     finally:
         os.umask(mask)
     assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == found
+
+
+@pytest.mark.parametrize("half", [b"x", b'{"generation": 2, "rea', b"x" * 200_000])
+@pytest.mark.parametrize("before", [b"", b'{"generation": 1}\n', b"y" * 70_000 + b"\n"])
+def test_a_line_is_not_appended_to_half_a_line(tmp_path: Path, before: bytes, half: bytes) -> None:
+    """A controller that is killed while it writes a decision leaves one; its successor decides the same again."""
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(before + half)
+    append_line(path, b'{"generation": 2}\n')
+    append_line(path, b'{"generation": 3}\n')
+    assert path.read_bytes() == before + b'{"generation": 2}\n{"generation": 3}\n'

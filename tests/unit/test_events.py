@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron_ft import events
+from megatron_ft.records import OtherRecord, read_record
 from tests.helpers.example_records import example_of
 from tools.document_telemetry import field_meanings
 
@@ -68,7 +69,7 @@ def test_metrics_lie_flat_and_keep_integers() -> None:
         ({"kind": "evaluation", "iteration": True, "loss": 1.0}, "evaluation.iteration=True: must be int"),
         ({"kind": "evaluation", "iteration": 1, "loss": "low"}, "evaluation.loss='low'"),
         ({"kind": "evaluation", "iteration": 1, "loss": True}, "evaluation.loss=True"),
-        ({"kind": "evaluation", "iteration": 1, "loss": 1.0, "mood": 1}, "evaluation.mood: is no field"),
+        ({"kind": "evaluation", "iteration": 1, "loss": 1.0, "mood": 1}, "evaluation.mood: is not a field"),
         ({"kind": "expert_load", "iteration": 1, "layers": [[1, 2.5]]}, "expert_load.layers=2.5"),
         ({"kind": "expert_load", "iteration": 1, "layers": 7}, "must be list of list of int"),
         ({"kind": "metrics", "loss": 1.0}, "metrics.iteration: is required"),
@@ -78,6 +79,42 @@ def test_metrics_lie_flat_and_keep_integers() -> None:
 def test_what_does_not_fit_is_refused(record: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         events.Record.from_record(record)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ({"kind": "lunch_served", "menu": "soup", "guests": [1, 2]}, 'lunch served: menu="soup", guests=[1, 2]'),
+        ({"kind": "lunch_served", "time_unix_seconds": 12.5}, "lunch served"),
+        ({"kind": "lunch_served", "menu": "x" * 300}, 'lunch served: menu="' + "x" * 194 + "..."),
+    ],
+)
+def test_a_kind_of_another_package_is_kept(line: dict[str, object], shown: str) -> None:
+    found = read_record(line)
+    assert found == OtherRecord(
+        name="lunch_served",
+        time_unix_seconds=line.get("time_unix_seconds"),  # type: ignore[arg-type]
+        values={name: value for name, value in line.items() if name not in ("kind", "time_unix_seconds")},
+    )
+    assert (found.kind, found.to_record(), found.describe()) == ("lunch_served", line, events.Note("info", shown))
+    assert "lunch_served" not in events.RECORDS and "other_record" not in events.RECORDS
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({}, "kind=None"),
+        ({"kind": 7}, "kind=7"),
+        ({"kind": "no kind"}, "kind='no kind'"),
+        ({"kind": "x" * 101}, "kind='xxx"),
+        ({"kind": "lunch_served", "time_unix_seconds": "noon"}, "lunch_served.time_unix_seconds='noon'"),
+        ({"kind": "evaluation", "iteration": 1}, "evaluation.loss: is required"),
+    ],
+)
+def test_a_line_that_is_no_record_is_refused(line: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_record(line)
     assert message in str(caught.value)
 
 

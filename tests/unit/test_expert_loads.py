@@ -83,7 +83,7 @@ def test_json_refused(tmp_path: Path, content: str, message: str) -> None:
     [
         ("0,a,encoder,1,0,5,9\n0,a,encoder,1,1", "line 3: lacks assigned_tokens"),
         ("0,a,encoder,1,0,5,9\n0,a,encoder,1,0,5,9\n", "line 3: repeats"),
-        ("0,a,encoder,1,0,5,9\n1,a,encoder,1,1,5,9\n", "has 2 rows: must have one for each"),
+        ("0,a,encoder,1,0,5,9\n1,a,encoder,1,1,5,9\n", "has 2 rows: must have 4, one for each"),
         ("0,a,middle,1,0,5,9\n", "stage=middle"),
         ("0,a,encoder,1,0,-5,9\n", "assigned_tokens=-5"),
         ("0,a,encoder,1,0,x,9\n", "line 2"),

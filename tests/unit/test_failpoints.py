@@ -51,7 +51,7 @@ def test_a_spec_is_read() -> None:
         ("kill(phase='data') or kill(phase='data')", "one call"),
         ("kill(phase='data')(phase='data')", "one call"),
         ("exit(phase='data')", "must give code"),
-        ("exit(phase='data', code=256)", "between 0 and 255"),
+        ("exit(phase='data', code=256)", "from 0 to 255"),
         ("delay(phase='data')", "must give seconds"),
         ("kill(phase='data', seconds=1.0)", "no keyword seconds"),
         ("kill(phase='data', rank=1, rank=2)", "must give rank once"),
@@ -61,7 +61,7 @@ def test_bad_specs_are_refused_by_name(text: str, word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert word in str(caught.value)
-    assert "launch.failpoints=" in str(caught.value)
+    assert "testing.failpoints=" in str(caught.value)
 
 
 def test_a_fault_happens_once_where_it_was_asked_for_and_is_recorded_first() -> None:
@@ -231,5 +231,5 @@ def test_a_rank_is_that_of_the_generation_that_is_named_else_the_first(
 
 
 def test_no_pass_before_the_first() -> None:
-    with pytest.raises(ConfigError, match="passes of at least 1"):
+    with pytest.raises(ConfigError, match="passes, at least 1"):
         failpoints.parse('kill(phase="forward", passes=0)')

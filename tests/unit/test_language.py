@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.source import ROOT
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 
 NOT_YET: tuple[str, ...] = ()
 """Files and folders that are not rewritten yet."""

@@ -1,8 +1,8 @@
-"""Stage ``abort``: a rank is killed, or stopped, inside an all-reduce. Survivors abort their communicators, continue
-in
-the same process and form groups again without the lost rank.
+"""Stage ``abort``: kills or stops a rank inside an all-reduce.
 
-A stopped rank stands for a peer that does not answer over NVLink or InfiniBand, where nothing closes a connection.
+The other ranks must abort their communicators, continue in the same process, and form groups again without the lost
+rank. A stopped rank stands for a peer that does not answer over NVLink or InfiniBand, where nothing closes a
+connection.
 """
 
 import os
@@ -22,7 +22,7 @@ from tools.gpu.transports import Transport, find_transport, join
 
 WORLD_SIZE, SHORT_WORLD_SIZE = 4, 3
 NUM_ELEMENTS = 1 << 25
-"""Size of the all-reduce in which a rank is lost: far more than sockets buffer."""
+"""Number of elements of the all-reduce in which a rank is lost. It is far more than sockets buffer."""
 UNTOUCHED_ELEMENTS, SHORT_UNTOUCHED_ELEMENTS = 1 << 28, 1 << 16
 TRIAL_SECONDS = 60.0
 BLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}
@@ -44,16 +44,17 @@ def run(day: Day) -> None:
 
 
 def surviving() -> dict[str, str]:
-    """Return variables of a job on CUDA that may lose nodes: under torch's defaults a rank ends with its
+    """Return environment variables for a CUDA job that may lose nodes. With torch's defaults, a rank ends with its
     communicators."""
     job = JobConfig()
     job.training.device = "cuda"
-    job.launch.num_nodes, job.launch.min_nodes = 2, 1
+    job.launch.num_nodes, job.recovery.min_nodes = 2, 1
     return rank_environment(job)
 
 
 def _record_defaults(day: Day, transport: Transport) -> None:
-    """Record the fate of survivors under torch's own settings: the reason for the others. Not judged."""
+    """Record what happens to the other ranks under torch's defaults, to show why other settings are needed. Not
+    judged."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
     except RuntimeError as error:
@@ -64,10 +65,10 @@ def _record_defaults(day: Day, transport: Transport) -> None:
 def run_trial(
     day: Day, transport: Transport, how: str, variables: dict[str, str], *, judged: bool = True
 ) -> dict[str, Any]:
-    """Lose the last rank inside a collective: figures of the slowest survivor.
+    """Lose the last rank inside a collective. Return the figures of the slowest remaining rank.
 
     Raises:
-        RuntimeError: a survivor raised, ended or did not answer.
+        RuntimeError: a remaining rank raised, ended or did not answer.
     """
     world_size = WORLD_SIZE if day.has_gpu else SHORT_WORLD_SIZE
     untouched = UNTOUCHED_ELEMENTS if day.has_gpu else SHORT_UNTOUCHED_ELEMENTS
@@ -105,10 +106,10 @@ def run_trial(
 def _judge(day: Day, how: str, reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
         where = f"{how}, rank {rank}"
-        day.check(report["was_inside"], f"{where}: the all-reduce had ended before the rank was lost")
-        day.check(report["device_works"], f"{where}: the device computes something else after the abort")
-        day.check(report["same_bits"], f"{where}: tensors that no collective used have changed")
-        day.check(report["sum_is_right"], f"{where}: the new group adds up to something else")
+        day.check(report["was_inside"], f"{where}: the all-reduce had completed before the rank was lost")
+        day.check(report["device_works"], f"{where}: the device computes other results after the abort")
+        day.check(report["same_bits"], f"{where}: tensors outside of collectives have changed")
+        day.check(report["sum_is_right"], f"{where}: the new group gives a wrong sum")
 
 
 def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,10 +122,10 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _wait_until_lost(lost: ranks.RankProcess, how: str, deadline: float) -> None:
-    """Wait until the rank is gone, or in the state of a stopped process.
+    """Wait until the rank is gone or, if ``how`` stops it, until the process is stopped.
 
     Raises:
-        RuntimeError: it continues.
+        RuntimeError: the rank continues.
     """
     while time.monotonic() < deadline:
         if how == "killed" and not lost.process.is_alive():
@@ -143,7 +144,7 @@ def _state(process_id: int | None) -> str:
 def be_rank(
     place: ranks.Place, pipe: Connection, *, backend: str, device_type: str, how: str, untouched: int
 ) -> dict[str, Any]:
-    """A rank of a trial; the last one is lost and never returns."""
+    """Run one rank of a trial. The last rank is lost and never returns."""
     import torch
     import torch.distributed as dist
 
@@ -203,7 +204,7 @@ def be_rank(
 
 
 class _Breaker(threading.Thread):
-    """Aborts all communicators of this process on the stage's request, while the main thread waits in one of them."""
+    """Aborts all communicators of this process on request, while the main thread waits in a collective."""
 
     def __init__(self, pipe: Connection, transports: Any) -> None:
         super().__init__(name="breaker", daemon=True)
@@ -211,7 +212,7 @@ class _Breaker(threading.Thread):
         self.began = self.ended = 0.0
 
     def run(self) -> None:
-        """Wait for the request, then break connections of gloo and communicators of NCCL."""
+        """Wait for the request, then break the connections of gloo and the communicators of NCCL."""
         import torch.distributed as dist
 
         self._pipe.recv()
@@ -222,7 +223,8 @@ class _Breaker(threading.Thread):
 
 
 def _wait_for(tensor: Any, device: Any) -> str:
-    """All-reduce with a rank that is lost in it: the type of what is raised, empty where it returns."""
+    """Run an all-reduce with a rank that is lost in it. Return the type of the exception; empty if it returns
+    normally."""
     import torch.distributed as dist
 
     try:
@@ -247,7 +249,7 @@ def _is_untouched(bystander: Any) -> bool:
 
 
 def _used_bytes(device: Any) -> int:
-    """Memory in use on the device, of all its processes; of this process on a CPU."""
+    """Return the memory in use on the device by all processes. On a CPU, return that of this process."""
     import psutil
     import torch
 

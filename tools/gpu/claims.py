@@ -1,6 +1,6 @@
-"""Stages of the call ``speed``: each measures the claim that it is named after, keeps the result and judges it.
+"""Stages of the call ``speed``. Each measures the claim of the same name, keeps the result and judges it.
 
-Without a GPU it runs the claim's quick variant on the CPU and does not judge what that measures.
+Without a GPU, a stage runs the quick variant of the claim on the CPU and does not judge the result.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from benchmarks.prove import FIELDS, prove
 from tools.gpu.day import Day
 
 RESERVE_SECONDS = 15.0
-"""Time for a script that takes too long to be stopped, and for its result."""
+"""Time reserved to stop a script that takes too long, and to write the result."""
 
 
 def run(day: Day) -> None:
@@ -29,7 +29,7 @@ def run(day: Day) -> None:
     result = json.loads(out.read_text(encoding="utf-8"))
     day.record(quick_figure=result["figure"], counts=result["counts"])
     day.check(all(field in result for field in FIELDS), f"a result has {', '.join(FIELDS)}; this one {sorted(result)}")
-    day.check(result["id"] == claim.id, f"the result is of {result['id']}")
+    day.check(result["id"] == claim.id, f"the result belongs to {result['id']}")
     day.check(result["threshold"] == claim.threshold, f"measured against {result['threshold']!r}")
     day.check(not result["details"].get("problems"), f"{result['details'].get('problems')}")
-    day.lacks("the claim", "it is measured on a GPU")
+    day.lacks("the claim", "the claim is measured on a GPU")

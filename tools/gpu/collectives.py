@@ -1,4 +1,5 @@
-"""Stage ``smoke``: several ranks on the device run every collective that training uses, checked and timed."""
+"""Stage ``smoke``: several ranks on the device run every collective that training uses. Results are checked and
+timed."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ def run(day: Day) -> None:
     """Find a transport and run every collective over it."""
     transport = find_transport(day)
     if transport.backend != "nccl":
-        day.lacks("NCCL", "none of its ways to share a GPU works here")
+        day.lacks("NCCL", "no way to share a GPU works on this machine")
     world_size = WORLD_SIZE if day.has_gpu else SHORT_WORLD_SIZE
     repeats = REPEATS if day.has_gpu else SHORT_REPEATS
     reports = ranks.run_ranks(
@@ -35,7 +36,7 @@ def run(day: Day) -> None:
 
 
 def be_rank(place: ranks.Place, pipe: Any, *, backend: str, device_type: str, repeats: int) -> dict[str, Any]:
-    """Run each collective several times on one rank: median seconds, and errors of its result."""
+    """Run each collective several times on one rank. Return median seconds and errors of the results."""
     import torch
 
     join(place, backend)
@@ -85,7 +86,7 @@ def _all_gather(place: ranks.Place, device: Any) -> bool:
 
 
 def _all_to_all(place: ranks.Place, device: Any) -> bool:
-    """Rank i sends j + 1 rows to rank j, filled with its number."""
+    """Check an all-to-all in which rank i sends j + 1 rows with the value i to rank j."""
     import torch
     import torch.distributed as dist
 
@@ -109,7 +110,7 @@ def _reduce_scatter(place: ranks.Place, device: Any) -> bool:
 
 
 def _point_to_point(place: ranks.Place, device: Any) -> bool:
-    """Every rank sends to the next one and receives from the one before."""
+    """Check that every rank can send to the next rank and receive from the previous one."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
-"""Context and reports of a stage: figures, problems, and parts that it could not run.
+"""Context and reports of a stage: figures, problems, and parts that cannot run on this machine.
 
-All three are appended to a file at once, so a killed stage leaves its findings.
+All three are appended to a file at once, so that the findings of a killed stage remain.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 GPU_DAY = "MEGATRON_FT_GPU_DAY"
-"""Environment variable: with 1, a part that cannot be run has failed. Set for every stage that sees a GPU."""
+"""Environment variable. With 1, a part that cannot run counts as failed. It is set for every stage that sees a GPU."""
 REPORT = "report.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """One stage's side of a call."""
+    """Context of one stage."""
 
     device_type: str
-    """``cuda`` or ``cpu``. On a CPU stages run the same code on small sizes."""
+    """``cuda`` or ``cpu``. On a CPU, stages run the same code with small sizes."""
     folder: Path
     """Folder of this stage: its log, its report and its files."""
     shared: Path
@@ -33,27 +33,27 @@ class Day:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether stages run on a GPU."""
+        """Return whether stages run on a GPU."""
         return self.device_type == "cuda"
 
     @property
     def remaining_seconds(self) -> float:
-        """Time until the stage is killed."""
+        """Return the time until the stage is killed."""
         return self.deadline - time.monotonic()
 
     def record(self, **figures: Any) -> None:
-        """Report figures by name: JSON values."""
+        """Report figures by name, as JSON values."""
         self._append({"figures": figures})
         print(json.dumps(figures, default=str), flush=True)
 
     def check(self, holds: bool, problem: str) -> None:
-        """Report a problem unless ``holds``; the stage continues, and has failed."""
+        """Report a problem unless ``holds``. The stage continues but has failed."""
         if not holds:
             self._append({"problem": problem})
             print(f"PROBLEM {problem}", flush=True)
 
     def lacks(self, part: str, reason: str) -> None:
-        """Report that a part cannot be run here; under ``MEGATRON_FT_GPU_DAY=1`` that is a problem."""
+        """Report that a part cannot run here. With ``MEGATRON_FT_GPU_DAY=1`` this is a problem."""
         if os.environ.get(GPU_DAY) == "1":
             self.check(False, f"{part} was not run: {reason}")
         else:
@@ -61,7 +61,7 @@ class Day:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Report exceptions in a part of the stage as problems, so that the other parts are run."""
+        """Report exceptions in a part of the stage as problems, so that the other parts still run."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the day continues and the report names it
@@ -74,13 +74,13 @@ class Day:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error by type and message, shortened at its beginning: the end has the cause."""
+    """Describe an error by type and message. Only the end of a long message is kept, because it has the cause."""
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= 1000 else f"{text[:200]} ... {text[-800:]}"
 
 
 def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Read figures, problems and parts not run that a stage has reported so far."""
+    """Return figures, problems and skipped parts that a stage has reported so far."""
     figures: dict[str, Any] = {}
     problems, not_run = [], []
     path = folder / REPORT
@@ -93,7 +93,7 @@ def read_report(folder: Path) -> tuple[dict[str, Any], list[str], list[str]]:
 
 
 def find_device_type() -> str:
-    """Return ``cuda`` where torch sees a GPU. Asks the driver's library, so this process can still be forked."""
+    """Return ``cuda`` if torch sees a GPU. Asks the driver's library, so that this process can still be forked."""
     import torch
 
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"

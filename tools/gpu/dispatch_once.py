@@ -1,4 +1,4 @@
-"""Runs one small dispatch with every kernel, under a sanitizer, and compares it with the reference.
+"""Runs one small dispatch with every kernel under a sanitizer, and compares the result with the reference.
 
 python -m tools.gpu.dispatch_once cuda
 """
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ft.runtime.dispatch.backend import open_backend
-from tests.helpers.routing import make_routing, plan_all
+from megatron_ft.testing.routing import make_routing, plan_all
 
 HIDDEN = 40
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Dispatch with the named backend; 0 when its bits equal the reference's."""
+    """Run a dispatch with the named backend. Return 0 if it gives the same bits as the reference."""
     name = arguments[0]
     return 0 if dispatch(name, "cuda" if name == "cuda" else "cpu") else 1
 

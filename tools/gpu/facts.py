@@ -1,4 +1,4 @@
-"""Stage ``facts``: software, imports, and the upper limits that all other figures are judged by."""
+"""Stage ``facts``: reports software, imports, and the upper limits with which all other figures are compared."""
 
 import mmap
 import os
@@ -34,9 +34,7 @@ def run(day: Day) -> None:
     with day.part("the devices"):
         found = num_visible_gpus()
         day.record(visible_gpus=found)
-        day.check(
-            (found > 0) == day.has_gpu, f"the project finds {found} GPUs by the driver's files, torch another number"
-        )
+        day.check((found > 0) == day.has_gpu, f"the driver's files show {found} GPUs, but torch finds another number")
     device = torch.device(day.device_type)
     with day.part("the device's context"):
         began = time.perf_counter()
@@ -74,7 +72,7 @@ def _last_line(*command: str) -> str | None:
 
 
 def _output(command: tuple[str, ...]) -> list[str]:
-    """Return the lines that a program prints; none where it is not installed or fails."""
+    """Return the lines that a program prints; empty if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -92,18 +90,19 @@ def _limits() -> dict[str, Any]:
 
 
 def _imports(day: Day) -> None:
-    """Report the duration of imports, and check that a process after them can be forked."""
+    """Report how long imports take, and check that a process can be forked after them."""
     day.record(import_seconds=warm.seconds)
     day.check(not warm.problem, f"imports failed: {warm.problem}")
-    day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA: ranks cannot be forked after them")
+    day.check(not torch.cuda.is_initialized(), "imports have initialised CUDA, so ranks cannot be forked")
     # The parent is the fork server; in an interpreter of its own, this process has imported by itself.
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     day.record(fork_server_threads=threads)
-    day.check(threads == 1, f"{threads} threads after the imports: such a process must not be forked")
+    day.check(threads == 1, f"{threads} threads run after the imports, so the process must not be forked")
 
 
 def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Measure bytes per second from the device into pageable and into pinned memory, and by the project's probe."""
+    """Measure bytes per second from the device into pageable memory, into pinned memory, and with the project's
+    probe."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     targets = {"pageable": torch.ones(num_bytes, dtype=torch.uint8)}
     if device.type == "cuda":
@@ -118,7 +117,8 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Measure the costs of a window's memory: populate, pin, copy, unpin; and whether other threads run meanwhile."""
+    """Measure the costs of a window's memory: populate, pin, copy, unpin. Also measure whether other threads run
+    meanwhile."""
     descriptor = os.memfd_create("facts")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -148,7 +148,7 @@ def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 class _Ticks:
-    """The longest time that another thread did not run within the block."""
+    """Measures the longest time within a block in which another thread did not run."""
 
     def __enter__(self) -> "_Ticks":
         self.longest_seconds = 0.0
@@ -170,7 +170,7 @@ class _Ticks:
 
 
 def _ceilings(device: torch.device, num_bytes: int, size: int) -> dict[str, float]:
-    """Measure bytes per second of a copy on the device (read and written), and operations per second of a bf16
+    """Measure bytes per second of a copy on the device (read and written) and operations per second of a bf16
     product."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -1,6 +1,7 @@
-"""Stage ``parallel``: layouts over several ranks on the device give the numbers of one rank on the CPU and the same
-bits
-twice, also where gradients are reduced during the backward pass.
+"""Stage ``parallel``: trains in several parallel layouts on the device.
+
+Each layout must give the numbers of one rank on the CPU, and the same bits when it runs twice. This includes layouts
+that reduce gradients during the backward pass.
 """
 
 from typing import Any
@@ -21,9 +22,9 @@ LAYOUTS: dict[str, Layout] = {
 }
 SHORT_LAYOUTS = ("EP=2",)
 FIRST_TOLERANCE = 1e-5
-"""Relative difference of the first iteration, before which all have the same state."""
+"""Tolerance of the first iteration, relative. All runs have the same state before it."""
 TOLERANCE = 1e-2
-"""Tolerance of all iterations: a choice of experts that flips at rounding makes runs differ."""
+"""Tolerance of all iterations, relative. Runs differ because rounding can change the choice of an expert."""
 
 
 def run(day: Day) -> None:
@@ -37,7 +38,7 @@ def run(day: Day) -> None:
 
 
 def _on_cpu(day: Day) -> dict[str, Any]:
-    """Compute one rank on the CPU, in a process without a GPU."""
+    """Train one rank on the CPU, in a process without a GPU."""
     config, seconds = ranks.config_for("cpu", MODEL), day.remaining_seconds - 10
     if day.has_gpu:
         jobs = {"one": {"config": config, "world_size": 1}}
@@ -53,13 +54,15 @@ def _compare(day: Day, transport: Transport, name: str, expected: dict[str, Any]
     day.record(
         **{name: {"difference": worst, "first": at_first, "same_bits": all(same), "seconds": first[0]["seconds"]}}
     )
-    day.check(at_first <= FIRST_TOLERANCE, f"{name}: first loss {at_first:.2e} from one rank's")
-    day.check(worst <= TOLERANCE, f"{name}: {worst:.2e} from one rank")
-    day.check(all(same), f"{name}: ranks {[rank for rank, equal in enumerate(same) if not equal]} differ between runs")
+    day.check(at_first <= FIRST_TOLERANCE, f"{name}: the first loss differs by {at_first:.2e} from that of one rank")
+    day.check(worst <= TOLERANCE, f"{name}: losses differ by {worst:.2e} from those of one rank")
+    day.check(
+        all(same), f"{name}: the ranks {[rank for rank, equal in enumerate(same) if not equal]} differ between two runs"
+    )
 
 
 def train(day: Day, transport: Transport, world_size: int, parallel: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train on every rank of a layout; returns their results."""
+    """Train on every rank of a layout. Return the results of the ranks."""
     overrides = {**MODEL, **parallel}
     if day.has_gpu and transport.backend != "nccl":
         overrides["parallel.device_backend"] = transport.backend

@@ -1,7 +1,7 @@
-"""Runs a function on every rank of a small job on one device, and the function most stages run: a few iterations.
+"""Runs a function on every rank of a small job on one device. Most stages run ``train``, a few iterations.
 
-``python -m tools.gpu.ranks SPEC OUT`` is a job in an interpreter of its own: on a machine with a GPU, the job on the
-CPU that others are compared with, for a process set up for one device cannot use another.
+``python -m tools.gpu.ranks SPEC OUT`` runs a job in another interpreter. A machine with a GPU needs this for the CPU
+job with which others are compared: a process set up for one device cannot use another.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ITERATIONS = 5
 JOB_SECONDS = 120.0
-"""Limit of one job in an interpreter of its own."""
+"""Limit of one job in another interpreter."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank's place in its job."""
+    """Rank and job of a process."""
 
     rank: int
     world_size: int
@@ -56,13 +56,13 @@ class RankProcess:
         theirs.close()
 
     def receive(self, deadline: float) -> Any:
-        """Receive the rank's next report.
+        """Receive the next report of the rank.
 
         Raises:
-            RuntimeError: the rank raised (its traceback is the message), ended, or reported nothing by the deadline.
+            RuntimeError: the rank raised (the message is its traceback), ended, or reported nothing by the deadline.
         """
         if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise RuntimeError(f"rank {self.rank} reported nothing in time")
+            raise RuntimeError(f"rank {self.rank} did not report in time")
         try:
             answer = self.pipe.recv()
         except EOFError:
@@ -73,7 +73,7 @@ class RankProcess:
         return answer["result"]
 
     def end(self) -> None:
-        """Kill it, whatever its state."""
+        """Kill the rank, whatever its state."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -82,7 +82,7 @@ class RankProcess:
 def start_ranks(
     entry: str, *, world_size: int, arguments: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ()
 ) -> list[RankProcess]:
-    """Fork all ranks. ``entry`` is ``module:function``, called with the place, the pipe and the arguments."""
+    """Fork all ranks. ``entry`` is ``module:function``. The function gets the place, the pipe and the arguments."""
     port = free_port("127.0.0.1")
     places = [Place(rank=rank, world_size=world_size, port=port) for rank in range(world_size)]
     sets = environments or [{}] * world_size
@@ -97,10 +97,10 @@ def run_ranks(
     seconds: float,
     environments: Sequence[Mapping[str, str]] = (),
 ) -> list[Any]:
-    """Run all ranks; returns their results in rank order.
+    """Run all ranks. Return the results in rank order.
 
     Raises:
-        RuntimeError: of the first rank that raised, ended or took longer than ``seconds``.
+        RuntimeError: a rank raised, ended or took longer than ``seconds``. The error of the first such rank is raised.
     """
     deadline = time.monotonic() + seconds
     ranks = start_ranks(entry, world_size=world_size, arguments=arguments, environments=environments)
@@ -115,15 +115,15 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
     """Receive the next report of each rank, in rank order.
 
     Raises:
-        RuntimeError: of the first rank that raised or ended, for others may wait for it. Or some rank reported nothing
-            by the deadline.
+        RuntimeError: a rank raised or ended, or some rank reported nothing by the deadline. The first rank that raised
+            or ended is named, because others may wait for it.
     """
     waiting, results = {rank.pipe: rank for rank in ranks}, {}
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             names = ", ".join(str(rank.rank) for rank in waiting.values())
-            raise RuntimeError(f"of {len(ranks)} ranks these reported nothing in time: {names}")
+            raise RuntimeError(f"of {len(ranks)} ranks, these did not report in time: {names}")
         for pipe in ready:
             rank = waiting.pop(pipe)
             results[rank.rank] = rank.receive(deadline)
@@ -133,14 +133,14 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
 def run_apart(
     jobs: Mapping[str, Mapping[str, Any]], *, folder: Path, seconds: float, sees_gpu: bool = False
 ) -> dict[str, list[Any]]:
-    """Train jobs in an interpreter of its own: results of their ranks, by name.
+    """Train jobs in another interpreter. Return the results of the ranks by job name.
 
     Args:
-        jobs: name to ``config``, ``world_size`` and, where ranks need variables, ``environments``.
-        sees_gpu: otherwise the jobs are on the CPU, also on a machine with a GPU.
+        jobs: Job name to ``config``, ``world_size`` and, if ranks need variables, ``environments``.
+        sees_gpu: If False, the jobs run on the CPU even on a machine with a GPU.
 
     Raises:
-        RuntimeError: a job failed; the message is the end of its output.
+        RuntimeError: a job failed. The message is the end of the job's output.
     """
     spec, out = folder / "jobs.json", folder / "jobs-done.json"
     spec.write_text(json.dumps(jobs), encoding="utf-8")
@@ -150,7 +150,7 @@ def run_apart(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
     if done.returncode != 0:
-        raise RuntimeError(f"training in an interpreter of its own failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"training in a separate interpreter failed: {done.stderr[-2000:]}")
     results: dict[str, list[Any]] = json.loads(out.read_text(encoding="utf-8"))
     return results
 
@@ -171,20 +171,20 @@ def _be_rank(
 
 def config_for(device_type: str, overrides: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Any]:
     """Configure a small job on a device, for ``train``."""
-    from tests.helpers.engines import micro_config
+    from megatron_ft.testing.engines import micro_config
 
     device = {"training.device": device_type, "launch.ranks_per_gpu": world_size}
     return to_dict(micro_config({**overrides, **device}, world_size=world_size))
 
 
 def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
-    """Make this process a rank of ``job``, on the job's device, and build its engine on generated samples."""
+    """Make this process a rank of ``job`` on the job's device. Build the engine with generated samples."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install, take_device
     from megatron_ft.mcore.rank_main import _prepare_process
     from megatron_ft.planning.rank_environment import rank_environment
-    from tests.helpers.engines import VOCAB_SIZE, MadeUpSamples
+    from megatron_ft.testing.engines import VOCAB_SIZE, MadeUpSamples
 
     for name, value in rank_environment(job, place.rank).items():
         os.environ.setdefault(name, value)
@@ -218,7 +218,7 @@ def open_engine(place: Place, job: JobConfig) -> "TrainingEngine":
 
 
 def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str, Any]:
-    """Train ``NUM_ITERATIONS`` iterations on the config's device; returns results and durations."""
+    """Train ``NUM_ITERATIONS`` iterations on the configured device. Return results and durations."""
     import torch
 
     engine = open_engine(place, from_dict(config))
@@ -244,13 +244,12 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the figures that are equal for runs with equal bits."""
+    """Return the figures that are equal in runs with equal bits."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 
 def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Compute the largest relative difference of losses, gradient norms and auxiliary losses; infinite for a wrong
-    number."""
+    """Return the largest relative difference of losses, gradient norms and auxiliary losses; infinite if one is NaN."""
     pairs = [
         pair
         for name in ("losses", "grad_norms", "aux_losses")
@@ -261,7 +260,7 @@ def difference(result: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train the jobs of a file and write the results of their ranks."""
+    """Train the jobs of a file and write the results of the ranks."""
     from megatron_ft.mcore.rank_main import warm, warm_cuda
     from tools.gpu.day import find_device_type
 

@@ -1,5 +1,7 @@
-"""Stage ``recovery``: the real program on the device. Ranks are killed and continue from the window in their node's
-memory; a run is stopped and continues from its checkpoint; both give the bits of an undisturbed run.
+"""Stage ``recovery``: runs the real program on the device.
+
+Ranks are killed and continue from the window in the memory of the node. Another run is stopped and continues from its
+checkpoint. Both must give the bits of an undisturbed run.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ from typing import Any
 from benchmarks.generations import Generation, generations_of, missing
 from megatron_ft.control.launcher import PRELOAD, PRELOAD_ON_CUDA
 from megatron_ft.control.node import fork_server
-from tests.helpers.jobs import JobResult, run_job
+from megatron_ft.testing.jobs import JobResult, run_job
 from tools.gpu.day import Day
 
 NUM_ITERATIONS, SHORT_ITERATIONS = 12, 8
@@ -26,7 +28,7 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""Bytes of a slice of the state of ``moe_micro`` that makes windows of several iterations."""
+"""Slice size for ``moe_micro`` that makes a window several iterations long."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -46,17 +48,17 @@ Kills = Sequence[tuple[str, int]]
 
 
 def run(day: Day) -> None:
-    """Run the jobs and compare what they recorded."""
+    """Run the jobs and compare the records."""
     kills, num_iterations = (KILLS, NUM_ITERATIONS) if day.has_gpu else (SHORT_KILLS, SHORT_ITERATIONS)
     run_kills(day, kills, num_iterations=num_iterations, also_stops=True)
 
 
 def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool = False) -> None:
-    """Compare a job whose rank is killed, and one that is stopped and resumed, with an undisturbed one."""
+    """Compare two jobs with an undisturbed one: one whose rank is killed, and one that is stopped and resumed."""
     with rank_server(day.device_type) as socket, ThreadPoolExecutor(2) as pool:
         jobs = Jobs(day, socket, num_iterations)
         left_alone = pool.submit(jobs.run, "left-alone", [])
-        restarts = f"launch.max_restarts={len(kills)}"
+        restarts = f"recovery.max_restarts={len(kills)}"
         killed = pool.submit(jobs.run, "killed", [*windows(SLICE_BYTES), restarts, failpoints(kills)])
         stopped = pool.submit(jobs.stop_and_resume) if also_stops else None
         reference = generations_of(left_alone.result())[0]
@@ -71,9 +73,9 @@ def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool =
 
 @contextlib.contextmanager
 def rank_server(device_type: str) -> Iterator[str]:
-    """Run the project's fork server for ranks on a device; yields its socket.
+    """Run the project's fork server for ranks on a device. Yields the socket of the server.
 
-    It is forked from this process, which has imported what it would import.
+    The server is forked from this process, which has already imported everything that ranks need.
     """
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -103,12 +105,12 @@ def _serve(path: str, device_type: str, held: int, ends: int, says: Any) -> None
 
 
 def job_words(device_type: str, num_iterations: int) -> list[str]:
-    """Overrides of every job."""
+    """Return the overrides of every job."""
     return [*_JOB, f"training.device={device_type}", f"training.train_iterations={num_iterations}"]
 
 
 def windows(slice_bytes: int) -> list[str]:
-    """Overrides for sparse windows of ``slice_bytes`` an iteration, without copies elsewhere."""
+    """Return overrides for sparse windows with ``slice_bytes`` per iteration and without peer copies."""
     return [
         "snapshot=sparse_window",
         f"snapshot.policy={_POLICY}",
@@ -119,13 +121,13 @@ def windows(slice_bytes: int) -> list[str]:
 
 
 class Jobs:
-    """Starts jobs from one fork server."""
+    """Starts jobs from the same fork server."""
 
     def __init__(self, day: Day, socket: str, num_iterations: int) -> None:
         self._day, self._socket, self._num_iterations = day, socket, num_iterations
 
     def run(self, name: str, more: Sequence[str]) -> JobResult:
-        """Run a job to its end, whatever that is."""
+        """Run a job until it ends, with any exit code."""
         words = [*job_words(self._day.device_type, self._num_iterations), f"run.name={name}"]
         words.append(f"data.cache_dir={self._day.shared / 'data'}")
         if not any(word.startswith("checkpoint.") for word in more):
@@ -139,26 +141,27 @@ class Jobs:
         return result
 
     def stop_and_resume(self) -> JobResult:
-        """Stop a job early with a checkpoint, and continue from it."""
+        """Stop a job early with a checkpoint, then continue it."""
         saves = ["checkpoint.save_at_end=true"]
         self.run("stopped", [*saves, f"training.exit_at_iteration={STOPPED_AT}"])
         return self.run("stopped", [*saves, "run.resume=auto"])
 
 
 def failpoints(kills: Kills) -> str:
-    """An override that kills the rank once in each generation."""
+    """Return an override that kills the rank once in each generation."""
     texts = [
         f"'kill(at_iteration={at},phase=\"{phase}\",generation={number})'" for number, (phase, at) in enumerate(kills)
     ]
-    return f"launch.failpoints=[{','.join(texts)}]"
+    return f"testing.failpoints=[{','.join(texts)}]"
 
 
 def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -> None:
-    """Check that every kill happened, that the job continued from a window in memory each time, and all bits."""
+    """Check that every kill happened, that the job continued from a window in memory each time, and that all bits are
+    equal."""
     generations = generations_of(run)
-    day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts for {len(kills)} kills")
+    day.check(len(generations) == len(kills) + 1, f"{len(generations) - 1} restarts after {len(kills)} kills")
     hits = [(hit["phase"], hit["iteration"]) for generation in generations for hit in generation.hits]
-    day.check(hits == list(kills), f"killed at {hits}, not at {list(kills)}")
+    day.check(hits == list(kills), f"ranks were killed at {hits}, not at {list(kills)}")
     chosen = [generation.newest("recovery_started") or {"source": None} for generation in generations[1:]]
     sources = [choice["source"] for choice in chosen]
     day.check(set(sources) == {"memory"}, f"continued from {sources}")
@@ -166,7 +169,7 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
         event for generation in generations for event in generation.events if event["kind"] == "snapshot_planned"
     ]
     windows = sorted({event["window_iterations"] for event in planned})
-    day.check(min(windows, default=0) >= MIN_WINDOW_ITERATIONS, f"windows of {windows} iterations")
+    day.check(min(windows, default=0) >= MIN_WINDOW_ITERATIONS, f"windows have {windows} iterations")
     differences = _differences(generations, reference)
     day.check(not differences, f"killed: {differences[:3]}")
     day.record(kills=len(hits), continued_from=[choice.get("iteration") for choice in chosen], windows=windows)
@@ -174,12 +177,12 @@ def judge_kills(day: Day, run: JobResult, kills: Kills, reference: Generation) -
 
 
 def judge_resumed(day: Day, run: JobResult, reference: Generation) -> None:
-    """Check that the run that was stopped and resumed has all iterations and the bits of the undisturbed one."""
+    """Check that the resumed run has all iterations and the bits of the undisturbed run."""
     found = generations_of(run)
     differences = _differences(found, reference)
     day.check(not differences, f"stopped: {differences[:3]}")
     saved = sorted(path.name for path in (Path(run.run_dir) / "checkpoints").glob("iter_*"))
-    day.check(bool(saved), "stopped: there is no checkpoint")
+    day.check(bool(saved), "there is no checkpoint after the stop")
     day.record(resumed_at=STOPPED_AT, seconds_per_iteration_resumed=iteration_seconds(run))
 
 
@@ -189,6 +192,6 @@ def _differences(generations: Sequence[Generation], reference: Generation) -> li
 
 
 def iteration_seconds(run: JobResult) -> Any:
-    """Median of the reported iteration times."""
+    """Return the median of the reported iteration times."""
     rows = [record["iteration_seconds"] for record in run.records("metrics.jsonl") if "iteration_seconds" in record]
     return statistics.median(rows) if rows else None

@@ -1,4 +1,4 @@
-"""Keeps the results of a call: a line for each stage at once, then one record, the logs in one archive, and a table."""
+"""Keeps the results of a call: a line for each stage at once, then one record, an archive of logs, and a table."""
 
 import datetime
 import io
@@ -19,7 +19,7 @@ _LOG_TAIL = 2000
 
 
 def append_line(path: Path, outcome: Outcome) -> None:
-    """Write and print the line of a stage that has ended; its long log goes to the archive only."""
+    """Write and print the line of a stage that has ended. A long log goes only to the archive."""
     entry = asdict(outcome) | {"log": outcome.log[-_LOG_TAIL:] if outcome.failed else ""}
     line = json.dumps(without_paths(entry))
     with path.open("a", encoding="utf-8") as file:
@@ -28,9 +28,9 @@ def append_line(path: Path, outcome: Outcome) -> None:
 
 
 def keep(call: str, outcomes: Sequence[Outcome], *, out: Path, results_dir: Path) -> None:
-    """Write ``<call>.json`` and ``<call>-logs.tar.gz`` to ``out``, the latter with results of claims.
+    """Write ``<call>.json`` and ``<call>-logs.tar.gz`` to ``out``. The archive includes the results of claims.
 
-    A GPU's record goes to ``results_dir`` as well.
+    On a GPU, the record is also written to ``results_dir``.
     """
     record = make_record(call, outcomes)
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
@@ -70,7 +70,7 @@ def make_record(call: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def without_paths(value: Any) -> Any:
-    """Return ``value`` with every absolute path in its texts shortened to its last part."""
+    """Shorten every absolute path in the texts of ``value`` to the last part."""
     if isinstance(value, str):
         return _PATH.sub(lambda match: f"<path>/{match.group().rstrip('/').rpartition('/')[2]}", value)
     if isinstance(value, dict):
@@ -81,7 +81,7 @@ def without_paths(value: Any) -> Any:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Format a line for each stage: status, seconds, name, question, and its first problem."""
+    """Format a line for each stage: status, seconds, name, question, and first problem."""
     lines = []
     for outcome in outcomes:
         lines.append(f"{outcome.status:<10}{outcome.seconds:>7.1f} s  {outcome.stage:<22}{outcome.about}")

@@ -1,4 +1,4 @@
-"""Runs stages within a time budget, each in a process forked from one that has imported what they need."""
+"""Runs stages within a time budget. Each stage is a process forked from one that has imported all packages."""
 
 import contextlib
 import importlib
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import leftovers
+from megatron_ft.testing import leftovers
 from tools.gpu.day import GPU_DAY, Day, read_report
 from tools.gpu.stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
-"""Part of the budget for results and the table."""
+"""Part of the budget that is reserved for results and the table."""
 LEAST_SECONDS = 5.0
-"""A stage is not started with less of the budget."""
+"""Shortest remaining budget with which a stage is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,26 +31,26 @@ class Outcome:
     stage: str
     about: str
     status: str
-    """``passed``, ``failed`` (it reported a problem or raised), ``timed out``, ``died`` (of a signal or by an exit of
-    its own) or ``no time`` (not started)."""
+    """``passed``, ``failed`` (it reported a problem or raised), ``timed out``, ``died`` (by a signal or an exit) or
+    ``no time`` (not started)."""
     seconds: float
     device_type: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-    """Parts that are meaningless on this machine."""
+    """Parts that make no sense on this machine."""
     log: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether the call has failed with this stage."""
+        """Return whether this stage makes the call fail."""
         return self.status != "passed"
 
 
 def run_stages(stages: Sequence[Stage], *, budget_seconds: float) -> Iterator[Outcome]:
-    """Run stages one after the other; yields the outcome of each as soon as it is known.
+    """Run stages one after the other. Yields each outcome as soon as it is known.
 
-    Processes that a stage leaves behind are ended with it. Logs lie in a folder that is gone after the last outcome.
+    Processes that a stage leaves behind are ended. Logs lie in a folder that is removed after the last outcome.
     """
     ends = time.monotonic() + budget_seconds - RESERVE_SECONDS
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
@@ -73,6 +73,8 @@ def _prepare_environment() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, str(ROOT)]))  # wherever a process starts
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # a process with OpenMP's threads cannot be forked
+    # Options for a run of pytest at a terminal would select other tests, or end stages whose tests have passed.
+    os.environ.pop("PYTEST_ADDOPTS", None)
 
 
 def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
@@ -106,11 +108,12 @@ def _run_stage(stage: Stage, limit_seconds: float, work: Path) -> Outcome:
 
 
 def _do_nothing() -> None:
-    """Show by a process's end that the fork server has started."""
+    """End at once, which shows that the fork server has started."""
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-    """Start a process of the fork server; where that cannot live (an import kills it), of an interpreter of its own."""
+    """Start a process from the fork server. If the server cannot run (e.g. an import kills it), start a new
+    interpreter."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.gpu.warm"])
     try:
@@ -131,7 +134,7 @@ def _status(timed_out: bool, exit_code: int | None, problems: Sequence[str]) -> 
 
 
 def _be_stage(entry: str, folder: str, shared: str, deadline: float, mark: str) -> None:
-    """Run a stage in its process."""
+    """Run a stage in this process."""
     os.setsid()
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

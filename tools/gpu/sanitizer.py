@@ -16,7 +16,9 @@ _FOUND = 99
 def run(day: Day) -> None:
     """Run every check; without a GPU, the dispatch alone."""
     if not day.has_gpu:
-        day.check(dispatch("reference", "cpu"), "the dispatch under the sanitizer differs from the reference")
+        day.check(
+            dispatch("reference", "cpu"), "the dispatch under the sanitizer gives other results than the reference"
+        )
     for check in CHECKS:
         if not day.has_gpu or shutil.which(PROGRAM) is None:
             day.lacks(check, f"needs a GPU and {PROGRAM}")

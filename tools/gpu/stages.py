@@ -1,4 +1,4 @@
-"""Stages of each call of a GPU day, in order of priority: a short budget leaves out the last ones."""
+"""Stages of each call of a GPU day, by priority. A short budget leaves out the last ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,29 +14,40 @@ class Stage:
     seconds: float
     """Time limit."""
     about: str
-    """Question that it answers, for the table."""
+    """Question that the stage answers, for the table."""
 
 
 _FIRST = (
-    Stage(name="facts", entry="tools.gpu.facts:run", seconds=90, about="versions, imports, copy and product ceilings"),
-    Stage(name="training", entry="tools.gpu.training:run", seconds=150, about="training has the numbers of the CPU"),
-    Stage(name="recovery", entry="tools.gpu.recovery:run", seconds=150, about="killed ranks give the same bits"),
-    Stage(name="dispatch", entry="tools.gpu.suites:run_dispatch", seconds=190, about="kernels build and are right"),
+    Stage(
+        name="facts", entry="tools.gpu.facts:run", seconds=90, about="versions, imports, limits of copies and products"
+    ),
+    Stage(name="training", entry="tools.gpu.training:run", seconds=150, about="training gives the numbers of the CPU"),
+    Stage(
+        name="recovery", entry="tools.gpu.recovery:run", seconds=150, about="after kills, training gives the same bits"
+    ),
+    Stage(
+        name="dispatch",
+        entry="tools.gpu.suites:run_dispatch",
+        seconds=190,
+        about="kernels can be built and are correct",
+    ),
     Stage(name="snapshots", entry="tools.gpu.suites:run_snapshots", seconds=90, about="copier, windows, upstream log"),
-    Stage(name="sanitizer", entry="tools.gpu.sanitizer:run", seconds=120, about="kernels access memory as they may"),
+    Stage(name="sanitizer", entry="tools.gpu.sanitizer:run", seconds=120, about="kernels access only their memory"),
 )
 _NCCL = (
     Stage(name="smoke", entry="tools.gpu.collectives:run", seconds=120, about="several ranks on one GPU"),
-    Stage(name="abort", entry="tools.gpu.abort:run", seconds=200, about="a killed and a stopped rank in a collective"),
-    Stage(name="parallel", entry="tools.gpu.layouts:run", seconds=260, about="layouts have the numbers of one rank"),
+    Stage(
+        name="abort", entry="tools.gpu.abort:run", seconds=200, about="a killed and a stopped rank during a collective"
+    ),
+    Stage(name="parallel", entry="tools.gpu.layouts:run", seconds=260, about="layouts give the numbers of one rank"),
 )
 _TE = (
     Stage(
-        name="engine", entry="tools.gpu.suites:run_engine", seconds=400, about="Transformer Engine's layers are right"
+        name="engine", entry="tools.gpu.suites:run_engine", seconds=400, about="Transformer Engine's layers are correct"
     ),
 )
 _SPEED = tuple(
-    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="the claim of this name")
+    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="only the claim with this name")
     for name, seconds in (
         ("gpu-copy-bandwidth", 60.0),
         ("gpu-dispatch", 180.0),

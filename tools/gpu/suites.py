@@ -1,6 +1,7 @@
-"""Stages ``dispatch``, ``snapshots`` and ``engine``: the tests that need a GPU, run by pytest in the stage's process.
+"""Stages ``dispatch``, ``snapshots`` and ``engine``: run the tests that need a GPU with pytest in the process of the
+stage.
 
-Without a GPU the same tests skip themselves, so a short part of the tests that a CPU can run replaces them.
+Without a GPU these tests are skipped. A few tests that can run on a CPU then replace them.
 """
 
 import xml.etree.ElementTree as ElementTree
@@ -25,12 +26,12 @@ def run_snapshots(day: Day) -> None:
 
 
 def run_engine(day: Day) -> None:
-    """Run the tests of Transformer Engine; without a GPU, those of finding it."""
+    """Run the tests of Transformer Engine. Without a GPU, run the tests that check whether it is installed."""
     run_tests(day, (ENGINE,) if day.has_gpu else ("tests/unit/mcore/device/test_software.py",))
 
 
 def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
-    """Run pytest and report counts, failures and, where there is no GPU, the tests that replace those on one."""
+    """Run pytest and report counts and failures. Without a GPU, also report which tests replaced the GPU tests."""
     import pytest
 
     junit = day.folder / "junit.xml"
@@ -40,13 +41,13 @@ def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
     for failure in failures:
         day.check(False, failure)
     day.check(code == 0 or bool(failures), f"pytest ended with exit code {code}")
-    day.check(counts["passed"] > 0, "no test has passed")
+    day.check(counts["passed"] > 0, "no test passed")
     if not day.has_gpu:
         day.lacks("the tests on a GPU", "torch sees no GPU")
 
 
 def read_junit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Read the numbers of tests that passed, failed and were skipped; name and first line of each failure."""
+    """Return the numbers of passed, failed and skipped tests, and name and first line of each failure."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):

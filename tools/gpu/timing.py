@@ -17,7 +17,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """Return the result of ``call``, and the seconds it took with its work on the device."""
+    """Return the result of ``call`` and its duration in seconds, including its work on the device."""
     synchronize(device)
     began = time.perf_counter()
     result = call()
@@ -26,6 +26,6 @@ def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, flo
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Return median seconds of ``call`` with its work on the device, after one uncounted call."""
+    """Return the median duration in seconds of ``call`` including its work on the device, after one uncounted call."""
     rows = [timed(call, device)[1] for _ in range(repeats + 1)]
     return statistics.median(rows[1:])

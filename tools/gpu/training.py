@@ -1,6 +1,5 @@
-"""Stage ``training``: one rank on the device computes the CPU's numbers in every precision, and the same
-bits twice.
-"""
+"""Stage ``training``: trains one rank on the device in every precision. It must give the CPU's numbers, and the same
+bits twice."""
 
 from typing import Any
 
@@ -21,7 +20,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "grouped queries": ({"model.num_query_groups": 2}, 1e-4),
     "shared expert": ({"model.moe_shared_expert_intermediate_size": 32}, 1e-4),
 }
-"""Overrides, and the largest relative difference from the CPU in fp32."""
+"""Overrides, and the largest relative difference from the CPU in fp32, of each variant."""
 ON_SHORT_DAYS = ("bf16",)
 _SECONDS = 60.0
 
@@ -57,7 +56,7 @@ def _compare(day: Day, name: str, expected: dict[str, Any]) -> None:
         }
     )
     day.check(first["device"] == day.device_type, f"{name}: trained on {first['device']}")
-    day.check(worst <= tolerance, f"{name}: {worst:.2e} from the CPU, at most {tolerance:g}")
+    day.check(worst <= tolerance, f"{name}: differs by {worst:.2e} from the CPU, at most {tolerance:g} is allowed")
     day.check(same, f"{name}: two runs differ: {_where(first, second)}")
 
 
@@ -71,5 +70,5 @@ def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return a variant as it is trained on the CPU."""
+    """Return the variant that the CPU trains: the same overrides in fp32."""
     return {key: value for key, value in overrides.items() if key != "precision.params_dtype"}

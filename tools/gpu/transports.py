@@ -1,8 +1,8 @@
-"""Chooses how several ranks that share one GPU communicate, by trying on this machine.
+"""Finds a way of communication for several ranks that share one GPU, by trying on this machine.
 
-NCCL refuses two ranks on one device of one host. With another ``NCCL_HOSTID`` for each rank it takes them for ranks on
-different hosts, and with direct transports off it uses sockets of the loopback interface: slow, but the real library
-with its real aborts.
+NCCL refuses two ranks on one device of one host. If each rank has another ``NCCL_HOSTID``, NCCL treats them as ranks on
+different hosts. With direct transports off, it uses sockets of the loopback interface. This is slow, but it is the real
+library with real aborts.
 """
 
 import json
@@ -22,9 +22,9 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Limit of one attempt: three that hang leave time to report it."""
+"""Limit of one attempt. Three attempts that hang leave time to report."""
 TIMEOUT_SECONDS = 60.0
-"""Timeout of groups."""
+"""Timeout of process groups."""
 _FILE = "transport.json"
 
 
@@ -37,7 +37,7 @@ class Transport:
     """Backend of torch's process groups for tensors on the device."""
     variables: Mapping[str, str] = field(default_factory=dict)
     host_ids: bool = False
-    """Whether each rank claims a host of its own."""
+    """Whether each rank claims to be on another host."""
 
     def environments(self, world_size: int, more: Mapping[str, str] | None = None) -> list[dict[str, str]]:
         """Return the variables of each rank."""
@@ -60,10 +60,10 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """Find the first that works: by an earlier stage of this call, or by trying.
+    """Return the first transport that works. Uses the result of an earlier stage of this call if there is one.
 
     Raises:
-        RuntimeError: none does.
+        RuntimeError: none works.
     """
     path = day.shared / _FILE
     if path.exists():
@@ -83,7 +83,7 @@ def find_transport(day: Day) -> Transport:
 
 
 def _probe(day: Day, transport: Transport) -> None:
-    """Sum a tensor over two ranks. Raises RuntimeError where that fails, or gives another sum."""
+    """Sum a tensor over two ranks. Raises RuntimeError if this fails or gives a wrong sum."""
     sums = ranks.run_ranks(
         "tools.gpu.transports:add_up",
         world_size=2,
@@ -92,11 +92,11 @@ def _probe(day: Day, transport: Transport) -> None:
         seconds=min(PROBE_SECONDS, day.remaining_seconds - 5),
     )
     if sums != [3.0, 3.0]:
-        raise RuntimeError(f"sums of 1 and 2 are {sums}")
+        raise RuntimeError(f"the sum of 1 and 2 is {sums}")
 
 
 def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> float:
-    """Add a rank's number, counted from 1, to those of the others."""
+    """Sum the numbers of all ranks, counted from 1."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> 
 
 
 def join(place: ranks.Place, backend: str, *, prefix: str = "first", store: Any = None) -> Any:
-    """Form the default group over the store of rank 0, which is returned."""
+    """Form the default group over the store of rank 0. Return the store."""
     import datetime
 
     import torch.distributed as dist

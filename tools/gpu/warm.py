@@ -1,8 +1,8 @@
-"""Imports what stages need, once, in the fork server they are started from. The import of this module does the work:
-``multiprocessing`` offers a fork server's process nothing else.
+"""Imports once, in the fork server, all packages that stages need.
 
-``problem`` names what could not be imported; a stage that needs it fails by itself. ``device_type`` is decided before
-the CPU layer is installed, which reports a device of its own.
+The import of this module does the work, because ``multiprocessing`` can only preload modules in a fork server.
+``problem`` names the package that could not be imported; a stage that needs it fails by itself. ``device_type`` is
+decided before the CPU layer is installed, because that layer reports a device of its own.
 """
 
 import signal
@@ -12,7 +12,7 @@ import warnings
 from importlib import import_module
 
 MAX_SECONDS = 240
-"""An import that takes longer hangs: the fork server then ends, and stages start without it."""
+"""Limit of all imports. If one hangs, the fork server ends, and stages start without it."""
 problem = ""
 device_type = "cpu"
 seconds: dict[str, float] = {}

@@ -7,7 +7,7 @@ import re
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
 from megatron_ft.config.detector import DetectorConfig
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.requirements import value_of
 from megatron_ft.config.run import RunConfig
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.reading import means_every_interface
@@ -18,8 +18,9 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LONGEST_SOCKET_PATH = 107
 
 
-def check_launch(launch: LaunchConfig) -> None:
+def check_launch(config: JobConfig) -> None:
     """Check counts of nodes and ranks, the address of the control channel, timeouts and limits."""
+    launch, max_restarts = config.launch, config.recovery.max_restarts
     one_of(("local", "torchrun", "srun"), "launch.mode", launch.mode)
     wanted_values: list[tuple[str, str | None, str | None]] = [("launch.mode", launch.mode, "local")]
     if ":" not in launch.node_launcher:  # else a class from outside: the start imports it and checks the socket
@@ -36,76 +37,78 @@ def check_launch(launch: LaunchConfig) -> None:
     require(0 <= launch.master_port <= 65535, "launch.master_port", launch.master_port, "must be in 0..65535")
     above(0, "launch.start_timeout_seconds", launch.start_timeout_seconds)
     above(0, "launch.stop_timeout_seconds", launch.stop_timeout_seconds)
-    at_least(0, "launch.max_restarts", launch.max_restarts)
+    at_least(0, "recovery.max_restarts", max_restarts)
     require(
-        launch.max_restarts == 0 or launch.mode == "local",
-        "launch.max_restarts",
-        launch.max_restarts,
+        max_restarts == 0 or launch.mode == "local",
+        "recovery.max_restarts",
+        max_restarts,
         f"must be 0 with launch.mode={launch.mode}: the launcher restarts ranks (torchrun --max-restarts)",
     )
-    at_least(1, "launch.gpu_memory_bytes", launch.gpu_memory_bytes)
-    at_least(1, "launch.host_memory_bytes", launch.host_memory_bytes)
-    _check_interface(launch.interface)
+    at_least(1, "limits.gpu_memory_bytes", config.limits.gpu_memory_bytes)
+    at_least(1, "limits.host_memory_bytes", config.limits.host_memory_bytes)
+    _check_interface(config.control.interface)
     _check_socket(launch.forkserver_socket)
-    _check_most_nodes(launch)
-    domains, most = len(launch.failure_domains), launch.most_nodes
-    nodes = f"launch.num_nodes={launch.num_nodes}"
-    if launch.max_nodes is not None:
-        nodes = f"launch.max_nodes={launch.max_nodes}"
-    elif launch.num_spare_nodes:
-        nodes += f" and launch.num_spare_nodes={launch.num_spare_nodes}"
+    _check_nodes(config)
+    _check_topology(config)
+
+
+def _check_topology(config: JobConfig) -> None:
+    launch, nodes, topology = config.launch, config.nodes, config.topology
+    domains, most = len(topology.failure_domains), config.most_nodes
+    counts = f"launch.num_nodes={launch.num_nodes}"
+    if nodes.max_nodes is not None:
+        counts = f"nodes.max_nodes={nodes.max_nodes}"
+    elif nodes.num_spare_nodes:
+        counts += f" and nodes.num_spare_nodes={nodes.num_spare_nodes}"
     require(
         domains in (0, most),
-        "launch.failure_domains",
-        launch.failure_domains,
-        f"must name one domain for each of {nodes}, or none; it has {domains} names",
+        "topology.failure_domains",
+        topology.failure_domains,
+        f"must name one domain for each of {counts}, or none; it has {domains} names",
     )
-    _check_domain_source(launch)
-
-
-def _check_domain_source(launch: LaunchConfig) -> None:
-    key, source = "launch.failure_domain_source", launch.failure_domain_source
+    key, source = "topology.failure_domain_source", topology.failure_domain_source
     one_of(("listed", "slurm_topology"), key, source)
     if source == "listed":
         return
     other = f"launch.node_launcher={launch.node_launcher}"
-    require(launch.node_launcher == "srun", key, source, f"must be listed with {other}: only srun uses the topology")
     require(
-        not launch.failure_domains,
-        "launch.failure_domains",
-        launch.failure_domains,
+        launch.node_launcher == "srun",
+        key,
+        source,
+        f"must be listed with {other}: only launch.node_launcher=srun can read Slurm's topology",
+    )
+    require(
+        not topology.failure_domains,
+        "topology.failure_domains",
+        topology.failure_domains,
         f"must be empty with {key}={source}: Slurm names the domains",
     )
 
 
-def _check_most_nodes(launch: LaunchConfig) -> None:
-    at_least(0, "launch.num_spare_nodes", launch.num_spare_nodes)
-    fewest = launch.num_nodes + launch.num_spare_nodes
+def _check_nodes(config: JobConfig) -> None:
+    launch, nodes, min_nodes = config.launch, config.nodes, config.recovery.min_nodes
+    at_least(0, "nodes.num_spare_nodes", nodes.num_spare_nodes)
+    fewest = launch.num_nodes + nodes.num_spare_nodes
     require(
-        launch.max_nodes is None or launch.max_nodes >= fewest,
-        "launch.max_nodes",
-        launch.max_nodes,
+        nodes.max_nodes is None or nodes.max_nodes >= fewest,
+        "nodes.max_nodes",
+        nodes.max_nodes,
         f"must be null or at least {fewest}: launch.num_nodes={launch.num_nodes} and "
-        f"launch.num_spare_nodes={launch.num_spare_nodes}",
+        f"nodes.num_spare_nodes={nodes.num_spare_nodes}",
     )
-    at_least(0, "launch.join_window_seconds", launch.join_window_seconds)
+    at_least(0, "nodes.join_window_seconds", nodes.join_window_seconds)
+    at_least(0, "nodes.max_node_restarts", nodes.max_node_restarts)
     require(
-        launch.max_node_restarts >= 0,
-        "launch.max_node_restarts",
-        launch.max_node_restarts,
-        "must be at least 0",
-    )
-    require(
-        launch.may_lose_nodes or not launch.restart_lost_nodes,
-        "launch.restart_lost_nodes",
-        launch.restart_lost_nodes,
-        f"must be false with launch.min_nodes={show(launch.min_nodes)}: this job ends when it loses a node; lower "
-        "launch.min_nodes, or set launch.keep_layout=true",
+        config.may_lose_nodes or not nodes.restart_lost_nodes,
+        "nodes.restart_lost_nodes",
+        nodes.restart_lost_nodes,
+        f"must be false with recovery.min_nodes={show(min_nodes)}: this job ends when it loses a node; lower "
+        "recovery.min_nodes, or set recovery.keep_layout=true",
     )
 
 
 def check_detector(detector: DetectorConfig) -> None:
-    """Check that times are above 0 and each timeout exceeds the one before it."""
+    """Check that times are above 0 and that each timeout exceeds the previous one."""
     interval, timeout = detector.heartbeat_interval_seconds, detector.heartbeat_timeout_seconds
     above(0, "detector.heartbeat_interval_seconds", interval)
     require(
@@ -127,7 +130,7 @@ def check_detector(detector: DetectorConfig) -> None:
 
 
 def _check_interface(interface: str) -> None:
-    key = "launch.interface"
+    key = "control.interface"
     require(bool(interface.strip()), key, repr(interface), "must be the address of one interface, e.g. 127.0.0.1")
     # The token of the job authenticates but does not encrypt: which network carries it has to be a choice.
     every = means_every_interface(interface)
@@ -154,7 +157,7 @@ def _check_socket(path: str | None) -> None:
 
 
 def check_run(run: RunConfig) -> None:
-    """Check the name, which is one folder, and the resume policy."""
+    """Check the name, which must be a single folder name, and the resume policy."""
     one_of(("never", "must", "auto"), "run.resume", run.resume)
     require(bool(run.dir.strip()), "run.dir", repr(run.dir), "must name a folder")
     require(
@@ -185,7 +188,7 @@ def check_telemetry(telemetry: TelemetryConfig) -> None:
         require(spec is None or is_named, f"telemetry.sinks.{name}", repr(spec), why)
     for name in ("metrics", "events"):
         is_given = telemetry.sinks.get(name) is not None
-        why = "must be given: runs are resumed and reported from its file"
+        why = "must be given: resuming a run and reports about it read the file that this sink writes"
         require(is_given, f"telemetry.sinks.{name}", "null", why)
     at_least(1, "telemetry.log_interval_iterations", telemetry.log_interval_iterations)
     at_least(0, "telemetry.expert_load_interval_iterations", telemetry.expert_load_interval_iterations)
@@ -212,26 +215,29 @@ def check_names(config: JobConfig) -> None:
 
 
 def check_coming_nodes(config: JobConfig) -> None:
-    """Check that nodes that this command does not start can find it, and the next command that resumes the run."""
+    """Check that nodes started by others, or by a later command that resumes the run, can find the run's folder."""
     if config.launch.node_launcher == "none":
-        why = "with launch.node_launcher=none: nodes find the controller, also after a resume, by the run's folder"
+        why = (
+            "with launch.node_launcher=none: nodes find the controller in the run's folder, also when another "
+            "command resumes the run"
+        )
         require(config.run.name is not None, "run.name", config.run.name, f"must be given {why}")
         require(config.run.resume != "never", "run.resume", config.run.resume, f"must be auto or must {why}")
 
 
 _LOCAL_ONLY = {
-    "interface": "ranks listen where GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say",
-    "tls_dir": "there is no control channel to encrypt",
-    "forkserver_socket": "the launcher starts the ranks",
-    "stop_timeout_seconds": "the launcher decides when ranks are killed",
+    "control.interface": "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface of ranks",
+    "control.tls_dir": "there is no control channel to encrypt",
+    "launch.forkserver_socket": "the launcher starts the ranks",
+    "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
 }
-"""Keys of ``launch`` that only the control plane reads, and why they have no effect with other launchers."""
+"""Keys that only the control plane reads, each with the reason why other launchers ignore it."""
 
 
 def check_launchers(config: JobConfig) -> None:
     """Check that keys of the control plane have their defaults under torchrun, ft_launcher and srun.
 
-    ``launch.max_restarts`` is checked in ``check_launch``, keys for lost nodes and snapshots in ``recovery.py``.
+    ``recovery.max_restarts`` is checked in ``check_launch``, keys for lost nodes and snapshots in ``recovery.py``.
 
     Raises:
         ConfigError: names the key.
@@ -239,8 +245,8 @@ def check_launchers(config: JobConfig) -> None:
     launch, detector = config.launch, config.detector
     if launch.mode == "local":
         return
-    for name, reason in _LOCAL_ONLY.items():
-        _is_default(f"launch.{name}", getattr(launch, name), getattr(LaunchConfig(), name), launch.mode, reason)
+    for key, reason in _LOCAL_ONLY.items():
+        _is_default(key, value_of(config, key), value_of(JobConfig(), key), launch.mode, reason)
     for field in dataclasses.fields(detector):
         wanted, reason = getattr(DetectorConfig(), field.name), "no agent watches the ranks"
         _is_default(f"detector.{field.name}", getattr(detector, field.name), wanted, launch.mode, reason)

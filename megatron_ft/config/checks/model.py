@@ -1,4 +1,4 @@
-"""Rules for a model: its dense part, then mixture layers and their router."""
+"""Rules for a model: first the dense part, then MoE layers and routers."""
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, share, show
 from megatron_ft.config.model import ModelConfig
@@ -130,14 +130,15 @@ def _check_dense(model: ModelConfig) -> None:
 
 
 def _check_has_mixture_layer(model: ModelConfig) -> None:
-    # The last layer that the frequency makes a mixture layer.
+    # The last layer that the frequency makes an MoE layer.
     last = model.num_layers - model.num_layers % model.moe_layer_freq
     require(
         last > model.moe_first_dense_layers,
         "model.moe_layer_freq",
         model.moe_layer_freq,
-        f"must leave at least one mixture layer of model.num_layers={model.num_layers} with "
-        f"model.moe_first_dense_layers={model.moe_first_dense_layers}; a dense model has model.num_moe_experts=null",
+        f"must make at least one of the model.num_layers={model.num_layers} layers an MoE layer; the first "
+        f"model.moe_first_dense_layers={model.moe_first_dense_layers} are dense. For a dense model set "
+        "model.num_moe_experts=null",
     )
 
 
@@ -187,7 +188,6 @@ def _check_router(model: ModelConfig, num_experts: int) -> None:
 
 
 def _check_trace(model: ModelConfig) -> None:
-    """Check keys of ``model.router=trace``, which excludes keys that only change the gate's own choice."""
     if model.router != "trace":
         for name, unset in (("router_trace_file", None), ("router_trace_start", 0)):
             value = getattr(model, name)

@@ -1,4 +1,4 @@
-"""Rules for parallel sizes. The batch need not be divisible by them: padding microbatches fill it up."""
+"""Rules for parallel sizes. The batch need not be divisible by them, because padding microbatches are added."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig
@@ -110,7 +110,7 @@ def _check_context(config: JobConfig) -> None:
 
 
 def check_transformer_engine(config: JobConfig) -> None:
-    """Check that nothing needs Transformer Engine where it cannot be used."""
+    """Check that no key needs Transformer Engine if it cannot be used."""
     training = config.training
     without = [
         ("training.device", training.device, "cpu"),

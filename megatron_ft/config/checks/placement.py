@@ -1,4 +1,4 @@
-"""Rules for replica slots, against experts, ranks and failure domains."""
+"""Rules for replica slots: they must fit experts, ranks and failure domains."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ _OTHER_DEVICE = {"cpp": "cuda", "cuda": "cpu"}
 
 
 def check_placement(config: JobConfig) -> None:
-    """Check ``placement`` as far as that needs no plan.
+    """Check the keys of ``placement`` that can be checked without a plan.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -99,11 +99,11 @@ def _check_rebalancing(config: JobConfig) -> None:
 
 
 def _stage(config: JobConfig) -> tuple[int, int]:
-    """(ranks, failure domains) of the stage with the fewest domains."""
+    """Return (ranks, failure domains) of the stage with the fewest domains."""
     launch = config.launch
     topology = Topology.of(config.parallel, launch.num_nodes * launch.ranks_per_node)
     stages = [
-        {launch.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
+        {config.member_domains[rank // launch.ranks_per_node] for rank in topology.stage_ranks(stage)}
         for stage in range(topology.pipeline_model_parallel_size)
     ]
     # Every stage has to spread its replicas, so the one with the fewest domains decides.
@@ -113,7 +113,7 @@ def _stage(config: JobConfig) -> tuple[int, int]:
 def derive_placement(config: JobConfig) -> JobConfig:
     """Return ``config`` with derived values filled in.
 
-    With replica slots all ranks of a pipeline stage are one expert group, and the default number of slots of a rank is
+    With replica slots, all ranks of a pipeline stage form one expert group. The default number of slots of a rank is
     twice an even share of the experts, rounded up.
     """
     if config.placement.algorithm is None:

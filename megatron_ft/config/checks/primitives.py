@@ -1,4 +1,4 @@
-"""Common forms of rules. Each raises ``ConfigError`` naming key, value and constraint."""
+"""Common forms of rules. Each raises ``ConfigError`` with key, value and constraint."""
 
 import dataclasses
 import math
@@ -39,12 +39,12 @@ def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
 
 
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
-    """Require a multiple of ``divisor``, which ``of_what`` names with its key."""
+    """Require a multiple of ``divisor``. ``of_what`` describes the divisor with its key."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
 
 
 def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
-    """Require that ``needed`` does not exceed ``limit``, the value of ``key``; a limit of None passes."""
+    """Require that ``needed`` does not exceed ``limit``, the value of ``key``. A limit of None allows any value."""
     require(limit is None or needed <= limit, key, limit, f"must be at least {needed}, {advice}")
 
 

@@ -8,95 +8,116 @@ from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, 
 
 
 def check_survival(config: JobConfig) -> None:
-    """Check ``launch.min_nodes``, ``launch.keep_layout``, ``launch.membership_schedule`` and what they need.
+    """Check ``recovery.min_nodes``, ``recovery.keep_layout``, ``testing.membership_schedule`` and the keys that they
+    require.
 
     Raises:
         ConfigError: names key, value and constraint.
     """
-    launch = config.launch
-    above(0, "launch.reform_timeout_seconds", launch.reform_timeout_seconds)
-    above(0, "launch.position_timeout_seconds", launch.position_timeout_seconds)
+    launch, recovery = config.launch, config.recovery
+    above(0, "recovery.reconfigure_timeout_seconds", recovery.reconfigure_timeout_seconds)
+    above(0, "recovery.position_timeout_seconds", recovery.position_timeout_seconds)
     require(
-        launch.min_nodes is None or 1 <= launch.min_nodes <= launch.num_nodes,
-        "launch.min_nodes",
-        launch.min_nodes,
+        recovery.min_nodes is None or 1 <= recovery.min_nodes <= launch.num_nodes,
+        "recovery.min_nodes",
+        recovery.min_nodes,
         f"must be null or in 1..launch.num_nodes={launch.num_nodes}",
     )
     changes = _check_schedule(config)
     # Slots are checked for the smallest membership that can occur, before the job starts.
-    fewest = min(launch.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
-    if launch.keep_layout:
+    fewest = min(config.fewest_nodes, *(len(nodes) for nodes in nodes_over_time(launch.num_nodes, changes)))
+    if recovery.keep_layout:
         _check_keeps_layout(config)
         return
-    if not changes and not launch.may_lose_nodes:
+    if not changes and not config.may_lose_nodes:
         return
-    feature = launch.why_nodes_change or "a launch.membership_schedule"
-    _check_requirements(config, REPLICAS, feature)
+    feature = config.why_nodes_change or "a testing.membership_schedule"
+    instead = ""
+    if feature.startswith("nodes.num_spare_nodes="):
+        instead = "; for spares that take the places of lost nodes in the same layout set recovery.keep_layout=true"
+    _check_requirements(config, REPLICAS, feature, instead)
     _check_slots(config, fewest, feature)
 
 
 def _check_schedule(config: JobConfig) -> list[MembershipChange]:
-    key, launch = "launch.membership_schedule", config.launch
+    key, schedule = "testing.membership_schedule", config.testing.membership_schedule
+    num_nodes = config.launch.num_nodes
     changes: list[MembershipChange] = []
-    nodes: tuple[int, ...] = tuple(range(launch.num_nodes))
+    nodes: tuple[int, ...] = tuple(range(num_nodes))
     earliest, last = 1, config.training.train_iterations
     # In order: whether a change is possible depends on the members that the earlier ones leave.
-    for text in launch.membership_schedule:
+    for text in schedule:
         change = parse_membership_change(text)
         named = (*change.lose, *change.join)
-        require(max(named, default=0) < launch.num_nodes, key, text, f"must name nodes in 0..{launch.num_nodes - 1}")
+        require(max(named, default=0) < num_nodes, key, text, f"must name nodes in 0..{num_nodes - 1}")
         members = f"the members before that change, {list(nodes)}"
         require(set(change.lose) <= set(nodes), key, text, f"must lose only nodes of {members}")
         staying = set(nodes) - set(change.lose)
-        require(not set(change.join) & staying, key, text, f"must not have a member that stays join: {sorted(staying)}")
+        require(
+            not set(change.join) & staying,
+            key,
+            text,
+            f"must join only nodes that are not members; members that stay: {sorted(staying)}",
+        )
         require(bool(staying), key, text, "must keep at least one member, from which joining nodes receive the state")
         nodes = change.after(nodes)
         inside = earliest <= change.before_iteration <= last
         bounds = f"{earliest}..training.train_iterations={last}"
-        require(inside, key, text, f"must name an iteration in {bounds}; entries must be in order of iterations")
+        require(
+            inside,
+            key,
+            text,
+            f"must name an iteration in {bounds}, and the entries must be in ascending order of iterations",
+        )
         earliest = change.before_iteration
         changes.append(change)
     require(
-        not changes or not launch.may_lose_nodes,
+        not changes or not config.may_lose_nodes,
         key,
-        launch.membership_schedule,
-        f"must be empty with {launch.why_nodes_change}: nodes change by the schedule or by failures, not by both",
+        schedule,
+        f"must be empty with {config.why_nodes_change}: nodes change by the schedule or by failures, not by both",
     )
     require(
-        not changes or launch.max_restarts == 0,
-        "launch.max_restarts",
-        launch.max_restarts,
-        "must be 0 with a launch.membership_schedule: a restart would begin with all nodes again",
+        not changes or config.recovery.max_restarts == 0,
+        "recovery.max_restarts",
+        config.recovery.max_restarts,
+        "must be 0 with a testing.membership_schedule: a restart would begin with all nodes again",
     )
     return changes
 
 
-def _check_requirements(config: JobConfig, requirements: tuple[Requirement, ...], feature: str) -> None:
-    for requirement in unmet(config, requirements):
-        require(False, requirement.key, value_of(config, requirement.key), requirement.constraint(feature))
+def _check_requirements(
+    config: JobConfig, requirements: tuple[Requirement, ...], feature: str, instead: str = ""
+) -> None:
+    found = unmet(config, requirements)
+    # All in one message: of several refusals the last may make the others pointless.
+    others = [f"{need.key}={show(value_of(config, need.key))} {need.demand}" for need in found[1:]]
+    also = f"; it needs besides: {', '.join(others)}" if others else ""
+    for need in found[:1]:
+        require(False, need.key, value_of(config, need.key), f"{need.constraint(feature)}{also}{instead}")
 
 
 def _check_keeps_layout(config: JobConfig) -> None:
-    launch, feature = config.launch, "launch.keep_layout=true"
+    num_nodes, min_nodes, nodes = config.launch.num_nodes, config.recovery.min_nodes, config.nodes
+    feature = "recovery.keep_layout=true"
     _check_requirements(config, KEPT_LAYOUT, feature)
     require(
-        launch.min_nodes in (None, launch.num_nodes),
-        "launch.min_nodes",
-        launch.min_nodes,
-        f"must be null or equal to launch.num_nodes={launch.num_nodes} with {feature}, which replaces every lost node",
+        min_nodes in (None, num_nodes),
+        "recovery.min_nodes",
+        min_nodes,
+        f"must be null or equal to launch.num_nodes={num_nodes} with {feature}, which replaces every lost node",
     )
     require(
-        launch.num_spare_nodes > 0 or (launch.restart_lost_nodes and launch.max_node_restarts > 0),
-        "launch.keep_layout",
+        nodes.num_spare_nodes > 0 or (nodes.restart_lost_nodes and nodes.max_node_restarts > 0),
+        "recovery.keep_layout",
         True,
-        f"needs replacement nodes: set launch.num_spare_nodes={launch.num_spare_nodes} above 0, or "
-        f"launch.restart_lost_nodes={show(launch.restart_lost_nodes)} to true with "
-        f"launch.max_node_restarts={launch.max_node_restarts} above 0",
+        f"needs replacement nodes: set nodes.num_spare_nodes={nodes.num_spare_nodes} above 0, or "
+        f"nodes.restart_lost_nodes={show(nodes.restart_lost_nodes)} to true with "
+        f"nodes.max_node_restarts={nodes.max_node_restarts} above 0",
     )
 
 
 def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
-    """Check that ``num_nodes`` nodes, the fewest the job continues with, have a slot for every expert."""
     num_experts = config.model.num_moe_experts or 0
     num_slots = derive_placement(config).placement.num_slots_per_rank or 0
     num_ranks = num_nodes * config.launch.ranks_per_node
@@ -104,20 +125,20 @@ def _check_slots(config: JobConfig, num_nodes: int, feature: str) -> None:
         num_slots * num_ranks >= num_experts,
         "placement.num_slots_per_rank",
         config.placement.num_slots_per_rank,
-        f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: with {feature} the job may "
-        "continue on so few",
+        f"must give {num_ranks} ranks at least model.num_moe_experts={num_experts} slots: with {feature} the job "
+        f"may continue on only {num_ranks} ranks",
     )
 
 
 def check_upstream_log(config: JobConfig) -> None:
-    """Check ``upstream_log`` and, with ``launch.keep_layout``, that a stage can be replayed alone, bit for bit.
+    """Check ``upstream_log`` and, with ``recovery.keep_layout``, that a stage can be replayed alone, bit for bit.
 
     Raises:
         ConfigError: names key, value and constraint.
     """
     at_least(0, "upstream_log.commit_lag_iterations", config.upstream_log.commit_lag_iterations)
     at_least(1, "upstream_log.memory_limit_bytes", config.upstream_log.memory_limit_bytes)
-    if config.launch.keep_layout:
+    if config.recovery.keep_layout:
         _check_replays_exactly(config)
 
 
@@ -125,20 +146,20 @@ def _check_replays_exactly(config: JobConfig) -> None:
     # A replay reads the stage's window, its samples and its neighbours' logs. Besides logged tensors, stages exchange
     # only what the vote holds (norm, found-inf, loss scale) and the number of tokens, which each stage can count.
     # Random number generators are part of the window.
-    feature = "launch.keep_layout=true"
+    feature = "recovery.keep_layout=true"
     require(
         config.training.deterministic,
         "training.deterministic",
         config.training.deterministic,
-        f"must be true with {feature}: a replay whose bits differ from those of surviving ranks is refused",
+        f"must be true with {feature}: a replay must give the same bits as the surviving ranks have",
     )
     stages = config.parallel.pipeline_model_parallel_size
     require(
         stages == 1 or config.model.untie_embeddings_and_output_weights,
         "model.untie_embeddings_and_output_weights",
         config.model.untie_embeddings_and_output_weights,
-        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the first and the last stage "
-        "add their gradients of tied embeddings, which the upstream log does not hold",
+        f"must be true with {feature} and parallel.pipeline_model_parallel_size={stages}: the upstream log does "
+        "not hold the gradients of tied embeddings, which the first and the last stage add",
     )
     require(
         config.precision.fp8 is None or config.precision.fp8_recipe != "delayed",
@@ -150,7 +171,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def check_snapshot(config: JobConfig) -> None:
-    """Check ``snapshot`` as far as that needs no plan.
+    """Check the keys of ``snapshot`` that can be checked without a plan.
 
     Raises:
         ConfigError: names key, value and constraint.
@@ -172,11 +193,11 @@ def check_snapshot(config: JobConfig) -> None:
         f"needs node processes, which own the memory of snapshots: launch.mode={launch.mode} has none; use "
         "launch.mode=local or snapshot=none",
     )
-    num_domains = len(set(launch.member_domains))
+    num_domains = len(set(config.member_domains))
     require(
         snapshot.num_peer_copies < num_domains,
         "snapshot.num_peer_copies",
         snapshot.num_peer_copies,
-        f"must be below the number of failure domains, {num_domains}: every copy lies in another domain than its "
-        "node; 0 keeps windows on their own node only",
+        f"must be below the number of failure domains, {num_domains}: each copy of a node's windows needs another "
+        "domain; 0 keeps windows on their own node only",
     )

@@ -1,1 +1,1 @@
-"""The process that decides for a job, and what reaches it."""
+"""The process that makes the decisions of a job."""

@@ -1,4 +1,4 @@
-"""Calls of administrators to the controller of a running job: its status, and that a node leaves or joins."""
+"""Calls of administrators to the controller: read the status, let a node leave or join."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,8 @@ from megatron_ft.framing import Message
 
 
 class AdminService:
-    """Methods of the controller's service, called in its threads: they read the present state and hand events in."""
+    """Methods of the controller's service for administrators. gRPC's threads call them: they read the state or post
+    events."""
 
     def __init__(
         self,
@@ -22,7 +23,8 @@ class AdminService:
         ask: Callable[[MachineEvent], None],
         clock: Callable[[], float],
     ) -> None:
-        """``read_state`` gives what the controller knows at that moment; ``ask`` returns when it knows of an event."""
+        """``read_state`` returns the present state; ``ask`` posts an event and returns when the controller has recorded
+        it."""
         self._policy = policy
         self._read_state = read_state
         self._detector = detector
@@ -31,7 +33,7 @@ class AdminService:
 
     @property
     def methods(self) -> dict[str, Callable[[Message], Message]]:
-        """Name to method."""
+        """Return the methods by name."""
         return {"status": self._status, "drain": self._drain, "add": self._add}
 
     # ``State`` is immutable: a call reads a consistent one without a lock while the controller's thread replaces it.
@@ -49,7 +51,6 @@ class AdminService:
         }
 
     def _node(self, node: int) -> Message:
-        """Progress of the rank of a node that is furthest behind, and the time since the last call of its agent."""
         places = [self._detector.place(rank) for rank in self._policy.ranks_of(node)]
         known = [place for place in places if place is not None]
         behind = min(known, key=lambda place: (place.iteration, place.step), default=None)
@@ -79,7 +80,7 @@ class AdminService:
     def _known(self, request: Message) -> int:
         node, most = int(request["node"]), self._policy.most_nodes
         if not 0 <= node < most:
-            raise ControlError(f"node {node}: the job has nodes 0 to {most - 1} (launch.max_nodes)")
+            raise ControlError(f"node {node}: the job has nodes 0 to {most - 1} (nodes.max_nodes)")
         return node
 
     @staticmethod

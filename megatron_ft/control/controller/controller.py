@@ -1,8 +1,8 @@
-"""The job's controller: agents report to it, it decides by ``membership`` and gives orders.
+"""The job's controller: receives the reports of agents, decides with ``membership``, gives orders.
 
-Calls arrive at the ``server``; one thread, in ``run``, takes in order what came there, asks the state machine and
-writes orders, which agents fetch. What it takes in is in the journal before anything follows from it, and a controller
-that takes over does the same again: this class depends on nothing else.
+Calls arrive at the ``server``. One thread, in ``run``, processes them in order: it asks the state machine and writes
+orders, which agents fetch. Each input is in the journal before it has any effect. A new controller processes the same
+inputs again and reaches the same state, because nothing else affects this class.
 """
 
 import time
@@ -29,19 +29,19 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Takes a record and its origin, by which a second delivery is known."""
+"""Takes a record and its origin; the origin identifies records that are delivered twice."""
 
 StepSink = Callable[[Step], None]
 
 BuildLaunchSpec = Callable[[int, Sequence[int], Mapping[int, StoreEndpoint]], LaunchSpec]
-"""Takes a generation, its nodes and where each can serve a store."""
+"""Takes a generation, its nodes and the store endpoint of each."""
 
 RecordDecision = Callable[[Message], None]
-"""Returns when the decision is on disk."""
+"""Records a decision; returns when it is on disk."""
 
 
 class Controller:
-    """One job, one membership at a time."""
+    """Controls one job, one membership at a time."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Controller:
 
         Args:
             launch_spec: called at each start and each next membership, in the thread of ``run``.
-            detection: when silence and standstill count as a loss; default: the defaults of its class.
-            record_decision: called before ranks are ordered how they continue without lost nodes, or that they do not.
-            journal: what an earlier controller of this job took in; it is continued.
-            epoch: this controller's, see ``lease``; every answer has it.
+            detection: limits of the detector; default: those of its class.
+            record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
+            journal: inputs of an earlier controller of this job, which this one continues.
+            epoch: number of this controller, see ``lease``; every answer contains it.
             port: to serve at; 0 takes a free one.
             certificates: of the channel to agents, see ``certificates``.
             clock: continues from the last time in ``journal``.
@@ -74,9 +74,9 @@ class Controller:
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders in the journal that are to be given again."""
+        """Orders in the journal that the controller must give again."""
         self._num_posted = 0
-        """Numbered events of the launcher that were taken in."""
+        """Number of processed events that the launcher has numbered."""
         self._past_deadline: float | None = None
         self._unix_seconds = 0.0
         """Arrival time of the event that is being processed."""
@@ -89,7 +89,7 @@ class Controller:
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """Start that made each node's present ranks; reports of those of an earlier one are ignored."""
+        """Number of the start that made the present ranks of each node; reports of earlier ranks are ignored."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)
@@ -131,30 +131,34 @@ class Controller:
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Hand in an event; safe in any thread and in signal handlers.
+        """Post an event; safe in any thread and in signal handlers.
 
         Args:
-            number: of events that are sent again to a controller that takes over: from 0, without gaps.
+            number: position of the event in the launcher's sequence, from 0 without gaps; the launcher sends it again
+                to a new controller.
         """
         self._server.post(event, number)
 
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
         """Serve until the job has ended; records of ranks and decisions go to the callbacks, in this thread.
 
-        At a restart, and when a next membership begins, ``details`` are still those of the generation before. A
-        controller that takes over makes its predecessors' decisions again first, for ``on_step`` to see.
+        At a restart, and when a next membership begins, ``details`` still describe the generation before. A new
+        controller first repeats the decisions of its predecessors, and passes them to ``on_step``.
         """
-        # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
-        step = self._take_over(on_step)
-        self._server.open()
         try:
+            # No call is served before the state is rebuilt: sessions and numbers of reports would be wrong.
+            step = self._take_over(on_step)
+            self._server.open()
             while step is None or step.decision is not Decision.END:
                 step = self._serve(on_record, on_step)
+            result = result_of(step.state, step.reason, self._details)
         except CannotDecide as error:
+            # Not through the journal, which cannot be written. Nodes have to fetch it: nothing else would end them.
             self._server.give(to_message(messages.End(reason=str(error))))
-            return JobResult(error.outcome, str(error), None, self._details)
+            self._server.open()
+            result = JobResult(error.outcome, str(error), None, self._details)
         self._server.finish()
-        return result_of(step.state, step.reason, self._details)
+        return result
 
     def close(self) -> None:
         """Stop serving."""
@@ -163,7 +167,6 @@ class Controller:
     # --- what arrives --------------------------------------------------------------------------------------------
 
     def _take_over(self, on_step: StepSink) -> Step | None:
-        """Take in the journal again; the last decision."""
         entries = [] if self._journal is None else self._journal.entries
         # Orders stand in the journal in the order of decisions, so each decision takes the next one.
         self._known_orders.extend(entry["order"] for entry in entries if "order" in entry)
@@ -174,7 +177,6 @@ class Controller:
         return step
 
     def _serve(self, on_record: RecordSink, on_step: StepSink) -> Step | None:
-        """Take the next thing in; the step that followed."""
         match self._take():
             case Item() as item:
                 return self._serve_item(item, on_record, on_step)
@@ -187,7 +189,7 @@ class Controller:
         return None
 
     def _serve_item(self, item: Item, on_record: RecordSink, on_step: StepSink) -> Step | None:
-        """Take in what a node delivered, unless that was done already; only then its call is answered."""
+        # Process a node's item, unless that was done already; the call that delivered it is answered afterwards.
         step, origin = None, item.origin
         if origin is None:
             step = self._take_in(self._journalled({"item": item.content}, item.arrived_seconds), on_step)
@@ -204,7 +206,7 @@ class Controller:
         return step
 
     def _pass_on(self, report: Report, origin: Origin, on_record: RecordSink) -> None:
-        """Take in a report that no decision follows from: it is in no journal."""
+        # Process a report that causes no decision; it is not in the journal.
         match report:
             case RecordWritten(record=record):
                 on_record(record, origin)
@@ -213,7 +215,7 @@ class Controller:
                 self._detector.progress(rank, place, self._clock())
 
     def _journalled(self, about: Message, arrived_seconds: float, event: MachineEvent | None = None) -> Message:
-        """An entry with its times, in the journal; a tick is an entry only where something follows from it."""
+        # Write an entry with its times to the journal; a tick is written only if it has an effect.
         entry = {"now": self._clock(), "arrived": arrived_seconds, "unix": time.time(), **about}
         if isinstance(event, Tick):
             # The machine is pure, so the tick can be tried first. Ticks without effect would fill the journal.
@@ -226,10 +228,10 @@ class Controller:
         return entry
 
     def _take_in(self, entry: Message, on_step: StepSink, report: Report | None = None) -> Step:
-        """Decide upon an entry of the journal and carry the decision out: the same again at every reading.
+        """Decide about an entry of the journal and carry the decision out, in the same way at every reading.
 
         Args:
-            report: that of the entry, where it was read already.
+            report: the report of the entry, if it was parsed already.
         """
         if "posted" in entry:
             self._num_posted = entry["posted"] + 1
@@ -248,7 +250,6 @@ class Controller:
         return step
 
     def _take(self) -> Item | Posted:
-        """The next thing. That a deadline has passed is found once, when all that arrived before is taken in."""
         self._check()
         while self._found:
             found = self._found.popleft()
@@ -264,7 +265,6 @@ class Controller:
         return taken
 
     def _check(self) -> None:
-        """Find out, now and then, which nodes and ranks are lost without having ended."""
         now = self._clock()
         if now >= self._check_at:
             self._check_at = now + self._check_seconds
@@ -273,7 +273,7 @@ class Controller:
     # --- machine events ------------------------------------------------------------------------------------------
 
     def _event_of(self, entry: Message, report: Report | None) -> MachineEvent:
-        """The machine event of an entry; a tick where its process was replaced by another since."""
+        # Return the machine event of an entry; a tick if another process has replaced the one that it is about.
         item = entry.get("item")
         if item is None:
             return self._posted(messages.event_from_json({k: v for k, v in entry.items() if k not in _ABOUT_ENTRY}))
@@ -288,7 +288,7 @@ class Controller:
             return Tick()  # of a process that ended before the present ones were started
         if isinstance(report, EndReport) and not (isinstance(report, messages.Broken) and report.planned):
             self._note(report.rank, report.generation, to_message(report))
-        assert isinstance(report, (EndReport, messages.Reported)), "other reports are passed on"
+        assert isinstance(report, (EndReport, messages.Reported)), "unexpected kind of report"
         return report.event()
 
     def _posted(self, event: MachineEvent) -> MachineEvent:
@@ -355,8 +355,7 @@ class Controller:
                 self._order(messages.End(reason=reason))
 
     def _reform(self, before: State, step: Step) -> None:
-        """Begin the next membership, once the decision and all that it rests on are on disk."""
-        assert step.reform is not None, "a decision to reform"
+        assert step.reform is not None, "the step has no reform plan"
         spec = self._launch_spec(step.state.generation, step.state.members, self._stores)
         following = NextMembership(
             generation=step.state.generation,
@@ -383,7 +382,7 @@ class Controller:
         self._record_decision({**about, "positions": encode(list(positions)), **decision})
 
     def _start(self, nodes: Sequence[int], *, is_joining: bool) -> None:
-        """Start the ranks of ``nodes``; each receives where every node's sidecars listen."""
+        # Start the ranks of ``nodes``; each receives the addresses of every node's sidecars.
         state, policy = self._state, self._policy
         self._starts |= dict.fromkeys(nodes, self._num_starts)
         spec = self._launch_spec(state.generation, state.members, self._stores)
@@ -403,7 +402,7 @@ class Controller:
         self._server.give(self._settled(order))
 
     def _settled(self, order: Order) -> Message:
-        """The order as every controller of the job reads it: from the journal, where it is from now on."""
+        # Return the order from the journal, so that every controller of the job reads the same.
         if self._known_orders:
             return self._known_orders.popleft()
         message = to_message(order)

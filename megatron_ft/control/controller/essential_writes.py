@@ -1,10 +1,10 @@
-"""Writes that decisions rest on: they wait for room on a full disk, and end where the run's folder is gone.
+"""Writes on which decisions depend: they wait while the disk is full, and fail if the run's folder is gone.
 
-A controller acts only upon what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports it,
-and continues as soon as there is room; its clock is stopped meanwhile, so that nothing is late because of that.
-Training continues, but nothing that happens to ranks or nodes is handled. In a folder that was deleted or moved away
-nothing that is written would be found again: the job ends with that reason. Logs, metrics and events are not
-essential: they never hold up a decision.
+A controller acts only on what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports that,
+and continues as soon as space is free. Its clock is stopped meanwhile, so the wait causes no timeout. Training
+continues, but losses of ranks or nodes are not handled. If the folder was deleted or moved away, nothing written there
+could be found again, so the job ends with that reason. Logs, metrics and events are not essential: they never delay a
+decision.
 """
 
 import errno
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class CannotDecide(ControlError):
-    """Nothing more can be decided: the job ends with ``outcome``."""
+    """No more decisions are possible: the job ends with ``outcome``."""
 
     def __init__(self, reason: str, outcome: Outcome = Outcome.FAILED) -> None:
         super().__init__(reason)
@@ -33,25 +33,25 @@ class CannotDecide(ControlError):
 
 
 class StandingClock:
-    """A clock that can be stopped for a while and continues from there. One thread stops it, any may read it."""
+    """A clock that can be stopped and continued. One thread stops it; any thread may read it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         # One tuple, replaced at once: threads that serve calls read it without a lock.
         self._stopped: tuple[float | None, float] = (None, 0.0)
-        """Reading at which it was stopped, and how far it is behind."""
+        """Reading at which the clock was stopped, and how far it is behind."""
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
         stopped_at, behind = self._stopped
         return (self._clock() if stopped_at is None else stopped_at) - behind
 
     def stop(self) -> None:
-        """Stand still."""
+        """Stop the clock."""
         self._stopped = (self._clock(), self._stopped[1])
 
     def go_on(self) -> None:
-        """Run again."""
+        """Let the clock run again."""
         stopped_at, behind = self._stopped
         assert stopped_at is not None, "stopped"
         self._stopped = (None, behind + self._clock() - stopped_at)
@@ -61,10 +61,10 @@ class EssentialWrites:
     """Carries out writes of one thread, in order."""
 
     def __init__(self, run_dir: Path, on_wait: Callable[[str], None], on_go_on: Callable[[float], None]) -> None:
-        """Begin with the folder that there is now.
+        """Begin with the folder that exists now.
 
         Args:
-            on_wait: called once for each wait with what cannot be written and why.
+            on_wait: called once for each wait, with the file and the error.
             on_go_on: called with the seconds that the wait took.
         """
         self._run_dir = run_dir
@@ -74,14 +74,14 @@ class EssentialWrites:
         self.clock = StandingClock(time.monotonic)
 
     def request_end(self) -> None:
-        """Wait for room no longer: the job is to end at once. Safe in any thread."""
+        """End all waits for space, because the job must end at once. Safe in any thread."""
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
-        """Do ``write`` as often as it takes: what it has written in part must not count.
+        """Call ``write`` until it succeeds; a partial write must have no effect.
 
         Raises:
-            CannotDecide: the run's folder is gone, or the job is to end while there is no room.
+            CannotDecide: the run's folder is gone, or the job must end while the disk is full.
             OSError: the disk fails in another way.
         """
         problem = self._try(write)
@@ -93,14 +93,13 @@ class EssentialWrites:
         self._on_wait(f"{self._run_dir}: {problem}")
         while isinstance(problem, OSError):
             if self._end_requested.wait(_LOOK_SECONDS):
-                raise CannotDecide("asked to end while the controller waited for room", Outcome.INTERRUPTED)
+                raise CannotDecide("asked to stop while the controller waited for free disk space", Outcome.INTERRUPTED)
             problem = self._try(write)
         self.clock.go_on()
         self._on_go_on(time.monotonic() - began)
         return problem
 
     def _try(self, write: Callable[[], Result]) -> Result | OSError:
-        """The result of ``write``, or why there is no room for it."""
         # A write through an open descriptor succeeds in a deleted folder, where no later process finds it.
         self.check_place()
         try:
@@ -112,7 +111,7 @@ class EssentialWrites:
             return error
 
     def check_place(self) -> None:
-        """Raise CannotDecide where the run's folder is gone."""
+        """Raise CannotDecide if the run's folder is gone."""
         try:
             # Compared by inode: another folder may have taken the path.
             is_there = self._look() == self._place
@@ -120,8 +119,9 @@ class EssentialWrites:
             is_there = False
         if not is_there:
             raise CannotDecide(
-                f"the run's folder was deleted or moved away while the job ran: {self._run_dir}; how the job continues "
-                "cannot be kept, so it ends; continue from a copy of its checkpoints, or start again"
+                f"the run's folder {self._run_dir} was deleted or moved away while the job ran. The controller "
+                "cannot record its decisions, so the job ends. Continue from a copy of the run's checkpoints, or "
+                "start again"
             )
 
     def _look(self) -> tuple[int, int]:

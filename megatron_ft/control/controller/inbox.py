@@ -1,4 +1,4 @@
-"""Queue of the controller's thread: what arrived, in order, each with the time of its arrival."""
+"""Queue of the controller's thread: items in order of arrival, each with its time of arrival."""
 
 import queue
 import threading
@@ -13,7 +13,7 @@ from megatron_ft.framing import Message
 
 
 class Origin(NamedTuple):
-    """Position of an item among those of a node's process: later ones of a node are greater."""
+    """Position of an item in the sequence of a node's agent; it increases with each item."""
 
     node: int
     session: int
@@ -22,23 +22,23 @@ class Origin(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """Something that a node has delivered."""
+    """An item that an agent has delivered."""
 
     origin: Origin | None
-    """None for what is not numbered: a second one changes nothing."""
+    """None for items without a number, which have no effect when they are delivered twice."""
     content: Message
     report: Report | None = None
-    """``content``, read; None of what is not a report."""
+    """The parsed report in ``content``; None if it contains none."""
     arrived_seconds: float = 0.0
-    """Arrival time, on the controller's clock."""
+    """Arrival time on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
-    """Set when it has had its effect. Each item has its own, so that only the call that waits for it wakes."""
+    """Set when the item has been processed. Each item has its own, so that only the call that waits for it wakes."""
 
     def wait(self, timeout_seconds: float, sign_seconds: float, sign: Callable[[], None]) -> bool:
-        """Wait until this item, and so all that came before it, has had its effect; whether that was in time.
+        """Wait until this item, and thus all earlier ones, have been processed; return whether that was in time.
 
         Args:
-            sign: called every ``sign_seconds`` of the wait.
+            sign: called every ``sign_seconds`` during the wait.
         """
         deadline = time.monotonic() + timeout_seconds
         # A node whose call waits for a busy controller lives. Without signs the detector would lose it.
@@ -51,16 +51,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """An event from elsewhere; those of the launcher are numbered."""
+    """An event that did not come from an agent. Events of the launcher have numbers."""
 
     event: MachineEvent
     arrived_seconds: float
-    """Arrival time, on the controller's clock. For a ``Tick``: everything that came before has been processed."""
+    """Arrival time on the controller's clock. For a ``Tick``: everything that arrived before it has been processed."""
     number: int | None = None
 
 
 class Inbox:
-    """A queue from many threads to one. What is put in has its time and its place in the same order."""
+    """A queue from many threads to one. Arrival times follow the order of the queue."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -69,17 +69,17 @@ class Inbox:
         self._arriving = threading.Lock()
         self._is_closed = False
         self._first: Item | Posted | None = None
-        """The first of the queue, where ``take`` has looked at it and left it."""
+        """The first item, if ``take`` has examined it and left it in the queue."""
 
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Put in an event; safe in signal handlers, too."""
+        """Add an event; also safe in signal handlers."""
         # Without the lock, which the interrupted thread may hold. ``SimpleQueue.put`` is reentrant.
         self._queue.put(Posted(event, self._clock(), number))
 
     def put(self, items: Sequence[Item]) -> None:
-        """Put in items; once the inbox is closed they count as taken."""
+        """Add items; after ``close`` they count as processed."""
         with self._arriving:
             for item in items:
                 item.arrived_seconds = self._clock()
@@ -91,9 +91,9 @@ class Inbox:
     # --- the thread that takes ----------------------------------------------------------------------------------------
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """The next arrival, if it arrived before ``until_seconds``; else, once that time has come, a tick.
+        """Return the next item if it arrived before ``until_seconds``; otherwise wait for that time and return a tick.
 
-        So nothing is late only because the one that takes was busy when it came.
+        So no deadline expires only because the controller was busy when an item arrived.
         """
         all_taken_seconds = until_seconds
         if self._first is None:
@@ -105,7 +105,6 @@ class Inbox:
         return found
 
     def _wait(self, until_seconds: float) -> tuple[Item | Posted | None, float]:
-        """The first of the queue, or None and a time before which everything has been taken."""
         try:
             return self._queue.get(timeout=max(0.0, until_seconds - self._clock())), until_seconds
         except queue.Empty:
@@ -115,7 +114,7 @@ class Inbox:
             return (None if self._queue.empty() else self._queue.get()), now
 
     def close(self) -> None:
-        """Nothing is taken any more: what is there, and what still comes, counts as taken."""
+        """Close the queue: all present and future items count as processed."""
         # Under the lock: an item that arrives now is either found below or released by ``put``.
         with self._arriving:
             self._is_closed = True

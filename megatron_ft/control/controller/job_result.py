@@ -1,4 +1,4 @@
-"""Result of a job, as the controller sends it to the launcher."""
+"""The end of a job, as the controller sends it to the launcher."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,21 +22,20 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Rank, by its number at the start, to what was reported of its end: ``number`` (in its membership), ``node,
-    returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
+    """Details of the ends of ranks, by their number at the start: ``number`` (in the membership), ``node, returncode,
+    at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``, as far as known."""
     survived: tuple[str, ...] = ()
-    """Why each earlier generation ended."""
+    """Reason for the end of each earlier generation."""
     num_reforms: int = 0
-    """Earlier generations after which ranks continued in their processes."""
+    """Number of earlier generations after which ranks continued in their processes."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON without what fills a message when thousands of ranks have failed."""
+        """Return JSON; long texts are left out if thousands of ranks have failed."""
         details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}
         content: dict[str, Any] = encode(replace(self, details=details))
         return content
 
     def _shortened(self, rank: int, about: Message) -> Message:
-        """Everything of the rank that failed first; of the others without long texts."""
         if self.first_failure is not None and self.first_failure.rank == rank:
             return about
         short = {name: value for name, value in about.items() if name not in _LONG}
@@ -51,9 +50,9 @@ class JobResult:
 
 
 def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -> None:
-    """Add to ``about``, one rank's entry of ``JobResult.details``, the report of its end.
+    """Add the report of a rank's end to ``about``, the rank's entry of ``JobResult.details``.
 
-    The first error counts: a rank that could not survive raises another.
+    Only the first error counts: a rank that cannot survive raises a second one.
     """
     if "error" in about:
         report = {name: value for name, value in report.items() if name not in _OF_FIRST_ERROR}
@@ -65,7 +64,7 @@ def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -
 
 
 def result_of(state: State, reason: str, details: dict[int, Message]) -> JobResult:
-    """The result of a job that has ended at ``state``."""
+    """Make the result of a job that has ended in ``state``."""
     firsts = [first_of(failures) for failures in state.survived]
-    survived = tuple("nodes joined or left as asked" if first is None else first.detail for first in firsts)
+    survived = tuple("nodes joined or left on request" if first is None else first.detail for first in firsts)
     return JobResult(state.outcome, reason, state.first_failure, details, survived, state.num_reforms)

@@ -42,8 +42,8 @@ class Journal:
         lines = [_parse(line, path, number) for number, line in enumerate(whole.splitlines(), start=1)]
         if lines and lines[0].get("format") != FORMAT:
             raise ControlError(
-                f"{path}: has format {lines[0].get('format', 1)}, must have {FORMAT}: another version wrote it; "
-                "start the job again, which continues from its newest checkpoint"
+                f"{path}: has format {lines[0].get('format', 1)}, must have format {FORMAT}: another version "
+                "wrote it; start the job again, it continues from its newest checkpoint"
             )
         self.entries = lines[1:]
         # Not O_APPEND: a write that failed in part is repeated at the same offset.
@@ -110,7 +110,7 @@ def _parse(line: bytes, path: Path, number: int) -> Message:
     try:
         entry = parse_json(line)
     except ValueError as error:
-        raise ControlError(f"{path}, line {number}: no JSON: {error}") from None
+        raise ControlError(f"{path}, line {number}: is not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise ControlError(f"{path}, line {number}: must be an object, is {type(entry).__name__}")
     return entry

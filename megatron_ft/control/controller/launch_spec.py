@@ -27,7 +27,7 @@ def launch_spec(
         stores: where nodes can serve the store of a membership; nodes on this machine need no entry.
     """
     store = stores.get(members[0])
-    address = config.launch.interface if store is None else store.address
+    address = config.control.interface if store is None else store.address
     # Each generation gets another port where none is configured: the store of the last one may still be closing.
     port = config.launch.master_port or (free_port(address) if store is None else store.port_of(generation))
     # Later generations continue this run, whatever ``run.resume`` was at its start.
@@ -40,7 +40,7 @@ def launch_spec(
         working_dir=working_dir,
         world_size=len(members) * config.launch.ranks_per_node,
         num_nodes=len(members),
-        can_survive=config.launch.may_lose_nodes,
+        can_survive=config.may_lose_nodes,
         master_addr=address,
         master_port=port,
     )

@@ -18,10 +18,10 @@ _MAX_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The lease of one controller. Ends with its process, or with ``release``."""
+    """The lease of one controller. It ends with the process, or with ``release``."""
 
     epoch: int
-    """Rises from 1 with each controller of the run."""
+    """Increases from 1 with each controller of the run."""
     _path: Path
     _descriptor: int
 
@@ -51,7 +51,7 @@ def acquire_lease(folder: Path) -> Lease:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ControlError(f"{path}: another controller of this run lives; only one may at a time") from None
+        raise ControlError(f"{path}: another controller of this run is alive; only one may run at a time") from None
     try:
         # In place: a renamed file would leave the lock on the old inode. Epochs rise, so no digit of the old one stays.
         epoch = _read(path) + 1

@@ -1,7 +1,7 @@
-"""The launcher's side of the controller: a process of its own, started again in its place when it ends before the job.
+"""The launcher's connection to the controller's process, which it starts again if it ends before the job.
 
-Events that the launcher has seen go to it; records of ranks and what follows from decisions come back, each once,
-however often a controller had to take over.
+The launcher sends its events to the controller, and receives records of ranks and events of decisions. It passes each
+of them on exactly once, also if controllers are replaced.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""Controllers in a row that end without anything having come from them."""
+"""Number of controllers in a row that may end without having sent anything."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -34,7 +34,7 @@ Process = subprocess.Popen[bytes]
 
 
 class ControllerLink:
-    """Starts the controller's process, talks to it, and starts another when it ends or gives no sign."""
+    """Starts the controller's process, exchanges messages with it, and replaces it if it ends or does not answer."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class ControllerLink:
 
         Args:
             start: starts the process and gives it its spec and one end of a connection.
-            access_path: file for those who may call the controller, mode 0600: address, epoch and process id.
-            access: what they need besides.
-            silence_seconds: a controller that gives no sign for so long, and at least ``LEAST_SILENCE_SECONDS``, is
-                killed: it takes a while to start.
-            log: its log, whose last line is reported where it ends by itself.
+            access_path: file for clients of the controller, mode 0600: address, epoch and process id.
+            access: further entries of that file.
+            silence_seconds: a controller that sends nothing for so long (at least ``LEAST_SILENCE_SECONDS``, because
+                its start takes time) is killed.
+            log: the controller's log; its last line is reported if the controller ends by itself.
         """
         self._start = start
         self._log, self._log_begin_bytes = log, 0
@@ -66,14 +66,14 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Session and number of each node's last message."""
+        """Session and number of each node's last record."""
         self._to_grant: bytes | None = None
-        """Content that the file that grants access is to have and has not yet."""
+        """Content for the access file that has not been written yet."""
         self._num_events = 0
         self._num_fruitless_starts = 0
 
     def post(self, event: MachineEvent) -> None:
-        """Tell an event; safe in any thread and in signal handlers."""
+        """Send an event to the controller; safe in any thread and in signal handlers."""
         self._events.append(event)
         with contextlib.suppress(BlockingIOError):
             # A signal handler must not block, and a full socket wakes the loop as well.
@@ -92,7 +92,7 @@ class ControllerLink:
         """Serve until the job has ended; records of ranks and events go to the callbacks, in this thread.
 
         Raises:
-            ControlError: controllers end again and again without getting anywhere.
+            ControlError: several controllers in a row ended without progress.
         """
         while True:
             try:
@@ -104,11 +104,11 @@ class ControllerLink:
                 end = self._read_rest(on_record, on_event)
                 if end is not None:
                     return end
-                on_event({"event": "replaced", "reason": f"the controller is gone: {gone}"})
+                on_event({"event": "replaced", "reason": f"the controller failed: {gone}"})
                 self.begin()
 
     def close(self) -> None:
-        """The job has ended: let the controller go, and take back what grants access to it."""
+        """End the controller after the job, and remove the access file."""
         self._access_path.unlink(missing_ok=True)
         self._end_process(patience_seconds=5.0)
         self._abort()
@@ -124,6 +124,7 @@ class ControllerLink:
             selector.register(self._wake_receive, selectors.EVENT_READ)
             silent_since = time.monotonic()
             while True:
+                began = time.monotonic()
                 self._send_events()
                 self._write_access()
                 ready = {key.fileobj for key, _ in selector.select(_PING_SECONDS)}
@@ -135,6 +136,9 @@ class ControllerLink:
                         return end
                     silent_since = time.monotonic()
                 elif not ready:
+                    # This process was stopped, and could not read what the controller has sent: it gets the whole time.
+                    if time.monotonic() - began > 2 * _PING_SECONDS:
+                        silent_since = time.monotonic()
                     self._ask_for_a_sign(silent_since)
 
     def _send_events(self) -> None:
@@ -144,7 +148,7 @@ class ControllerLink:
 
     def _ask_for_a_sign(self, silent_since: float) -> None:
         if time.monotonic() - silent_since > self._silence_seconds:
-            raise _Gone(f"it has given no sign for {self._silence_seconds:g} s")
+            raise _Gone(f"it did not answer for {self._silence_seconds:g} s")
         self._send({"op": "ping"})
 
     def _send(self, message: Message) -> None:
@@ -183,13 +187,12 @@ class ControllerLink:
         return None
 
     def _grant_access(self, message: Message) -> None:
-        """Say in a file of this user's own how the controller is called."""
         about = {name: message[name] for name in ("address", "epoch", "process_id")}
         self._to_grant = json.dumps({**about, **self._access}).encode() + b"\n"
         self._write_access()
 
     def _write_access(self) -> None:
-        """A disk that is full, or a folder that is gone, ends nothing here: it is tried again."""
+        # Write the access file; on a full disk, or if the folder is gone, try again later.
         if self._to_grant is not None:
             with contextlib.suppress(OSError):
                 write_secret(self._access_path, self._to_grant)
@@ -201,10 +204,10 @@ class ControllerLink:
         self._num_fruitless_starts += 1
         self._end_process(patience_seconds=0.0)
         if self._num_fruitless_starts >= MAX_FAILED_STARTS:
-            raise ControlError(f"the controller ended {MAX_FAILED_STARTS} times in a row; the last time {reason}")
+            raise ControlError(f"the controller failed {MAX_FAILED_STARTS} times in a row; last failure: {reason}")
 
     def _read_rest(self, on_record: Callable[[Message], None], on_event: Callable[[Message], None]) -> JobResult | None:
-        """Read what a controller sent before it ended: to nodes it is acknowledged already."""
+        # Read messages that a controller sent before it ended: it has acknowledged them to nodes already.
         try:
             while True:
                 end = self._take_in(on_record, on_event)
@@ -215,11 +218,11 @@ class ControllerLink:
         return None
 
     def _end_process(self, *, patience_seconds: float) -> None:
-        """Its standard input closes; then it is killed, for two must never live at a time."""
+        # Close the standard input of the controller, then kill it: two controllers must never run at the same time.
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None, "started with a lifeline"
+        assert process.stdin is not None, "the controller was started without a pipe"
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         try:
@@ -229,13 +232,12 @@ class ControllerLink:
             process.wait()
 
     def _describe_end(self) -> str:
-        """Describe its end, and its last output where it ended by itself."""
         if self._process is None:
-            return "it was given up"
+            return "it was abandoned"
         try:
             returncode = self._process.wait(timeout=_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return "it has closed its connection"
+            return "it closed its connection"
         last = last_line(self._log, self._log_begin_bytes) if self._log is not None and returncode > 0 else ""
         return f"it {describe_returncode(returncode)}" + (f": {last}" if last else "")
 
@@ -246,4 +248,4 @@ class ControllerLink:
 
 
 class _Gone(Exception):
-    """The controller has ended, or is as good as dead."""
+    """The controller has ended, or does not answer any more."""

@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
-It reads one line of JSON from standard input (``ControllerSpec``) and keeps it open: when it closes, the launcher is
-gone. What it takes in is in the journal first, so that the launcher can start another one in its place at any time. It
-talks to the launcher through a unix socket: events in, records and decisions out, each with a number by which the
-launcher drops what it has already.
+It reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher has ended.
+Inputs are in the journal before they have any effect, so the launcher can replace the process at any time. A Unix
+socket connects it to the launcher: events come in; records and decisions go out, with numbers by which the launcher
+drops duplicates.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 
 FOLDER = "control"
-"""Subfolder of the run's folder, with the journal and ``epoch``."""
+"""Subfolder of the run's folder that contains the journal and ``epoch``."""
 JOURNAL = "journal.jsonl"
 
 
@@ -61,18 +61,16 @@ class ControllerSpec:
     launcher_descriptor: int
     """Descriptor of the connection to the launcher."""
     port: int = 0
-    """Address to serve at; port 0 takes a free one. A controller that takes over serves where its predecessor did."""
+    """Port to serve at; 0 takes a free one. A new controller serves at the port of its predecessor."""
     runtime_dir: str | None = None
-    """The folder of the job's sockets on this machine, which its last process removes."""
+    """The folder of the job's sockets on this machine; the last process of the job removes it."""
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Return the spec as one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 class _Launcher:
-    """The connection to the launcher."""
-
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         # The controller's thread sends records and events, the listener answers pings.
@@ -81,25 +79,25 @@ class _Launcher:
 
     @functools.cached_property
     def _socket(self) -> socket.socket:
-        """Opened at its first use: a second controller that was started by mistake may have none."""
+        # Open the socket at its first use: a second controller that was started by mistake may have none.
         return socket.socket(fileno=self._descriptor)
 
     def send(self, message: Message) -> None:
-        """Send a message; blocks while the launcher is behind."""
+        """Send a message; blocks while the launcher is slow."""
         with self._lock:
             send(self._socket, message)
 
     def record(self, record: Message, origin: Origin) -> None:
-        """Pass on what a rank reports."""
+        """Forward a record of a rank."""
         self.send({"op": "record", "record": record, "origin": origin})
 
     def event(self, event: Message) -> None:
-        """Send what follows from a decision; numbered, for a controller that takes over sends it again."""
+        """Send an event of a decision, with a number, because a new controller sends it again."""
         self.send({"op": "event", "number": self._num_events, **event})
         self._num_events += 1
 
     def listen(self, post: Callable[[events.MachineEvent, int], None]) -> None:
-        """Thread: receive the launcher's events."""
+        """Receive the launcher's events (a thread)."""
         reader, closed = FrameReader(self._socket), False
         while not closed:
             messages, closed = reader.pump()
@@ -126,7 +124,7 @@ class ControllerProcess:
         self._lease: Lease = self._writes.do(lambda: acquire_lease(folder))
         config: JobConfig = from_dict(spec.config)
         starts_nodes = launcher_class(config.launch.node_launcher).starts_nodes
-        self._policy = MembershipPolicy.of(config.launch, starts_nodes=starts_nodes)
+        self._policy = MembershipPolicy.of(config, starts_nodes=starts_nodes)
         check_descriptors(self._policy.most_nodes)
         journal = Journal(folder / JOURNAL, self._writes.do)
         self._writes.clock = StandingClock(clock_after(journal.entries))
@@ -134,7 +132,7 @@ class ControllerProcess:
         self._decisions_path = run_dir / "decisions.jsonl"
         self._controller = Controller(
             self._policy,
-            interface=config.launch.interface,
+            interface=config.control.interface,
             token=spec.token,
             launch_spec=functools.partial(
                 launch_spec, config, run_dir, spec.entry, resume_from=resume_from, working_dir=spec.working_dir
@@ -144,11 +142,11 @@ class ControllerProcess:
             journal=journal,
             epoch=self._lease.epoch,
             port=spec.port,
-            certificates=read_certificates(config.launch.tls_dir),
+            certificates=read_certificates(config.control.tls_dir),
             clock=self._writes.clock,
         )
         self._num_recorded = _num_lines(self._decisions_path)
-        """Decisions in the file, by earlier jobs of the run, too."""
+        """Number of decisions in the file, including those of earlier jobs of the run."""
         # Earlier jobs of the run have lines in the file. Every controller of this job counts from the same line.
         self._num_decisions = int(journal.first("num_earlier_decisions", self._num_recorded))
 
@@ -181,11 +179,8 @@ class ControllerProcess:
         self._launcher.send({"op": "goes_on", "seconds": seconds})
 
     def _end_with_launcher(self) -> None:
-        """Thread: end when standard input closes: the launcher has ended the job, or has died.
-
-        A launcher that was killed could not take back what grants access to this controller, nor remove the folder of
-        sockets.
-        """
+        # End when standard input closes (a thread): the launcher has ended the job, or was killed. A killed launcher
+        # could not remove the access file of this controller and the folder of sockets.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -196,11 +191,11 @@ class ControllerProcess:
         os._exit(0)
 
     def _record_decision(self, decision: Message) -> None:
-        """Record a decision, unless the controller before has; one with a stale lease must not decide."""
+        # Record a decision unless an earlier controller has; a controller with a stale lease must not decide.
         # First: where the folder is gone the lease looks stale, too, and the reason would be wrong.
         self._writes.check_place()
         if self._lease.is_stale:
-            raise ControlError(f"stale epoch {self._lease.epoch}: another controller has taken over")
+            raise ControlError(f"stale epoch {self._lease.epoch}: another controller is in charge now")
         # A controller that takes over repeats the decisions of the journal, which the file has in the same order.
         if self._num_decisions >= self._num_recorded:
             line = json.dumps(decision).encode() + b"\n"
@@ -224,7 +219,7 @@ class ControllerProcess:
 
 
 def clock_after(entries: list[Message]) -> Callable[[], float]:
-    """A monotonic clock that continues from the time of the last entry, by the time that has passed since then."""
+    """Return a monotonic clock that continues from the time of the last entry."""
     now_seconds = time.monotonic()
     last = next((entry for entry in reversed(entries) if "now" in entry), None)
     if last is None:

@@ -1,4 +1,4 @@
-"""Serves the calls of agents and administrators: a call waits here until the controller's thread is done with it."""
+"""Serves the calls of agents and administrators: a call waits until the controller's thread has processed it."""
 
 import json
 import threading
@@ -12,14 +12,12 @@ from megatron_ft.control.controller.sessions import AgentSession, AgentSessions
 from megatron_ft.control.membership.events import MachineEvent, NodeLost
 from megatron_ft.control.membership.state import MembershipPolicy
 from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call, decode_report
-from megatron_ft.control.rpc import Method, RpcServer
+from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
 from megatron_ft.serde import encode
 
 _MAX_POLL_SECONDS = 30.0
-# Below the 60 s that agents wait for an answer: a call ends with a reason to try again, not with a timeout.
-_ACCEPT_SECONDS = 20.0
 _LAST_ORDER_SECONDS = 5.0
 
 Members = Mapping[int, tuple[int, ...]]
@@ -27,7 +25,8 @@ Members = Mapping[int, tuple[int, ...]]
 
 
 class ControllerServer:
-    """Takes calls in gRPC's threads; hands what they bring to one other thread, in order, and orders to agents."""
+    """Receives calls in gRPC's threads, passes their content to one other thread in order, and passes orders to
+    agents."""
 
     def __init__(
         self,
@@ -49,10 +48,10 @@ class ControllerServer:
         Args:
             members: nodes of each generation; the controller adds to it.
             sign_of_life: called with the node of each call, and again while the call waits; safe in any thread.
-            clock: the controller's; it gives what arrives here the time of its arrival.
-            sign_seconds: between two signs of life of a node whose call waits.
-            others: further calls that are answered, by name.
-            epoch: every answer has it.
+            clock: the controller's clock, for arrival times.
+            sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
+            others: further methods, by name.
+            epoch: every answer contains it.
         """
         self._policy, self._members, self._epoch = policy, members, epoch
         self._sessions = AgentSessions()
@@ -60,10 +59,11 @@ class ControllerServer:
         self._inbox = Inbox(clock)
         self._orders: list[Message] = []
         self._encoded_orders: list[bytes] = []
-        """The same as JSON: a large one is encoded once, not for every agent."""
+        """The orders as JSON: a large one is encoded once, not for every agent."""
         self._new_order = threading.Condition()
-        """Condition for calls that wait for orders: an order is for all of them."""
+        """Notifies all calls that wait for orders."""
         self._last_fetch = threading.Condition()
+        self._is_open = False
         self._has_ended = False
         calls = {"join": self._join, "deliver": self._deliver, **others}
         methods: dict[str, Method] = {name: self._with_epoch(method) for name, method in calls.items()}
@@ -81,7 +81,10 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve: also agents that an earlier controller has admitted."""
+        """Begin to serve, also agents that an earlier controller has admitted. A second call does nothing."""
+        if self._is_open:
+            return
+        self._is_open = True
         # Agents have the whole timeout to call the new controller.
         for node in self._sessions.inherit():
             self._sign_of_life(node)
@@ -94,41 +97,41 @@ class ControllerServer:
     # --- the controller's thread -----------------------------------------------------------------------------------
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Hand in an event; safe in any thread and in signal handlers."""
+        """Post an event; safe in any thread and in signal handlers."""
         self._inbox.post(event, number)
 
     def ask(self, event: MachineEvent) -> None:
-        """Hand in a request, and wait until it is in the journal, for a controller that takes over, too.
+        """Post a request, and wait until it is in the journal, so that it survives this controller.
 
         Raises:
-            TimeoutError: it is not in time.
+            TimeoutError: it is not in the journal in time.
         """
         asked = Item(None, {"op": "asked", "event": messages.event_to_json(event)})
         self._inbox.put([asked])
-        if not asked.has_effect.wait(_ACCEPT_SECONDS):
+        if not asked.has_effect.wait(ACCEPT_SECONDS):
             raise TimeoutError("the controller is busy")
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """The next arrival, or a tick, see ``Inbox.take``."""
+        """Return the next item, or a tick, see ``Inbox.take``."""
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
-        """Admit an agent, in the place of an earlier one of its node; whether it is a new one."""
+        """Admit an agent in place of an earlier one of its node; return whether it is new."""
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of an agent that is lost. Whether it was the agent of its node."""
+        """Refuse later calls of a lost agent; return whether it was the present agent of its node."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:
-        """Whether a report is of a node's present agent and was not taken in yet."""
+        """Whether a report is from the present agent of its node and has not been processed yet."""
         session = self._sessions.newest(origin.node)
         return session is not None and session.number == origin.session and origin.number >= session.next_item
 
     def count(self, origin: Origin) -> None:
-        """Count a report as taken in."""
+        """Count a report as processed."""
         session = self._sessions.newest(origin.node)
-        assert session is not None, "it has registered before it delivers anything"
+        assert session is not None, "the node delivers reports without a registration"
         session.next_item = origin.number + 1
 
     def done(self, item: Item) -> None:
@@ -136,7 +139,7 @@ class ControllerServer:
         item.has_effect.set()
 
     def give(self, order: Message) -> None:
-        """Let agents fetch an order."""
+        """Publish an order for all agents."""
         with self._new_order:
             # The lock covers both lists, which a poll reads together.
             self._orders.append(order)
@@ -144,10 +147,10 @@ class ControllerServer:
             self._new_order.notify_all()
 
     def finish(self) -> None:
-        """Take nothing in any more: the job has ended.
+        """Accept no more items: the job has ended.
 
-        Agents that the job did not start have fetched their last order when this returns, or have had the time: no
-        launcher sees them end.
+        Agents that the job did not start have no launcher that sees them end. When this returns, they have fetched
+        their last order, or had the time to.
         """
         self._has_ended = True
         self._inbox.close()
@@ -164,20 +167,22 @@ class ControllerServer:
         return lambda request: {**method(request), "epoch": self._epoch}
 
     def _join(self, request: Message) -> Message:
-        """Register an agent, also with a controller that takes over: its session, and the orders before it."""
+        # Register an agent, also one that an earlier controller has admitted; return session and earlier orders.
         join = decode_call(Join, request)
         node, process_id = self._known(join.node), join.process_id
         # Refused before the journal has it: what is there reaches every node and every later controller.
         if (num_bytes := len(json.dumps(request))) > MAX_JOIN_BYTES:
-            raise ControlError(f"node {node} registers with {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}")
+            raise ControlError(
+                f"node {node}: its registration has {num_bytes} bytes: must have at most {MAX_JOIN_BYTES}"
+            )
         self._sign_of_life(node)
         replaced = self._sessions.replaced(node, process_id)
         if replaced is not None:
             # Into the queue before the registration: the old process is lost first.
-            self.post(NodeLost(node, time.time(), "another process has taken its place", replaced))
+            self.post(NodeLost(node, time.time(), "another process has registered for this node", replaced))
         item = Item(None, {"op": "joined", "join": encode(join)})
         self._inbox.put([item])
-        if not item.wait(_ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
+        if not item.wait(ACCEPT_SECONDS, self._sign_seconds, lambda: self._sign_of_life(node)):
             raise TimeoutError(f"node {node}: the controller is busy")
         session = self._sessions.of_process(node, process_id)
         return {"session": session.number, "after": session.first_order}
@@ -196,7 +201,7 @@ class ControllerServer:
         return b'{"node":%d,"epoch":%d,"orders":[%b]}' % (node, self._epoch, b",".join(orders))
 
     def _deliver(self, request: Message) -> Message:
-        """Take reports not taken before; the number of the next: all before it are in the journal."""
+        # Add the new reports of a call and return the number of the next; all reports before it are in the journal.
         call = decode_call(Deliver, request)
         node, first, session = self._known(call.node), call.first, self._session(call)
         # An agent whose connection broke delivers again while its first call still waits: one call at a time numbers.
@@ -204,7 +209,9 @@ class ControllerServer:
             expected = max(session.next_item, session.next_arrival)
             # A gap means that reports are lost, except records that a predecessor passed on: they are in no journal.
             if first > expected and call.items and not session.is_inherited:
-                raise ControlError(f"report {first} of node {node}: must be at most {expected}, the next")
+                raise ControlError(
+                    f"node {node} sends report {first}, but report {expected} is next: reports are missing"
+                )
             items = []
             for number, content in enumerate(call.items, start=first):
                 if number >= expected:
@@ -219,11 +226,12 @@ class ControllerServer:
             if session.newest_item is not None and call.items:
                 # A lost node must not count as alive because its last call still waits.
                 sign = lambda: None if session.is_over else self._sign_of_life(node)  # noqa: E731
-                session.newest_item.wait(_ACCEPT_SECONDS, self._sign_seconds, sign)
+                session.newest_item.wait(ACCEPT_SECONDS, self._sign_seconds, sign)
             return {"next": session.next_item}
 
     def _session(self, call: Poll | Deliver) -> AgentSession:
-        """The present session of a node; a call of an earlier one is refused, so that its agent ends its ranks."""
+        # Return the present session of a node; a call of an earlier session is refused, so that its agent ends its
+        # ranks.
         session = self._sessions.find(self._known(call.node), call.session)
         self._sign_of_life(call.node)
         return session
@@ -235,19 +243,19 @@ class ControllerServer:
 
 
 def check_report(policy: MembershipPolicy, members: Members, node: int, content: object) -> Report:
-    """Read a report of a node's agent; one that is malformed, or of another node's rank, is refused.
+    """Parse a report of a node's agent.
 
     Raises:
-        ControlError: with the reason.
+        ControlError: it is malformed, or about a rank of another node.
     """
     report = decode_report(content)
     rank, generation = report.rank, report.generation
     if rank not in policy.ranks_of(node):
-        raise ControlError(f"rank {rank} is not of node {node}")
+        raise ControlError(f"rank {rank} does not belong to node {node}")
     # Before a rank's first membership is announced to it, it reports the generation in which it was started.
     is_member = node in members.get(generation, ())
     if not is_member and (isinstance(report, messages.Broken) or generation not in members):
-        raise ControlError(f"rank {rank}: node {node} is not of generation {generation}")
+        raise ControlError(f"rank {rank}: node {node} is not a member of generation {generation}")
     if isinstance(report, messages.Broken):
         number, position = policy.number_among(members[generation], rank), report.position
         try:
@@ -255,5 +263,7 @@ def check_report(policy: MembershipPolicy, members: Members, node: int, content:
         except RecoveryError as error:
             raise ControlError(f"rank {rank}: malformed position: {error}") from None
         if (position.rank, position.generation) != (number, generation):
-            raise ControlError(f"rank {number} of generation {generation} sends the position {position}")
+            raise ControlError(
+                f"rank {number} of generation {generation} sends the position of another rank or generation: {position}"
+            )
     return report

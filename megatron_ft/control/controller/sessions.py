@@ -1,4 +1,4 @@
-"""The processes of nodes that have registered with the controller, one after the other for each node."""
+"""Registrations of agents at the controller, for each node one after the other."""
 
 import threading
 from dataclasses import dataclass, field
@@ -9,29 +9,29 @@ from megatron_ft.errors import ControlError
 
 @dataclass
 class AgentSession:
-    """One process of a node, from the moment it registers."""
+    """One agent process of a node, from its registration on."""
 
     number: int
     process_id: int
     first_order: int
-    """Orders given before it: they are none of its."""
+    """Number of orders given before the registration; they are not for this agent."""
     is_over: bool = False
-    """It was lost: it may not come back."""
+    """The agent was lost and may not register again."""
     next_item: int = 0
-    """Number of the first item that has not had its effect."""
+    """Number of the first item that has not been processed."""
     next_arrival: int = 0
-    """Number of the first item that has not arrived: those between ``next_item`` and it wait for the controller."""
+    """Number of the first item that has not arrived; items from ``next_item`` to it wait for the controller."""
     num_fetched: int = 0
-    """Orders that there were when it fetched some for the last time."""
+    """Number of orders when the agent last fetched some."""
     is_inherited: bool = False
-    """It may have handed in more than this controller knows of: records that its predecessor has passed on."""
+    """An earlier controller may have forwarded records of this agent that this controller does not know."""
     newest_item: Item | None = None
-    """The last that has arrived."""
+    """The item that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
 
 
 class AgentSessions:
-    """The newest session of each node. One thread changes them, any may ask."""
+    """The newest session of each node. One thread changes them, any thread may read them."""
 
     def __init__(self) -> None:
         # Without a lock: one thread replaces whole entries, and readers use the entry that they found.
@@ -40,7 +40,7 @@ class AgentSessions:
     # --- the thread that changes them ------------------------------------------------------------------------------
 
     def admit(self, node: int, process_id: int, *, num_orders: int) -> bool:
-        """A process registers; whether it is a new one."""
+        """Register an agent process; return whether it is new."""
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
@@ -50,12 +50,12 @@ class AgentSessions:
         return True
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """A node's process is given up: its later calls are refused.
+        """End the session of a node's agent process: its later calls are refused.
 
         Returns:
-            Whether that is news: of the newest of its node, unless that was given up before, of a node that has none,
-            or where it is unknown which one is meant. Another than the newest is one that has not registered
-            where the newest was given up before.
+            Whether this changes anything. It does if the process is the newest of its node and its session has not
+            ended, if the node has no session, or if ``process_id`` is None. If the newest session has ended, another
+            process id belongs to a process that has not registered, which counts too.
         """
         session = self._sessions.get(node)
         if session is None:
@@ -65,7 +65,7 @@ class AgentSessions:
         return not was_over if process_id == session.process_id else is_newest or was_over
 
     def inherit(self) -> list[int]:
-        """A controller takes over: the nodes whose processes its predecessor has taken in."""
+        """Take over the sessions of the previous controller; return their nodes."""
         for session in self._sessions.values():
             session.is_inherited = True
         return [node for node, session in self._sessions.items() if not session.is_over]
@@ -73,25 +73,25 @@ class AgentSessions:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def newest(self, node: int) -> AgentSession | None:
-        """The newest session of a node."""
+        """Return the newest session of a node."""
         return self._sessions.get(node)
 
     def living(self) -> list[AgentSession]:
-        """Sessions of agents that are not lost."""
+        """Return the sessions of agents that are not lost."""
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """The living agent that a process replaces by registering."""
+        """Return the process id of the living agent that this process replaces when it registers."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None
         return session.process_id
 
     def of_process(self, node: int, process_id: int) -> AgentSession:
-        """The session of a process that has registered.
+        """Return the session of a registered process.
 
         Raises:
-            ControlError: it was given up, or another has its place.
+            ControlError: the session has ended, or another process has replaced it.
         """
         session = self._sessions.get(node)
         if session is None or session.process_id != process_id or session.is_over:
@@ -99,10 +99,10 @@ class AgentSessions:
         return session
 
     def find(self, node: int, number: int) -> AgentSession:
-        """The session in which a process calls.
+        """Return the session of a call.
 
         Raises:
-            ControlError: it is over, so that the process ends its ranks.
+            ControlError: the session has ended; the process then ends its ranks.
         """
         session = self._sessions.get(node)
         if session is None or session.number != number or session.is_over:

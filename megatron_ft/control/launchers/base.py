@@ -1,4 +1,4 @@
-"""The protocol of launchers, which start, watch and stop the agents of a job's nodes, and what they share."""
+"""The protocol of launchers, which start, watch and stop the agents of a job, and their common code."""
 
 import contextlib
 import subprocess
@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.processes import Processes, kill
 from megatron_ft.control.membership.machine import describe_returncode
 from megatron_ft.control.node.agent import AgentSpec
@@ -18,7 +18,7 @@ from megatron_ft.control.node.ranks import last_line, size_of
 from megatron_ft.errors import ConfigError
 
 OnEnd = Callable[[str, int], None]
-"""Takes how a node's process ended, in words, and its process id; called in another thread."""
+"""Takes a description of how an agent ended, and its process id; called in another thread."""
 
 _KEY = "launch.node_launcher"
 _PATHS = {
@@ -37,53 +37,53 @@ class LaunchContext:
     preload: Sequence[str]
     """Modules that fork servers import."""
     most_nodes: int
-    """Nodes that there can be: they are numbered from 0 to below it."""
+    """Largest number of nodes; they are numbered from 0."""
     num_returns: int
-    """Times that a lost node may come back."""
+    """Number of times that a lost node may return."""
 
 
 class NodeLauncher(Protocol):
     """Starts, watches and stops the agents of one job; used by the launcher's main thread.
 
-    Its class is called with ``LaunchConfig`` and the environment variables; it raises ConfigError where it cannot be
-    used here, before anything is started.
+    The class is called with ``JobConfig`` and the environment variables. It raises ConfigError, before anything is
+    started, if it cannot be used here.
     """
 
     starts_nodes: ClassVar[bool]
-    """Whether it starts agents; else nodes come by themselves, by what ``publish`` gives them."""
+    """Whether this launcher starts agents; otherwise nodes start by themselves with what ``publish`` gives them."""
     is_local: ClassVar[bool]
     """Whether agents run on this machine and share its fork server."""
 
     @property
     def interface(self) -> str:
-        """Address of this machine that the controller binds to."""
+        """Return the address of this machine that the controller binds to."""
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
-        """Begin with a job that was claimed: keep and publish what nodes need that come by themselves.
+        """Prepare for a job whose run folder is claimed; publish what nodes need that start by themselves.
 
         Args:
-            spec: that of node 0, of which others differ by what only their machine knows.
+            spec: spec of node 0; specs of other nodes differ only in values that their machine knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
-        """Start the agent of a node; one that it had before ends first, and ``on_end`` is called for it.
+        """Start the agent of a node. If the node had one before, that ends first, and ``on_end`` is called for it.
 
         Raises:
             OSError: it cannot be started.
         """
 
     def stop(self, patience_seconds: float) -> None:
-        """Leave no agent behind: wait for all, then end those that are left; take back what was published."""
+        """Wait for all agents, end those that are left, and remove what was published."""
 
     def finish(self, exit_code: int, reason: str) -> None:
-        """Take in how the job ended."""
+        """Take in the result of the job."""
 
 
 def launcher_class(name: str) -> type[NodeLauncher]:
-    """The class of ``launch.node_launcher``: one of this package by its name, another by ``module:Class``.
+    """Return the class of ``launch.node_launcher``: one of this package by its name, another by ``module:Class``.
 
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: the class does not exist.
     """
     module, _, attribute = _PATHS.get(name, name).partition(":")
     try:
@@ -94,14 +94,14 @@ def launcher_class(name: str) -> type[NodeLauncher]:
     return found
 
 
-def open_launcher(launch: LaunchConfig, variables: Mapping[str, str]) -> NodeLauncher:
-    """The launcher of a job.
+def open_launcher(config: JobConfig, variables: Mapping[str, str]) -> NodeLauncher:
+    """Make the launcher of a job.
 
     Raises:
-        ConfigError: there is no such launcher, or it cannot be used here.
+        ConfigError: it does not exist, or cannot be used here.
     """
-    make: Callable[[LaunchConfig, Mapping[str, str]], NodeLauncher] = launcher_class(launch.node_launcher)
-    return make(launch, variables)
+    make: Callable[[JobConfig, Mapping[str, str]], NodeLauncher] = launcher_class(config.launch.node_launcher)
+    return make(config, variables)
 
 
 @dataclass
@@ -111,15 +111,15 @@ class _Node:
 
 
 class ProcessLauncher:
-    """A launcher of processes of this machine: agents, or commands that run them elsewhere."""
+    """Base of launchers that start processes on this machine: agents, or commands that run agents elsewhere."""
 
     starts_nodes: ClassVar[bool] = True
     is_local: ClassVar[bool] = False
     term_seconds: ClassVar[float] = 0.0
-    """Time that a process has after SIGTERM before it is killed; 0 kills it at once."""
+    """Time between SIGTERM and SIGKILL; 0 kills at once."""
 
-    def __init__(self, launch: LaunchConfig, variables: Mapping[str, str]) -> None:
-        self._interface = launch.interface
+    def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
+        self._interface = config.control.interface
         self._nodes: dict[int, _Node] = {}
         self._context: LaunchContext | None = None
 
@@ -129,8 +129,8 @@ class ProcessLauncher:
 
     @property
     def context(self) -> LaunchContext:
-        """The job."""
-        assert self._context is not None, "publish comes first"
+        """Properties of the job."""
+        assert self._context is not None, "the launcher has no context before publish()"
         return self._context
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
@@ -154,17 +154,19 @@ class ProcessLauncher:
 
     def stop(self, patience_seconds: float) -> None:
         deadline = time.monotonic() + patience_seconds
-        for node in self._nodes.values():
+        processes = [node.process for node in self._nodes.values()]
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                node.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            kill(node.process, term_seconds=self.term_seconds)
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        # Together: one after the other a stop of many nodes takes longer than a scheduler waits.
+        kill(*processes, term_seconds=self.term_seconds)
 
     def finish(self, exit_code: int, reason: str) -> None:
         """See ``NodeLauncher``."""
 
 
 def log_name(node: int) -> str:
-    """Name of the log of a node's process."""
+    """Return the name of the log of a node's process."""
     return f"node-{node:03d}.log"
 
 

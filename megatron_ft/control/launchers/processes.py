@@ -1,10 +1,11 @@
-"""Processes that the launcher starts: each has a session of its own, and ends when its standard input closes."""
+"""Processes that the launcher starts: each has its own session and ends when its standard input closes."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,14 @@ import megatron_ft
 
 @dataclass
 class Processes:
-    """Starts processes of a job on this machine, and holds what they share."""
+    """Starts processes of a job on this machine and keeps their common settings."""
 
     runtime_dir: Path
     log_dir: Path
 
     @property
     def forkserver_socket(self) -> Path:
-        """Socket of the job's own fork server."""
+        """Path of the socket of the job's own fork server."""
         return self.runtime_dir / "forkserver.sock"
 
     def start(
@@ -35,11 +36,11 @@ class Processes:
         descriptors: Sequence[int] = (),
         through: Sequence[str] = (),
     ) -> Any:
-        """Start ``python -m module`` in a session of its own; its standard input is its lifeline.
+        """Start ``python -m module`` in a session of its own; it ends when its standard input closes.
 
         Args:
-            descriptors: further ones that it inherits.
-            through: a command that runs it, ``srun`` for example.
+            descriptors: further descriptors that it inherits.
+            through: a command that runs it, for example ``srun``.
         """
         with (self.log_dir / log).open("ab") as output:
             return subprocess.Popen(
@@ -56,35 +57,40 @@ class Processes:
 
 def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
     """Write a spec to the standard input of a process that was just started."""
-    assert process.stdin is not None, "started with a lifeline"
+    assert process.stdin is not None, "the process was started without a pipe"
     with contextlib.suppress(BrokenPipeError):  # it has died, which its watcher reports
         process.stdin.write(line)
         process.stdin.flush()
 
 
-def kill(process: "subprocess.Popen[bytes]", *, term_seconds: float = 0.0) -> None:
-    """End a process and what it started, unless it has ended.
+def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> None:
+    """End processes together, with all processes of their sessions, unless they have ended.
 
     Args:
-        term_seconds: time that it has after SIGTERM before it is killed; 0 kills it at once.
+        term_seconds: time between SIGTERM and SIGKILL; 0 kills at once.
     """
-    if term_seconds > 0 and process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=term_seconds)
+    if term_seconds > 0:
+        for process in processes:
+            process.terminate()  # nothing where it has ended
+        deadline = time.monotonic() + term_seconds
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
     # Not reaped yet, so the number still names this group.
-    if process.poll() is None:
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    for process in left:
         process.wait()
-    if process.stdin is not None:
-        # Closing writes what is left in the buffer.
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+    for process in processes:
+        if process.stdin is not None:
+            # Closing writes what is left in the buffer.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with this project importable."""
     root = str(Path(megatron_ft.__file__).resolve().parent.parent)
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     return {**os.environ, **extra, "PYTHONPATH": path}

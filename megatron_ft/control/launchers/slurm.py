@@ -1,10 +1,10 @@
-"""``launch.node_launcher=srun``: a node on each machine of the Slurm allocation that this command runs in."""
+"""``launch.node_launcher=srun``: one node on each machine of the Slurm allocation that contains this process."""
 
 import dataclasses
 import subprocess
 from collections.abc import Mapping
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.launchers.base import LaunchContext, ProcessLauncher, log_name
 from megatron_ft.control.launchers.processes import tell
 from megatron_ft.control.node.agent import AgentSpec
@@ -13,14 +13,14 @@ from megatron_ft.control.slurm.nodes import TERM_SECONDS, address_of, read_alloc
 
 
 class SlurmLauncher(ProcessLauncher):
-    """Starts each agent by ``srun``, as a step of its own."""
+    """Starts each agent by ``srun``, as a job step of its own."""
 
     term_seconds = TERM_SECONDS
 
-    def __init__(self, launch: LaunchConfig, variables: Mapping[str, str]) -> None:
-        super().__init__(launch, variables)
-        self._allocation = read_allocation(variables, most_nodes=launch.most_nodes)
-        self._interface = address_of(launch.interface)
+    def __init__(self, config: JobConfig, variables: Mapping[str, str]) -> None:
+        super().__init__(config, variables)
+        self._allocation = read_allocation(variables, most_nodes=config.most_nodes)
+        self._interface = address_of(config.control.interface)
         self._script = variables.get("MFT_SCRIPT")
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:

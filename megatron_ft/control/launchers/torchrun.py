@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ft.config.run import RunConfig
+from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
 
 _KEY = "launch.mode"
-_FIRST_PORT = 20000
-_NUM_PORTS = 20000
 _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 
@@ -32,7 +31,7 @@ class RankEnvironment:
     job_id: str
     attempt: int = 0
     max_restarts: int = 0
-    """Times that the launcher starts all ranks again."""
+    """Number of times that the launcher restarts all ranks."""
     store_is_served: bool = False
     """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
     program: str = ""
@@ -40,43 +39,46 @@ class RankEnvironment:
 
     @property
     def node(self) -> int:
-        """Number of this rank's node, ranks being dealt node by node."""
+        """Number of this rank's node, if ranks are numbered node by node."""
         return self.rank // self.local_world_size
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job."""
+        """Number of nodes of the job."""
         return self.world_size // self.local_world_size
 
     def summary(self) -> str:
         """Describe this start, and the consequence of a lost rank."""
-        then = "end the step (srun --kill-on-bad-exit=1)"
+        then = "ends the job step (srun --kill-on-bad-exit=1)"
         if self.launcher == "torchrun":
-            then = f"have {self.program} start all again from the newest checkpoint, {self.max_restarts} times at most"
-            then = then if self.max_restarts else "end the job"
+            then = (
+                f"makes {self.program} start all ranks again from the newest checkpoint, at most "
+                f"{self.max_restarts} times"
+            )
+            then = then if self.max_restarts else "ends the job"
         return (
-            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks; there "
-            f"are no node processes and no controller, so a lost rank will {then} (docs/launch.md, section "
-            '"Other launchers")'
+            f"this process is a rank of {self.program}: {self.num_nodes} nodes x {self.local_world_size} ranks. "
+            f'There is no controller and no agent: the loss of a rank {then} (docs/launch.md, section "Other '
+            'launchers")'
         )
 
 
 def check_restarts(environment: RankEnvironment, run: RunConfig) -> None:
-    """A start after the first has to find the run again.
+    """Check that a restart by the launcher can find the run again.
 
-    It asks the launcher's store for the name. Where none outlives an attempt (ft_launcher, torchrun with another
-    rendezvous than ``c10d``, a requeued srun job), the configuration has to name the run, or training would start over
-    in another folder.
+    Ranks read the run's name from the launcher's store. If no store outlives an attempt (ft_launcher, torchrun with
+    another rendezvous than ``c10d``, a requeued srun job), the configuration must name the run; otherwise training
+    would start over in another folder.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the configuration does not name it.
     """
     # A single start never has to find the run again, and a store that outlives the attempt remembers its name.
     if environment.store_is_served or not (environment.max_restarts or environment.attempt):
         return
     reason = (
-        f"{environment.program} starts ranks again (start {environment.attempt}, {environment.max_restarts} restarts) "
-        "and keeps no store that remembers the run"
+        f"{environment.program} restarts ranks (start {environment.attempt}, {environment.max_restarts} "
+        "restarts), and its store does not survive to keep the run's name"
     )
     if run.name is None:
         raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
@@ -98,16 +100,16 @@ def detect(variables: Mapping[str, str]) -> str:
 
 
 def read_environment(mode: str, variables: Mapping[str, str], *, master_port: int = 0) -> RankEnvironment:
-    """The rank this process is.
+    """Read the environment of this rank.
 
     Args:
         mode: ``torchrun`` or ``srun``.
         master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
 
     Raises:
-        ConfigError: a variable is missing, no number, or contradicts another.
+        ConfigError: a variable is missing, not a number, or contradicts another.
     """
-    assert mode in ("torchrun", "srun"), f"no environment of mode {mode}"
+    assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
     environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
     _check(environment)
     return environment
@@ -136,9 +138,13 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     per_node = expand_counts(*_read(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if len(per_node) != len(nodes) or sum(per_node) != world_size:
-        raise ConfigError.of(_KEY, "srun", f"tasks per node {per_node} must fit {len(nodes)} nodes, {world_size} tasks")
+        raise ConfigError.of(
+            _KEY, "srun", f"{len(nodes)} nodes and {world_size} tasks contradict the tasks per node {per_node}"
+        )
     if len(set(per_node)) != 1:
-        raise ConfigError.of(_KEY, "srun", f"must have the same number of tasks on every node, has {per_node}")
+        raise ConfigError.of(
+            _KEY, "srun", f"must have the same number of tasks on every node; tasks per node are {per_node}"
+        )
     job, step = _text(variables, "SLURM_JOB_ID"), _text(variables, "SLURM_STEP_ID")
     return RankEnvironment(
         launcher="srun",
@@ -148,7 +154,7 @@ def _srun(variables: Mapping[str, str], master_port: int) -> RankEnvironment:
         local_world_size=per_node[0],
         master_addr=nodes[0],
         # Every task computes the same port without a message, and the next step of the job another one.
-        master_port=master_port or _FIRST_PORT + (int(job) * 16 + int(step)) % _NUM_PORTS,
+        master_port=master_port or PORTS[(int(job) * 16 + int(step)) % len(PORTS)],
         job_id=f"{job}.{step}",
         attempt=int(variables.get("SLURM_RESTART_COUNT", "0")),
         program="srun",
@@ -167,18 +173,19 @@ def _check(environment: RankEnvironment) -> None:
     require(
         # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
         rank % local == environment.local_rank,
-        f"rank {rank} with local rank {environment.local_rank}: must be dealt node by node (block), {local} per node",
+        f"rank {rank} has local rank {environment.local_rank}: the launcher must number ranks node by node (block "
+        f"distribution), {local} on each",
     )
 
 
 def expand_nodelist(name: str, text: str) -> list[str]:
-    """Host names of a Slurm nodelist in its order, e.g. ``a[01-03,7],b`` gives ``a01 a02 a03 a7 b``.
+    """Expand a Slurm nodelist, e.g. ``a[01-03,7],b`` to ``a01 a02 a03 a7 b``, in its order.
 
     Args:
-        name: where it was read, e.g. the variable.
+        name: source of the text, e.g. the variable.
 
     Raises:
-        ConfigError: the text is no nodelist.
+        ConfigError: the text is not a nodelist.
     """
     try:
         hosts = [host for part in _split_outside_brackets(text) for host in _expand_part(part)]
@@ -211,21 +218,21 @@ def _expand_part(part: str) -> list[str]:
 def _expand_range(piece: str) -> list[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
     if match is None:
-        raise ValueError(f"has a range {piece!r} that is no number or low-high")
+        raise ValueError(f"has a range {piece!r} that is neither a number nor low-high")
     first, last = match.group(1), match.group(2) or match.group(1)
     if not int(first) <= int(last) < int(first) + 1_000_000:
-        raise ValueError(f"has a range {piece!r} that does not rise")
+        raise ValueError(f"has a range {piece!r} whose end is below its start or too far from it")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
 def expand_counts(name: str, text: str) -> list[int]:
-    """Slurm's tasks per node, e.g. ``2(x3),1`` gives ``2 2 2 1``.
+    """Expand Slurm's tasks per node, e.g. ``2(x3),1`` to ``2 2 2 1``.
 
     Args:
-        name: where it was read, e.g. the variable.
+        name: source of the text, e.g. the variable.
 
     Raises:
-        ConfigError: the text is no such list.
+        ConfigError: the text is not such a list.
     """
     counts: list[int] = []
     for piece in text.split(","):
@@ -237,7 +244,6 @@ def expand_counts(name: str, text: str) -> list[int]:
 
 
 def _read(variables: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """The first of ``names`` that is set, and its value."""
     for name in names:
         if variables.get(name):
             return name, variables[name]

@@ -1,6 +1,6 @@
-"""Machine events: what can happen to a job, as the state machine takes it in.
+"""Machine events: everything that can happen to a job, as input of the state machine.
 
-Ranks have the number ``node * ranks_per_node + local_rank`` as long as the job lives, whatever number memberships give
+Ranks have the number ``node * ranks_per_node + local_rank`` during the whole job, whatever number memberships give
 them. ``at_seconds`` is the wall clock of the machine that saw the event, in seconds since 1970.
 """
 
@@ -18,14 +18,14 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node's agent is gone, and its ranks with it."""
+    """A node's agent has ended, and its ranks with it."""
 
     node: int
     # Clocks of nodes differ. These times order deaths for reports; deadlines use the controller's clock.
     at_seconds: float
     detail: str = ""
     process_id: int | None = None
-    """Process id of the agent, where it is known: a loss of an earlier one is stale."""
+    """Process id of the agent, if known: the loss of an earlier agent is stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception in ``iteration``; ``final``: another try would fail in the same way."""
+    """A rank is about to end with an exception in ``iteration``; ``final``: another attempt would fail in the same
+    way."""
 
     rank: int
     at_seconds: float
@@ -47,11 +48,9 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True)
 class RankBroken:
-    """A rank's iteration ended with an error, probably because others are gone; it waits for the next membership.
-
-    ``final``: another try would fail in the same way. ``planned``: there is no error, the rank stands at the boundary
-    at which the membership is to change.
-    """
+    """A rank's iteration ended with an error, probably because other ranks are gone; the rank waits for the next
+    membership. ``final``: another attempt would fail in the same way. ``planned``: there is no error; the rank waits at
+    the boundary at which the membership changes."""
 
     rank: int
     position: Position
@@ -63,10 +62,8 @@ class RankBroken:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """A rank's process ended; ``returncode`` is negative for a signal, ``done``: whether its work was done.
-
-    ``iteration`` is the last it has reached, 0 before the first.
-    """
+    """A rank's process ended; ``returncode`` is negative for a signal; ``done``: its work was finished. ``iteration``
+    is the last one that it reached, 0 before the first."""
 
     rank: int
     returncode: int
@@ -79,7 +76,7 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class RankHung:
-    """A rank lives and is unresponsive: it is to be killed. ``detail`` describes how that is known."""
+    """A rank lives but does not answer and must be killed. ``detail`` names the evidence."""
 
     rank: int
     at_seconds: float
@@ -97,26 +94,26 @@ class JobHung:
 
 @dataclass(frozen=True, slots=True)
 class AddRequested:
-    """An operator wants a node that is not a member to be started, and to join."""
+    """An operator requests that a node that is not a member is started and joins."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants a member to leave the job at the next iteration boundary."""
+    """An operator requests that a member leaves the job at the next iteration boundary."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The job is to stop after the iteration."""
+    """The job must stop after the iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillRequested:
-    """The job is to end at once."""
+    """The job must end at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Rules for nodes that join a running job, and for those that leave it on request.
+"""Rules for nodes that join a running job or leave it on request.
 
 A node that is not a member is wanted when its agent registers, or when an operator adds it. Its ranks are started
-(``START_NODES``) and wait when all have connected. Once the first node has waited ``join_window_seconds``, or a member
-is to leave, the members are ordered to stop at a boundary (``CHANGE``); when all have, the next membership begins
-(``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
+(``START_NODES``) and wait until all have connected. When the first node has waited for ``join_window_seconds``, or a
+member is to leave, the members are ordered to stop at a boundary (``CHANGE``). When all have stopped, the next
+membership begins (``reconfigure``). Nodes beyond ``most_members`` wait as spares until a member is lost or leaves.
 """
 
 from dataclasses import replace
@@ -22,19 +22,28 @@ from megatron_ft.control.membership.state import (
     ranks_of_all,
 )
 
+FIRST_PAUSE_SECONDS = 0.5
+"""Pause after a node's first failed start; it doubles with each further loss or failed start in a row."""
+LONGEST_PAUSE_SECONDS = 30.0
 _NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
 
 def register(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that a node's agent has registered."""
-    nodes = state.nodes.change(node, agent=AgentState.REGISTERED, was_registered=True)
+    """Register a node's agent."""
+    nodes = state.nodes.change(
+        node,
+        agent=AgentState.REGISTERED,
+        was_registered=True,
+        has_unregistered_agent=False,
+        not_before_seconds=0.0,
+    )
     return replace(state, nodes=_want(policy, nodes, node))
 
 
 def add(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that an operator wants a node to join, however often it was lost before."""
+    """Record that an operator wants a node to join, however often it was lost before."""
     # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
-    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0)
+    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
     return replace(state, nodes=_want(policy, nodes, node))
 
 
@@ -47,7 +56,7 @@ def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
-    """Losses in a row of a node, once it is left behind after ``iteration``."""
+    """Return the number of losses in a row of a node that is lost, when the job continues after ``iteration``."""
     # A node that has trained for so long was lost for a new reason. Only losses in quick succession are repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
@@ -58,22 +67,37 @@ def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
     return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
 
 
-def fail_start(policy: MembershipPolicy, state: State, node: int, reason: str, *, num_losses: int = 1) -> State:
-    """Count a failed start as a loss, or several; the node is started again as often as is allowed."""
-    nodes = state.nodes.change(node, num_losses=state.nodes[node].num_losses + num_losses)
+def fail_start(
+    policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
+) -> State:
+    """Count a failed start as one or several losses; the node is started again after a pause, as often as allowed."""
+    num_losses += state.nodes[node].num_losses
+    # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
+    pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
+    not_before = now.arrived_seconds + pause_seconds
+    nodes = state.nodes.change(node, num_losses=num_losses, not_before_seconds=not_before)
     starts_again = may_return(policy, nodes[node])
     nodes = nodes.change(node, is_wanted=starts_again)
     return replace(state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)))
 
 
-def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
-    """Take in that a node's agent is gone, and its ranks with it."""
+def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment) -> State:
+    """Count an agent that does not register as a failed start; the next start ends it."""
+    late = f"its agent did not register (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
+    state = fail_start(policy, state, node, late, now)
+    return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
+
+
+def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
+    """Record that a node's agent has ended, and its ranks with it."""
     record = state.nodes[node]
+    if record.has_unregistered_agent:  # counted when it was given up; the agent after it has not been started before
+        return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
     # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
     # started for ever.
     never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
     if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
-        state = fail_start(policy, state, node, reason)
+        state = fail_start(policy, state, node, reason, now)
     # ``_start`` would start a process for each node that is still wanted.
     elif not policy.restart_lost_nodes:
         state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
@@ -84,7 +108,7 @@ def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str) -
 
 
 def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
-    """Take in that a rank lives; a node that joins is ready when all its ranks do."""
+    """Record that a rank has connected; a joining node is ready when all its ranks have."""
     state = replace(state, connected=state.connected | {rank})
     node = policy.node_of(rank)
     is_starting = state.nodes[node].state is NodeState.STARTING
@@ -95,69 +119,74 @@ def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> S
     return replace(state, nodes=nodes)
 
 
-def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str) -> State:
-    """Take in that a rank of a node that is not a member has ended: the node will not join with these ranks."""
+def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str, now: Moment) -> State:
+    """Record that a rank of a node that is not a member has ended: the node cannot join with its present ranks."""
     node = policy.node_of(rank)
     state = replace(state, gone=state.gone | {rank})
-    return _dismiss(policy, state, node, reason) if node in state.nodes.waiting else state
+    return _dismiss(policy, state, node, reason, now) if node in state.nodes.waiting else state
 
 
 def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Take in that a member is to leave, unless it cannot."""
+    """Record that a member has to leave, unless this is impossible."""
     if refuse_drain(policy, state, node) is not None:
         return state
     return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
 
 
 def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
-    """Why a node cannot leave; None if it can."""
+    """Return the reason why a node cannot leave; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not state.nodes.is_member(node):
         return f"node {node} is not a member"
     if policy.keeps_layout:
-        return "launch.keep_layout=true: every place of the layout is needed, and only a lost node is replaced"
+        return "recovery.keep_layout=true: the layout needs every node; only a lost node is replaced"
     if state.nodes[node].state is NodeState.DRAINING:
         return f"node {node} is leaving already"
     # Nodes that are leaving count as gone: several drains together must not go below the minimum.
     num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
     if num_left < policy.fewest_nodes:
-        return f"{num_left} nodes would be left, launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes would remain, fewer than recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
 def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
-    """Why a node cannot be added; None if it can."""
+    """Return the reason why a node cannot be added; None if it can."""
     if state.phase in _NOT_ALIVE or state.interrupted:
         return f"the job is {'stopping' if state.interrupted else state.phase.value}"
     if not policy.may_lose_nodes:
-        return f"launch.min_nodes={policy.min_nodes} and launch.max_nodes={policy.max_nodes}: no node can join this job"
+        return (
+            f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes}: no node can join this job"
+        )
     if state.nodes.is_member(node):
         return f"node {node} is a member"
     if node in state.nodes.waiting or state.nodes[node].is_wanted:
         return f"node {node} is waiting to join already"
     if not policy.starts_nodes and node not in state.nodes.registered:
-        return f"node {node} has no process, and launch.node_launcher=none starts none: it joins when it comes"
+        return (
+            f"node {node} has no process, and launch.node_launcher=none starts none; start it, and it joins by itself"
+        )
     return None
 
 
 def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """Nodes that join the next membership beside ``num_staying`` members: those that have waited longest, rising."""
+    """Return the nodes that join the next membership beside ``num_staying`` members: those that waited longest,
+    ascending."""
     ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
     return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step about nodes that join or leave, while the members train."""
+    """Return the next step about nodes that join or leave, while the members train."""
     if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
         return None
     if not policy.may_lose_nodes or not ranks_of_all(policy, state.members).isdisjoint(state.gone):
         return None  # ranks have done their work: the job is about to end
-    return kill_or_start(policy, state, now) or _change(policy, state, now)
+    return _give_up_agents(policy, state, now) or kill_or_start(policy, state, now) or _change(policy, state, now)
 
 
 def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
-    """Set when ``decide`` has its next step."""
+    """Set the time at which ``decide`` has its next step."""
     if state.phase not in TRAINING:
         return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
     # An event yields one step. Where another step is due already, a tick makes it at once.
@@ -165,13 +194,33 @@ def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
         return replace(state, wake_up_seconds=now.arrived_seconds)
     waits = {NodeState.STARTING: policy.start_timeout_seconds, NodeState.READY: policy.join_window_seconds}
     times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
+    times += [record.not_before_seconds for record in state.nodes.records if record.is_wanted]
+    times += [record.agent_since_seconds + policy.start_timeout_seconds for record in _unregistered(policy, state)]
     # ``decide`` has seen all times that have passed. As wake-ups they would wake the controller without end.
     return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
 
 def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step about nodes outside of the membership."""
+    """Return the next step about nodes outside the membership."""
     return _kill(policy, state, now) or _start(policy, state, now)
+
+
+def _unregistered(policy: MembershipPolicy, state: State) -> list[NodeRecord]:
+    """Nodes whose agent was started by the job and has not registered; those that come by themselves have no limit."""
+    return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if policy.starts_nodes else []
+
+
+def _give_up_agents(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+    late = [
+        record.node
+        for record in _unregistered(policy, state)
+        if now.arrived_seconds >= record.agent_since_seconds + policy.start_timeout_seconds
+    ]
+    if not late:
+        return None
+    for node in late:
+        state = give_up_agent(policy, state, node, now)
+    return Step(state, Decision.WAIT, f"the processes of nodes {late} did not register")
 
 
 def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
@@ -179,11 +228,11 @@ def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         is_due = now.arrived_seconds >= record.since_seconds + policy.start_timeout_seconds
         if record.state is NodeState.STARTING and is_due:
             late = f"not all of its ranks reported (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
-            state = _dismiss(policy, state, record.node, late)
+            state = _dismiss(policy, state, record.node, late, now)
     dismissed = tuple(sorted(state.nodes.dismissed))
     if not dismissed:
         return None
-    reason = f"nodes {list(dismissed)} do not join: a rank has ended or did not report"
+    reason = f"nodes {list(dismissed)} do not join: a rank ended or did not report in time"
     state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
     return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
 
@@ -192,18 +241,20 @@ def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
     # Two processes with one rank number would report for each other: the last old rank has to be gone first.
     startable = [record for record in wanted if not _has_living_rank(policy, state, record)]
+    startable = [record for record in startable if record.not_before_seconds <= now.arrived_seconds]
     present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
     if present:
         return Step(
             _begin(policy, state, present, now),
             Decision.START_NODES,
-            f"nodes {list(present)} are to join",
+            f"start ranks on nodes {list(present)}, which are to join",
             nodes=present,
         )
     absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
     if absent:
-        state = replace(state, nodes=state.nodes.change(absent, agent=AgentState.STARTING))
-        return Step(state, Decision.START_AGENTS, f"nodes {list(absent)} are to join", nodes=absent)
+        nodes = state.nodes.change(absent, agent=AgentState.STARTING, agent_since_seconds=now.seconds)
+        state = replace(state, nodes=nodes)
+        return Step(state, Decision.START_AGENTS, f"start nodes {list(absent)}, which are to join", nodes=absent)
     return None
 
 
@@ -212,7 +263,6 @@ def _has_living_rank(policy: MembershipPolicy, state: State, record: NodeRecord)
 
 
 def _begin(policy: MembershipPolicy, state: State, started: tuple[int, ...], now: Moment) -> State:
-    """Start the ranks of nodes; what is known of their earlier ranks no longer counts."""
     nodes = state.nodes
     for node in started:
         nodes = nodes.change(
@@ -247,18 +297,17 @@ def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def describe_change(joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
-    """``nodes [3] join, nodes [1] leave``."""
+    """Describe a change, e.g. ``nodes [3] join, nodes [1] leave``."""
     parts = [f"nodes {list(nodes)} {what}" for nodes, what in ((joining, "join"), (leaving, "leave")) if nodes]
     return ", ".join(parts) or "no node joins or leaves"
 
 
 def _stop_joining(nodes: Nodes, node: int) -> Nodes:
-    """The same where ``node`` no longer waits to join: a dead member is lost again, another node absent."""
     if node not in nodes.waiting:
         return nodes
     return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)
 
 
-def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str) -> State:
-    state = fail_start(policy, state, node, reason)
+def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
+    state = fail_start(policy, state, node, reason, now)
     return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))

@@ -1,7 +1,7 @@
 """A pure state machine: who belongs to the job, and what happens next.
 
-Machine events (``events``) and a clock go in; a new state, a decision and its reason come out. Nothing here reads a
-clock, a file or a socket: the controller drives it with real time, tests and simulations with virtual time.
+Machine events (``events``) and a clock go in; a new state, a decision and its reason come out. No clock, file or socket
+is read here: the controller supplies real time; tests and simulations supply virtual time.
 """
 
 import signal
@@ -43,11 +43,11 @@ from megatron_ft.control.membership.state import (
 _REASONS = {Outcome.FINISHED: "all ranks have finished", Outcome.INTERRUPTED: "asked to stop"}
 
 Transition = Callable[[MembershipPolicy, State, MachineEvent, Moment], Step | None]
-"""Takes the state in which the event is taken in already; the step, or None where it does not apply."""
+"""Takes the state after the event was recorded; returns the step, or None if the rule does not apply."""
 
 
 def initial(policy: MembershipPolicy, now_seconds: float) -> State:
-    """The state of a job that no node has joined yet."""
+    """Return the state of a job that no node has joined yet."""
     deadline = now_seconds + policy.start_timeout_seconds
     return State(deadline_seconds=deadline, nodes=Nodes.of(range(policy.num_nodes)))
 
@@ -59,12 +59,12 @@ def advance(
     now_seconds: float,
     arrived_seconds: float | None = None,
 ) -> Step:
-    """Take in one event and decide: the first of ``TRANSITIONS`` that applies.
+    """Record one event and decide by the first of ``TRANSITIONS`` that applies.
 
     Args:
         now_seconds: the controller's monotonic clock.
-        arrived_seconds: when the event arrived, on the same clock; of a ``Tick``: everything that arrived before that
-            time has been taken in. Default: ``now_seconds``.
+        arrived_seconds: time of the event's arrival, on the same clock. For a ``Tick``: everything that arrived before
+            it has been processed. Default: ``now_seconds``.
     """
     now = Moment(now_seconds, now_seconds if arrived_seconds is None else arrived_seconds)
     if state.phase is Phase.ENDED:
@@ -93,19 +93,19 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
         case RankReported(rank):
             return joining.connect(policy, state, rank, now)
         case RankRaised() | RankBroken() | RankExited() | RankHung():
-            return _observe_rank(policy, state, event)
+            return _observe_rank(policy, state, event, now)
         case JobHung(at_seconds, detail):
             return _fail(state, Failure(at_seconds=at_seconds, detail=detail))
         case NodeLost():
-            return _lose_node(policy, state, event)
+            return _lose_node(policy, state, event, now)
         case StopRequested() | KillRequested():
             return replace(state, interrupted=True)
     return state
 
 
-def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State:
+def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Moment) -> State:
     node, detail = event.node, event.detail
-    state = joining.lose_agent(policy, state, node, detail)
+    state = joining.lose_agent(policy, state, node, detail, now)
     if state.phase is Phase.FORMING and not policy.starts_nodes:  # it may come back, as others may still come
         return replace(state, nodes=state.nodes.change(node, was_registered=False))
     if not state.nodes.is_member(node):
@@ -115,16 +115,16 @@ def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost) -> State
 
 
 def _observe_rank(
-    policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung
+    policy: MembershipPolicy, state: State, event: RankRaised | RankBroken | RankExited | RankHung, now: Moment
 ) -> State:
-    """Take in what happens to a rank; on nodes that are lost or not members it is not a failure of the job."""
+    # Record an event of a rank; on nodes that are lost or not members it is not a failure of the job.
     node, rank = policy.node_of(event.rank), event.rank
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
             return state
-        said = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
-        reason = f"its rank {rank} {describe_returncode(event.returncode)}{said}"
-        return joining.lose_rank(policy, state, rank, reason)
+        cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
+        reason = f"its rank {rank} {describe_returncode(event.returncode)}{cause}"
+        return joining.lose_rank(policy, state, rank, reason, now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:
@@ -158,7 +158,7 @@ def _observe_rank(
 
 
 def _fail(state: State, failure: Failure) -> State:
-    """Add a death; those that the controller caused do not count, and a rank dies once."""
+    # Add a death. Deaths that the controller caused do not count, and a rank dies only once.
     # A rank that raises reports its error and later its exit: both are one death.
     known = any(old.rank == failure.rank and old.node == failure.node for old in state.failures)
     if state.phase is Phase.KILLING or known:
@@ -167,7 +167,7 @@ def _fail(state: State, failure: Failure) -> State:
 
 
 def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """Start all ranks again once the last one is gone, where enough nodes live and another try may succeed."""
+    # Start all ranks again after the last one has ended, if enough nodes live and another attempt may succeed.
     # While one old rank lives, it can still write to the run's folder and answer its peers: none may start beside it.
     first = state.first_failure
     if first is None or first.final or state.interrupted or state.phase is Phase.FORMING or _any_lives(policy, state):
@@ -190,10 +190,8 @@ def _restart(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 
 def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
-    """Nodes that ranks can be started on again, as many as a membership has: healthy members first, rising.
-
-    In a job that keeps its layout, by place.
-    """
+    """Return nodes on which ranks can be started again, at most as many as a membership has: healthy members first,
+    ascending. In a job that keeps its layout they are ordered by place."""
     if policy.keeps_layout:
         return replacing.restartable(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
@@ -209,7 +207,6 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
 
 
 def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int, ...]) -> Nodes:
-    """The records of all nodes when all ranks start again: losses so far no longer count."""
     found = Nodes.of(members).change(members, has_ranks=True)
     for record in nodes.records:
         node, is_registered = record.node, record.agent is AgentState.REGISTERED
@@ -219,6 +216,7 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
             node,
             agent=AgentState.LOST if record.agent is AgentState.STARTING else record.agent,
             was_registered=record.was_registered,
+            has_unregistered_agent=record.has_unregistered_agent or record.agent is AgentState.STARTING,
         )
         if node not in members and has_left:
             found = found.change(node, state=NodeState.LEFT)
@@ -228,7 +226,6 @@ def _restarted_nodes(policy: MembershipPolicy, nodes: Nodes, members: tuple[int,
 
 
 def _any_lives(policy: MembershipPolicy, state: State) -> bool:
-    """Whether the exit of a started rank is not known yet."""
     return not ranks_of_all(policy, state.nodes.with_ranks) <= state.gone
 
 
@@ -247,7 +244,6 @@ def _ended(state: State, reason: str) -> Step:
 
 
 def _end_without_exits(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """Wait no longer for the exits of ranks that were killed."""
     if state.phase is not Phase.KILLING or not is_late(state, now):
         return None
     # SIGKILL does not end a process that the kernel holds in an uninterruptible wait, e.g. for a file server that is
@@ -265,7 +261,7 @@ def _kill(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     nothing_to_save = state.phase is Phase.STARTING and state.interrupted
     if not overdue and not nothing_to_save and not isinstance(event, KillRequested):
         return None
-    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "asked to end")
+    return _killing(policy, state, now, "ranks did not stop in time" if overdue else "killed on request")
 
 
 def _killing(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
@@ -292,16 +288,17 @@ def _stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Mome
     # Ranks may stand at the boundary already: the next membership begins first, and stops at once.
     if state.deadline_seconds is None:
         state = replace(state, deadline_seconds=deadline)
-        return Step(state, Decision.WAIT, "asked to stop while ranks are on their way to a boundary")
+        return Step(state, Decision.WAIT, "asked to stop while ranks finish the iteration before a change of nodes")
     return None
 
 
 def _shorten_stop(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    """After a death while stopping the rest gets the shorter grace."""
     if state.phase is not Phase.STOPPING or not state.failures or isinstance(event, Tick):
         return None
     deadline = min(state.deadline_seconds or now.seconds, now.seconds + policy.failure_grace_seconds)
-    return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "stopping after a failure")
+    return Step(
+        replace(state, deadline_seconds=deadline), Decision.WAIT, "a rank or node was lost while the job stopped"
+    )
 
 
 def _time_out(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
@@ -353,18 +350,18 @@ TRANSITIONS: tuple[Transition, ...] = (
     _run,  # STARTING -> RUNNING: all ranks have connected
     _join_or_leave,  # nodes to start, to kill, to let in or to let leave while the members train
 )
-"""Decide in order of priority: the first rule that applies decides."""
+"""The rules in order of priority: the first one that applies decides."""
 
 
 def describe_returncode(returncode: int) -> str:
-    """``exited with code 1`` or ``was killed by SIGKILL``."""
+    """Describe an exit: ``exited with code 1`` or ``was killed by SIGKILL``."""
     if returncode == 0:
         return "exited with code 0 before its work was done"
     return f"exited with code {returncode}" if returncode > 0 else f"was killed by {signal_name(-returncode)}"
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Return the name of a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

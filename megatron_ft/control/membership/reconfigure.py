@@ -1,11 +1,12 @@
-"""Rules for a job that continues without nodes it loses, and for every step to a next membership.
+"""Rules for every step to the next membership, above all without lost nodes.
 
-A death ends the membership: the other ranks are ordered to stop (``BREAK``) and report how far they are
-(``RankBroken``), which a rank whose collective fails does by itself. When every rank that is left has reported, the
-next membership begins (``REFORM``), with nodes that are ready to join; in a job that keeps its layout, once a node is
-ready for every lost place (``replacing``). Any obstacle leads to the way of jobs that need all nodes: ``STOP``, then an
-end or a restart. A change that was ordered (``joining``) arrives here without a death, once all members stand at the
-boundary; a death meanwhile goes first, and the change is ordered again after it.
+A death ends the membership. The other ranks are ordered to stop (``BREAK``) and report their positions
+(``RankBroken``); a rank whose collective fails does this by itself. When every remaining rank has reported, the next
+membership begins (``REFORM``), together with nodes that are ready to join. In a job that keeps its layout it begins
+when a node is ready for every lost place (``replacing``). If that is impossible, the job stops (``STOP``) and ends or
+restarts, like a job that needs all nodes. A change on request (``joining``) comes here without a death, when all
+members have stopped at the boundary. If a rank dies meanwhile, the death is handled first and the change is ordered
+again.
 """
 
 from dataclasses import replace
@@ -33,7 +34,7 @@ from megatron_ft.planning.recovery.target import Position, choose_target
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Count a node with a death as lost, in phases in which the job can continue without it."""
+    """Mark a node with a death as lost, in phases in which the job can continue without it."""
     # Otherwise the node stays a member, and its failure stops the job.
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return state
@@ -41,7 +42,7 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Take in the report of a rank; None where the job does not wait for others and the error is a failure."""
+    """Record the report of a rank; None if no reports are expected and the error is a failure."""
     node, rank = policy.node_of(event.rank), event.rank
     # A report of an earlier generation may arrive late. Beside the new positions it would be a contradiction, which
     # stops the job.
@@ -61,7 +62,7 @@ def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State 
 
 
 def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """The next step of a job that may lose nodes, while its ranks train or report how far they are."""
+    """Return the next step of a job that may lose nodes, while its ranks train or report their positions."""
     if not policy.may_lose_nodes or state.phase not in BREAKABLE:
         return None
     if not state.failures:
@@ -83,15 +84,15 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     if obstacle is None and is_late(state, now):
         return _lose_unresponsive(policy, state, now)
     if obstacle is None:
-        return Step(state, Decision.WAIT, "ranks report how far they are")
+        return Step(state, Decision.WAIT, "waiting for ranks to report their positions")
     return _give_up(policy, state, now, obstacle)
 
 
 def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Every rank that is left has reported, and places are empty.
+    """Fill empty places after every remaining rank has reported.
 
     Raises:
-        RecoveryError: there is no iteration that all ranks can continue after.
+        RecoveryError: there is no iteration after which all ranks can continue.
     """
     if state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
@@ -101,27 +102,25 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Count nodes as lost whose ranks do not report while others have: something holds these ranks for good.
-
-    Where too few would be left, they have until ``reform_by_seconds``.
-    """
+    # Mark nodes as lost whose ranks have not reported although others have, because these ranks are blocked. If too few
+    # nodes would remain, they have time until ``reform_by_seconds``.
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
     last = state.reform_by_seconds
     if last is None or now.arrived_seconds >= last:
         return _give_up(policy, state, now, _describe_unresponsive(policy, state))
-    wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "ranks report how far they are")
+    wait = Step(replace(state, deadline_seconds=last), Decision.WAIT, "waiting for ranks to report their positions")
     # No rank has reported, so a slow iteration is more likely than an unresponsive rank: the limit counts after others
     # have reported.
     if not state.has_reported:
         return wait
     latest = max(failure.at_seconds for failure in state.failures)  # on the clock of the deaths, not on that of ``now``
-    limit = f"(launch.position_timeout_seconds={policy.position_timeout_seconds:g})"
+    limit = f"(recovery.position_timeout_seconds={policy.position_timeout_seconds:g})"
     failures = tuple(
         Failure(
             rank=rank,
             number=policy.number_among(state.members, rank),
             at_seconds=latest,
-            detail=f"rank {policy.number_among(state.members, rank)} does not report how far it is {limit}",
+            detail=f"rank {policy.number_among(state.members, rank)} did not report its position {limit}",
         )
         for rank in unresponsive
     )
@@ -131,7 +130,7 @@ def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> S
 
 
 def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reason: str) -> Step:
-    """Give the ranks that live the time to report their failures."""
+    """Give living ranks time to report their failures."""
     state = replace(state, phase=Phase.STOPPING, deadline_seconds=now.seconds + policy.failure_grace_seconds)
     return Step(state, Decision.STOP, reason)
 
@@ -139,11 +138,12 @@ def stop_after_failure(policy: MembershipPolicy, state: State, now: Moment, reas
 def _describe_unresponsive(policy: MembershipPolicy, state: State) -> str:
     unresponsive = sorted(remaining_ranks(policy, state) - state.has_reported)
     names = [policy.number_among(state.members, rank) for rank in unresponsive]
-    return f"launch.reform_timeout_seconds={policy.reform_timeout_seconds:g}: timed out waiting for ranks {names}"
+    limit = f"recovery.reconfigure_timeout_seconds={policy.reconfigure_timeout_seconds:g}"
+    return f"{limit}: timed out waiting for ranks {names}"
 
 
 def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """There was no death, and ranks have reported: they stand at the boundary of a change, or failed."""
+    # Wait for all ranks without a death: they reach the boundary of a change, or have failed.
     if state.has_errors:
         return _wait_for_death(policy, state, now)
     obstacle = _describe_unresponsive(policy, state) if is_late(state, now) else None
@@ -154,29 +154,29 @@ def _wait_for_others(policy: MembershipPolicy, state: State, now: Moment) -> Ste
             obstacle = str(error)
     if obstacle is None:
         # The first report sets the deadline; later ones must not extend it.
-        deadline = state.deadline_seconds or now.seconds + policy.reform_timeout_seconds
-        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks stand at the boundary")
+        deadline = state.deadline_seconds or now.seconds + policy.reconfigure_timeout_seconds
+        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks wait at the iteration boundary")
     state = replace(state, failures=(Failure(at_seconds=now.seconds, detail=obstacle),))
     return stop_after_failure(policy, state, now, obstacle)
 
 
 def _wait_for_death(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Take errors without a death as failures of their own ranks, once a death had time to become known."""
     if not is_late(state, now):
         # The error of a peer often arrives before the exit that caused it. Without a death in this time the error is
         # the rank's own.
         grace = now.seconds + policy.failure_grace_seconds
         deadline = grace if state.deadline_seconds is None else min(state.deadline_seconds, grace)
-        return Step(replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks failed, none has died yet")
+        return Step(
+            replace(state, deadline_seconds=deadline), Decision.WAIT, "ranks reported errors, but none has died yet"
+        )
     failures = tuple(failure_of(policy, state, event) for event in state.broken if not event.planned)
     state = replace(state, failures=failures, broken=(), has_reported=frozenset(), has_errors=False)
     first = state.first_failure
-    assert first is not None, "a rank has failed"
+    assert first is not None, "no rank has failed"
     return stop_after_failure(policy, state, now, first.detail)
 
 
 def failure_of(policy: MembershipPolicy, state: State, event: RankBroken) -> Failure:
-    """The error of a rank as the failure of the job."""
     return Failure(
         rank=event.rank,
         at_seconds=event.at_seconds,
@@ -187,7 +187,7 @@ def failure_of(policy: MembershipPolicy, state: State, event: RankBroken) -> Fai
 
 
 def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
-    """Why the job cannot continue without the nodes it lost; None if it can."""
+    # Return the reason why the job cannot continue without its lost nodes; None if it can.
     for failure in state.failures:
         node = failure.node if failure.rank is None else policy.node_of(failure.rank)
         # No loss of a node explains this failure, so to leave a node out does not remove it.
@@ -196,22 +196,24 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
     ended = sorted(remaining_ranks(policy, state) & state.gone)
     if ended:
         # It cannot report a position or take part in the next membership, and its state has ended with it.
-        return f"rank {policy.number_among(state.members, ended[0])} had done its work"
+        return f"rank {policy.number_among(state.members, ended[0])} had finished and its process had ended"
     if policy.keeps_layout:
         return replacing.obstacle(policy, state)
     num_left = len(set(state.members) - state.nodes.lost)
     num_joining = len(admitted(policy, state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
         joining = f" and {num_joining} are ready to join" if num_joining else ""
-        return f"{num_left} nodes are left{joining}, launch.min_nodes={policy.fewest_nodes}"
+        return f"only {num_left} nodes are left{joining}, fewer than recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
 def _break(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     first = state.first_failure
-    assert first is not None, "a node was lost"
+    assert first is not None, "no node was lost"
     # The limit of all reports counts from the first loss: a chain of losses must not extend it.
-    last = now.seconds + policy.reform_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
+    last = (
+        now.seconds + policy.reconfigure_timeout_seconds if state.reform_by_seconds is None else state.reform_by_seconds
+    )
     state = replace(
         state,
         phase=Phase.REFORMING,
@@ -229,7 +231,7 @@ def _reform(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """Begin the next membership.
 
     Raises:
-        RecoveryError: there is no iteration that all ranks can continue after.
+        RecoveryError: there is no iteration after which all ranks can continue.
     """
     reform = _next(policy, state)
     first = state.first_failure
@@ -277,7 +279,8 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
 
 
 def _next(policy: MembershipPolicy, state: State) -> Reform:
-    """Nodes, ranks and target of the next membership. A death goes first: no node leaves with it."""
+    """Return nodes, ranks and target of the next membership. After a death no node leaves on request in the same
+    step."""
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving
@@ -301,7 +304,6 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
 
 
 def _positions(policy: MembershipPolicy, state: State) -> tuple[Position, ...]:
-    """Position of each rank that is left, in rank order."""
     left = remaining_ranks(policy, state)
     # A rank may have died after its report. What only it had completed is gone with it and must not become the target.
     positions = {event.rank: event.position for event in state.broken if event.rank in left}

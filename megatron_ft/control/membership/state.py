@@ -1,4 +1,4 @@
-"""State, decisions and knobs of the state machine in ``machine``."""
+"""State, decisions and policy of the state machine in ``machine``."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import JobConfig
 from megatron_ft.control.membership.events import RankBroken
 from megatron_ft.control.membership.nodes import Nodes
 from megatron_ft.planning.recovery.target import Position, Target
@@ -24,14 +24,14 @@ class Phase(Enum):
     FORMING = "forming"
     """Agents register."""
     STARTING = "starting"
-    """Ranks are being started; not all have reported."""
+    """Ranks are being started; some have not connected yet."""
     RUNNING = "running"
     CHANGING = "changing"
-    """Ranks run, and are to stop at the next iteration boundary, where nodes join or leave."""
+    """Ranks train until the next iteration boundary, where nodes join or leave."""
     REFORMING = "reforming"
-    """Nodes were lost; ranks of the others report how far they are."""
+    """Nodes were lost; the other ranks report their positions."""
     FILLING = "filling"
-    """All ranks that are left have reported; the job waits for nodes that take the places of lost ones."""
+    """All remaining ranks have reported; the job waits for nodes that take the places of lost ones."""
     STOPPING = "stopping"
     KILLING = "killing"
     ENDED = "ended"
@@ -41,34 +41,36 @@ TRAINING = (Phase.RUNNING, Phase.CHANGING)
 """Ranks train."""
 # STARTING is not among them: ranks that have not all connected have no common state to continue from.
 BREAKABLE = (*TRAINING, Phase.REFORMING, Phase.FILLING)
-"""The job can continue without a node that is lost now."""
+"""Phases in which the job can continue without a node that is lost."""
 
 
 class Decision(Enum):
-    """Decision that the controller carries out."""
+    """A decision, which the controller carries out."""
 
     WAIT = "wait"
     START = "start"
     RESTART = "restart"
     BREAK = "break"
-    """End the membership: kill what is left of lost nodes, have the other ranks stop and report how far they are."""
+    """End the membership: kill remaining ranks of lost nodes, and order the other ranks to stop and report their
+    positions."""
     REFORM = "reform"
-    """Begin the next membership, of the nodes that are left and those that join."""
+    """Begin the next membership, of the remaining and the joining nodes."""
     CHANGE = "change"
-    """Have the members stop at the next iteration boundary and report how far they are: nodes join or leave there."""
+    """Order the members to stop at the next iteration boundary and report their positions: nodes join or leave
+    there."""
     START_NODES = "start_nodes"
-    """Start the ranks of nodes that are not members (``Step.nodes``); they wait until a membership names them."""
+    """Start the ranks of nodes that are not members (``Step.nodes``); they wait until a membership includes them."""
     START_AGENTS = "start_agents"
-    """Start the agents of nodes (``Step.nodes``) that have none, or wait for them where the job starts none."""
+    """Start the agents of nodes that have none (``Step.nodes``), or wait for them if the job starts no agents."""
     KILL_NODES = "kill_nodes"
-    """Kill what is left of the ranks of nodes that will not join (``Step.nodes``)."""
+    """Kill the remaining ranks of nodes that will not join (``Step.nodes``)."""
     STOP = "stop"
     KILL = "kill"
     END = "end"
 
 
 class Outcome(Enum):
-    """End of the job."""
+    """Result of the job."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
@@ -77,86 +79,89 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipPolicy:
-    """Knobs of the decisions. Those without a docstring are keys of ``launch`` of the same name."""
+    """Limits and settings of the decisions. Fields without a docstring are keys of ``launch``, ``recovery`` or
+    ``nodes`` of the same name."""
 
     num_nodes: int
     ranks_per_node: int
     start_timeout_seconds: float
     stop_timeout_seconds: float
     failure_grace_seconds: float = 2.0
-    """Time that other ranks have after the first death to report why they end, too."""
+    """Time for other ranks to report their errors after the first death."""
     kill_timeout_seconds: float = 10.0
-    """Time after which the job no longer waits for the exit of killed ranks."""
+    """Longest wait for the exit of killed ranks."""
     max_restarts: int = 0
     min_nodes: int | None = None
     position_timeout_seconds: float = 10.0
-    reform_timeout_seconds: float = 60.0
+    reconfigure_timeout_seconds: float = 60.0
     max_nodes: int | None = None
     num_spare_nodes: int = 0
     join_window_seconds: float = 5.0
     max_node_restarts: int = 3
     restart_lost_nodes: bool = False
     keeps_layout: bool = False
-    """Whether every membership has ``num_nodes`` nodes, and others take the places of lost ones."""
+    """Whether every membership has ``num_nodes`` nodes, so that other nodes take the places of lost ones."""
     starts_nodes: bool = True
-    """Whether the job starts the agents of nodes; else they come by themselves or not."""
+    """Whether the job starts agents; otherwise nodes start by themselves."""
 
     @staticmethod
-    def of(launch: LaunchConfig, *, starts_nodes: bool) -> "MembershipPolicy":
-        """The knobs that a configuration has."""
+    def of(config: JobConfig, *, starts_nodes: bool) -> "MembershipPolicy":
+        """Make the policy from a configuration."""
+        launch, recovery, nodes = config.launch, config.recovery, config.nodes
         return MembershipPolicy(
             num_nodes=launch.num_nodes,
             ranks_per_node=launch.ranks_per_node,
             start_timeout_seconds=launch.start_timeout_seconds,
             stop_timeout_seconds=launch.stop_timeout_seconds,
-            max_restarts=launch.max_restarts,
-            min_nodes=launch.min_nodes,
-            position_timeout_seconds=launch.position_timeout_seconds,
-            reform_timeout_seconds=launch.reform_timeout_seconds,
-            max_nodes=launch.max_nodes,
-            num_spare_nodes=launch.num_spare_nodes,
-            join_window_seconds=launch.join_window_seconds,
-            max_node_restarts=launch.max_node_restarts,
-            restart_lost_nodes=launch.restart_lost_nodes,
-            keeps_layout=launch.keep_layout,
+            max_restarts=recovery.max_restarts,
+            min_nodes=recovery.min_nodes,
+            position_timeout_seconds=recovery.position_timeout_seconds,
+            reconfigure_timeout_seconds=recovery.reconfigure_timeout_seconds,
+            max_nodes=nodes.max_nodes,
+            num_spare_nodes=nodes.num_spare_nodes,
+            join_window_seconds=nodes.join_window_seconds,
+            max_node_restarts=nodes.max_node_restarts,
+            restart_lost_nodes=nodes.restart_lost_nodes,
+            keeps_layout=recovery.keep_layout,
             starts_nodes=starts_nodes,
         )
 
     @property
     def fewest_nodes(self) -> int:
-        """Nodes that the job continues with, at least."""
+        """Smallest number of nodes with which the job continues."""
         return self.num_nodes if self.min_nodes is None else self.min_nodes
 
     @property
     def most_nodes(self) -> int:
-        """Nodes that there can be, members or not."""
+        """Largest number of nodes, members or not."""
         return self.num_nodes + self.num_spare_nodes if self.max_nodes is None else self.max_nodes
 
     @property
     def most_members(self) -> int:
-        """Nodes that a membership can have."""
+        """Largest number of nodes of a membership."""
         return self.most_nodes - self.num_spare_nodes
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Whether memberships change while ranks live: nodes are lost, leave and join."""
+        """Whether memberships change while ranks live: nodes are lost, leave or join."""
         return self.keeps_layout or self.fewest_nodes < self.most_nodes
 
     @property
     def world_size(self) -> int:
-        """Ranks the job starts with."""
+        """Number of ranks at the start."""
         return self.num_nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Node of a global rank."""
+        """Return the node of a global rank."""
         return rank // self.ranks_per_node
 
     def ranks_of(self, node: int) -> range:
-        """Global ranks of ``node``."""
+        """Return the global ranks of ``node``."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def number_among(self, members: Sequence[int], rank: int) -> int:
-        """Number of ``rank`` in a membership of the nodes ``members``: dense, in their order."""
+        """Return the number of ``rank`` in a membership of the nodes ``members``: consecutive, in the order of the
+        nodes."""
         return members.index(self.node_of(rank)) * self.ranks_per_node + rank % self.ranks_per_node
 
 
@@ -165,55 +170,55 @@ class Failure:
     """One failure: a rank died, a node was lost (``rank`` is None), or a start timed out (both are None)."""
 
     at_seconds: float
-    """Time on the clock of the agent that observed it."""
+    """Time on the clock of the agent that saw it."""
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership that it failed in, where nothing else gives it."""
+    """Number of the rank in the membership in which it failed, if no report gives it."""
     iteration: int = 0
-    """Last iteration the rank reached, 0 before the first."""
+    """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False
-    """A lost node, or a signal that no lost peer causes: neither an error that a rank saw nor an abort."""
+    """Whether no lost peer can have caused it: a lost node, or death by a signal; not an error that a rank reported."""
     final: bool = False
-    """Another try would fail in the same way."""
+    """Another attempt would fail in the same way."""
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedStart:
-    """A node that was started to join and failed before: its process or a rank ended, or was late."""
+    """A node that was started to join and failed before: its agent or a rank ended or was late."""
 
     node: int
     reason: str
     starts_again: bool
-    """Whether the node is started once more."""
+    """Whether the node is started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     """State of the job as the controller knows it. Times are on the controller's clock.
 
-    Ranks have the number that ``events`` gives them, whatever number memberships give them.
+    Ranks have the numbers of ``events``, whatever number memberships give them.
     """
 
     phase: Phase = Phase.FORMING
     generation: int = 0
     nodes: Nodes = field(default_factory=Nodes)
     deadline_seconds: float | None = None
-    """Time at which the phase has taken too long."""
+    """Time limit of the phase."""
     reform_by_seconds: float | None = None
-    """Latest end of ``REFORMING``; ``deadline_seconds`` is the limit of those that do not report."""
+    """Latest end of ``REFORMING``; ``deadline_seconds`` is the limit for ranks that do not report."""
     wake_up_seconds: float | None = None
     """Time of the next decision about nodes that join or leave."""
     failed_starts: tuple[FailedStart, ...] = ()
-    """Failed starts of the last step alone."""
+    """Failed starts of the last step."""
     broken: tuple[RankBroken, ...] = ()
-    """Reports of living ranks of this generation, which is ending."""
+    """Reports of living ranks in this generation, which is ending."""
     # Kept beside ``broken``: a set that is built for each report makes a loss cost the square of the number of ranks.
     has_reported: frozenset[int] = frozenset()
-    """Ranks of ``broken``."""
+    """Ranks with a report in ``broken``."""
     has_errors: bool = False
-    """Whether one of ``broken`` is not planned."""
+    """Whether a report in ``broken`` is not planned."""
     connected: frozenset[int] = frozenset()
     """Ranks that have connected to their agent."""
     gone: frozenset[int] = frozenset()
@@ -221,14 +226,14 @@ class State:
     failures: tuple[Failure, ...] = ()
     """Deaths of this generation."""
     survived: tuple[tuple[Failure, ...], ...] = ()
-    """Deaths of each earlier generation; none where it ended by a change on request."""
+    """Deaths of each earlier generation; empty for a generation that ended by a change on request."""
     num_reforms: int = 0
-    """Generations that continued in living processes, without a start."""
+    """Number of generations that continued in living processes, without a restart."""
     interrupted: bool = False
     furthest_iteration: int = 0
-    """Furthest iteration in which an earlier generation failed."""
+    """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
-    """Restarts since the job last got further."""
+    """Restarts since the job last made progress."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -237,37 +242,37 @@ class State:
 
     @property
     def wake_seconds(self) -> float | None:
-        """Time of the next decision even if nothing happens."""
+        """Time of the next decision even if no event arrives."""
         times = [at for at in (self.deadline_seconds, self.wake_up_seconds) if at is not None]
         return min(times, default=None)
 
     @property
     def first_failure(self) -> Failure | None:
-        """The earliest death of this generation, see ``first_of``."""
+        """Earliest death of this generation, see ``first_of``."""
         return first_of(self.failures)
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Restarts in a row that got the job no further than where it had failed before.
+        """Restarts in a row without progress: the job failed no later than before.
 
-        Judged by the first rank to fail: what fails at the same place each time fails in the same iteration there.
+        The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration.
         """
         first = self.first_failure
         return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
 
     @property
     def outcome(self) -> Outcome:
-        """End of the job, or its end if it ended now."""
+        """Result of the job, or its result if it ended now."""
         if self.failures:
             return Outcome.FAILED
         return Outcome.INTERRUPTED if self.interrupted else Outcome.FINISHED
 
 
 def first_of(failures: Sequence[Failure]) -> Failure | None:
-    """The earliest death; later ones may only be its consequences.
+    """Return the earliest death; later ones may be its consequences.
 
-    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen: a sudden death comes
-    first among those within ``SAME_TIME_SECONDS`` of the earliest.
+    On a busy machine the errors of peers can arrive before the exit of a killed rank is seen: among deaths within
+    ``SAME_TIME_SECONDS`` of the earliest, a sudden one is the first.
     """
     earliest = min((failure.at_seconds for failure in failures), default=0.0)
     close = [failure for failure in failures if failure.at_seconds <= earliest + SAME_TIME_SECONDS]
@@ -276,14 +281,14 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reform:
-    """The step from one membership to the next, as ``NextMembership`` has it."""
+    """The step from one membership to the next, with the fields of ``NextMembership``."""
 
     lost: tuple[int, ...]
-    """Nodes that are left behind, or whose ranks are new where they are among those ``joining``, too."""
+    """Nodes that are lost; nodes that are also in ``joining`` have new ranks."""
     leaving: tuple[int, ...]
-    """Nodes that leave on request; their ranks have reported, too."""
+    """Nodes that leave on request; their ranks have also reported."""
     joining: tuple[int, ...]
-    """Nodes whose ranks were not of the membership before."""
+    """Nodes whose ranks were not in the membership before."""
     positions: tuple[Position, ...]
     """Position of each rank that has reported, in rank order."""
     target: Target
@@ -301,19 +306,19 @@ class Step:
     decision: Decision
     reason: str
     reform: Reform | None = None
-    """Next membership, of the decision ``REFORM``."""
+    """Next membership, for the decision ``REFORM``."""
     nodes: tuple[int, ...] = ()
-    """Nodes of the decision: those that leave by a ``CHANGE``, those to start or to kill. Of ``BREAK`` and ``REFORM``
-    lost ones with ranks to kill, if any live: not those whose ranks were started again meanwhile."""
+    """Nodes of the decision: those that leave by a ``CHANGE``, or are started or killed. For ``BREAK`` and ``REFORM``
+    the lost nodes with living ranks to kill, except nodes whose ranks were started again meanwhile."""
 
 
 def ranks_of_all(policy: MembershipPolicy, nodes: tuple[int, ...] | frozenset[int]) -> frozenset[int]:
-    """Global ranks of ``nodes``. Computed once for nodes that are asked about event by event."""
+    """Return the global ranks of ``nodes``. Cached, because it is called for every event."""
     return _ranks_of_all(policy.ranks_per_node, nodes, frozenset())
 
 
 def remaining_ranks(policy: MembershipPolicy, state: State) -> frozenset[int]:
-    """Ranks of the members that are not lost."""
+    """Return the ranks of the members that are not lost."""
     return _ranks_of_all(policy.ranks_per_node, state.members, state.nodes.lost)
 
 
@@ -327,8 +332,8 @@ def _ranks_of_all(ranks_per_node: int, nodes: Iterable[int], lost: frozenset[int
 class Moment(NamedTuple):
     """The two times of an event, both on the controller's clock.
 
-    A controller with a backlog takes an event in long after it arrived. Lateness is judged by the arrival, or nodes
-    would be lost for the controller's own backlog. A limit that begins with a decision counts from the decision.
+    A controller with a backlog processes an event long after its arrival. Lateness is judged by the arrival; otherwise
+    a slow controller would lose healthy nodes. A limit that begins with a decision counts from the decision.
     """
 
     seconds: float
@@ -338,5 +343,5 @@ class Moment(NamedTuple):
 
 
 def is_late(state: State, now: Moment) -> bool:
-    """Whether the phase has taken too long."""
+    """Whether the phase has exceeded its time limit."""
     return state.deadline_seconds is not None and now.arrived_seconds >= state.deadline_seconds

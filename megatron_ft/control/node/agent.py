@@ -1,8 +1,8 @@
-"""A node's process: starts its ranks, watches them, forwards their reports.
+"""A node's agent: starts its ranks, watches them, forwards their reports.
 
 ``python -m megatron_ft.control.node.agent`` reads one line of JSON from standard input (address and token of the
-controller, node number, sockets) and keeps it open: when it closes, the launcher is gone and the node ends. The main
-thread owns everything and waits on sockets; one thread asks the controller for orders, one sends it what ranks report.
+controller, node number, sockets); when standard input closes, the launcher has ended and the node ends. The main thread
+owns all state and waits on sockets; one thread fetches orders from the controller, one sends it the reports of ranks.
 """
 
 import contextlib
@@ -46,49 +46,47 @@ class AgentSpec:
     token: str
     node: int
     runtime_dir: str
-    """A directory of mode 0700 for the node's sockets; removed by the last process of the job that leaves it."""
+    """A directory of mode 0700 for the node's sockets; the last process of the job that uses it removes it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
-    """A controller that does not answer for so long is lost, and the node ends its ranks: another one had the time to
-    take over."""
+    """A controller that does not answer for this long is lost, and the node ends its ranks: a new controller would have
+    taken over by then. Only time in which the node itself runs counts."""
     sidecars: dict[str, str] = field(default_factory=dict)
-    """Name to module of the processes that the node has beside its ranks, see ``sidecars``."""
+    """Name to module of the processes that the node runs beside its ranks, see ``sidecars``."""
     interface: str = ""
-    """Address the sidecars bind to."""
+    """Address that the sidecars bind to."""
     log_dir: str = ""
     """Folder of the sidecars' logs."""
     heartbeat_interval_seconds: float = 1.0
-    """Interval between two signs of life that the node gives, or requests from its ranks."""
+    """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """A rank that gives none for so long is killed."""
+    """A rank that does not answer for this long is killed."""
 
     tls_dir: str | None = None
-    """Value of ``launch.tls_dir``."""
+    """Value of ``control.tls_dir``."""
     process_id: int | None = None
-    """Process id on the launcher's machine by which this node is known there; null: the agent's own."""
+    """Process id on the launcher's machine that identifies this node there; null: the agent's own."""
     store: StoreEndpoint | None = None
-    """Null where the controller finds ports itself, on the same machine."""
+    """Null if the controller chooses ports itself, on the same machine."""
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Return the spec as one line of JSON."""
         return json.dumps(encode(self)).encode() + b"\n"
 
 
 class ControllerSilent(ControlError):
-    """The controller does not answer any more."""
+    """The controller no longer answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
-    """The controller is lost to this node."""
+class _Refused:
+    """The controller answers, and refuses this node."""
 
     reason: str
-    is_refused: bool
-    """It answers, and refuses this node; else it does not answer."""
 
 
 class Agent:
-    """The node's main thread."""
+    """The main thread of a node."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec = spec
@@ -104,7 +102,7 @@ class Agent:
         self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
-        self._orders: deque[Order | _Lost] = deque()
+        self._orders: deque[Order | _Refused] = deque()
         self._outbox = Outbox(self._wake)
         self._exit_code: int | None = None
         self._socket_path = socket_path(Path(spec.runtime_dir), spec.node)
@@ -115,13 +113,15 @@ class Agent:
         self._ranks = Ranks(
             spec.node, self._listener, self._selector, self._outbox, heartbeat_timeout_seconds=timeout_seconds
         )
-        self._check_life_at = time.monotonic()
+        self._check_life_at = self._answered_at = time.monotonic()
+        self._silence: str | None = None
+        """Why the controller did not answer the last call for orders; None if it did."""
 
     def run(self) -> int:
-        """Serve until the controller orders the end or is lost; the process's exit code.
+        """Serve until the controller orders the end or is lost; return the process's exit code.
 
         Raises:
-            ControllerSilent: it does not answer. Ranks end when this node is closed.
+            ControllerSilent: the controller does not answer. Ranks end when the agent is closed.
         """
         for source, callback in (
             (self._listener, self._ranks.accept),
@@ -139,15 +139,21 @@ class Agent:
         return self._exit_code
 
     def _seconds_left(self) -> float:
-        """Time until there is something to do even if no message arrives."""
         sidecars, ranks = self._sidecars.seconds_left(), max(0.0, self._check_life_at - time.monotonic())
         return ranks if sidecars is None else min(sidecars, ranks)
 
     def _check_life(self) -> None:
-        now = time.monotonic()
-        if now >= self._check_life_at:
-            self._check_life_at = now + self._spec.heartbeat_interval_seconds
-            self._signal(self._ranks.check_life(now), signal.SIGKILL)
+        now, interval_seconds = time.monotonic(), self._spec.heartbeat_interval_seconds
+        late_seconds = now - self._check_life_at
+        if late_seconds < 0:
+            return
+        self._check_life_at = now + interval_seconds
+        self._signal(self._ranks.check_life(now), signal.SIGKILL)
+        # A node that was stopped (SIGSTOP, a paused machine) could receive no answer: that time does not count.
+        if late_seconds > interval_seconds:
+            self._answered_at = min(now, self._answered_at + late_seconds)
+        if self._silence is not None and now - self._answered_at > self._spec.lost_controller_seconds:
+            raise ControllerSilent(f"the controller does not answer: {self._silence}")
 
     def _join(self) -> None:
         join = Join(
@@ -157,14 +163,14 @@ class Agent:
             store=self._spec.store,
         )
         joined = self._client.insist("join", encode(join), timeout_seconds=_JOIN_SECONDS)
-        who = {"node": self._spec.node, "session": joined["session"]}
+        who, self._answered_at = {"node": self._spec.node, "session": joined["session"]}, time.monotonic()
         orders = threading.Thread(target=self._ask_for_orders, name="orders", args=(who, joined["after"]), daemon=True)
         sender = threading.Thread(target=self._send_reports, name="sender", args=(who,), daemon=True)
         orders.start()
         sender.start()
 
     def close(self) -> None:
-        """Disconnect from the fork server, which kills the ranks, end sidecars, remove the socket file."""
+        """Disconnect from the fork server, which then kills the ranks; end sidecars; remove the socket file."""
         self._forkserver.close()
         self._sidecars.close()
         self._listener.close()
@@ -174,26 +180,27 @@ class Agent:
     # --- threads -------------------------------------------------------------------------------------------------
 
     def _ask_for_orders(self, who: Message, after: int) -> None:
-        """Thread: fetch orders by long polls, which are signs of life for the controller."""
+        # Fetch orders by long polls, which are also heartbeats for the controller (a thread).
         from megatron_ft.control.rpc import RpcError
 
-        last_answer = time.monotonic()
         while True:
             request = {**who, "after": after, "wait_seconds": self._spec.heartbeat_interval_seconds}
             try:
                 # The controller answers after ``wait_seconds`` at most; the rest is for a busy controller.
                 orders = self._client.call("poll", request, timeout_seconds=request["wait_seconds"] + 20)["orders"]
             except RpcError as error:
-                if error.refused or time.monotonic() - last_answer > self._spec.lost_controller_seconds:
-                    self._order(_Lost(str(error), error.refused))
+                if error.refused:
+                    self._order(_Refused(str(error)))
                     return
+                # Whether it is lost is up to the main thread, which knows how long this process has run since.
+                self._silence = str(error)
                 self._retry_pause.wait(0.2)
                 continue
-            last_answer, after = time.monotonic(), after + len(orders)
+            self._answered_at, self._silence, after = time.monotonic(), None, after + len(orders)
             try:
                 decoded = [decode_order(order) for order in orders]
             except ControlError as error:
-                self._order(_Lost(str(error), is_refused=True))
+                self._order(_Refused(str(error)))
                 return
             for order in decoded:
                 self._order(order)
@@ -203,7 +210,7 @@ class Agent:
     _retry_pause = threading.Event()
 
     def _send_reports(self, who: Message) -> None:
-        """Thread: deliver the outbox, in order, each item once."""
+        # Deliver the outbox in order, each item once (a thread).
         from megatron_ft.control.rpc import RpcError
 
         while True:
@@ -213,13 +220,13 @@ class Agent:
                 self._outbox.acknowledge(self._client.call("deliver", body, timeout_seconds=60)["next"])
             except RpcError as error:
                 if error.refused:
-                    self._order(_Lost(str(error), is_refused=True))
+                    self._order(_Refused(str(error)))
                     return
-                # Repeated without a limit: ``_ask_for_orders`` decides when the controller is lost, and no report is
+                # Repeated without a limit: ``_check_life`` decides when the controller is lost, and no report is
                 # dropped before.
                 self._retry_pause.wait(0.2)
 
-    def _order(self, order: Order | _Lost) -> None:
+    def _order(self, order: Order | _Refused) -> None:
         self._orders.append(order)
         self._wake()
 
@@ -236,7 +243,7 @@ class Agent:
             self._obey(self._orders.popleft())
         self._ranks.resume()
 
-    def _obey(self, order: Order | _Lost) -> None:
+    def _obey(self, order: Order | _Refused) -> None:
         node = self._spec.node
         match order:
             case messages.Start():
@@ -257,21 +264,23 @@ class Agent:
                     self._signal(self._ranks.numbers, signal.SIGKILL)
             case messages.End():
                 self._exit_code = 0
-            case _Lost(reason, is_refused=True):
+            case _Refused(reason):
                 self._lose_controller(reason)
-            case _Lost(reason):
-                raise ControllerSilent(f"the controller does not answer: {reason}")
 
     def _lose_controller(self, reason: str) -> None:
-        print(f"node {self._spec.node}: lost the controller, ending ranks: {reason}", file=sys.stderr, flush=True)
+        print(
+            f"node {self._spec.node}: ending its ranks, because it lost the controller: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
         self._exit_code = ControlError.exit_code
 
     def _launcher_closed(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
-            self._lose_controller("the launcher has gone")
+            self._lose_controller("the launcher has ended")
 
     def _start(self, order: messages.Start) -> None:
-        """Start this node's ranks if the order is for it; those that join have no number in the membership yet."""
+        # Start this node's ranks if the order names it; joining ranks have no number in the membership yet.
         node = self._spec.node
         numbers = order.ranks.get(str(node))
         if numbers is None:
@@ -297,7 +306,6 @@ class Agent:
             os.close(descriptor)
 
     def _reform(self, order: messages.Reform) -> None:
-        """Begin the next membership: ranks of a lost node are killed, those of one that leaves end, others wait."""
         following, node = order.next, self._spec.node
         if node in following.nodes:
             self._ranks.generation = following.generation
@@ -323,7 +331,7 @@ class Agent:
             elif message["op"] == "spawned":
                 self._ranks.spawned(message["rank"], message["process_id"])
         if closed:
-            self._lose_controller("the fork server has gone")
+            self._lose_controller("the fork server has ended")
 
 
 def _start_sidecars(spec: AgentSpec) -> Sidecars:
@@ -338,7 +346,6 @@ def _start_sidecars(spec: AgentSpec) -> Sidecars:
 
 
 def _connect(path: str) -> socket.socket:
-    """Connect to a fork server whose socket is about to appear."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -349,7 +356,7 @@ def _connect(path: str) -> socket.socket:
             sock.close()
             if time.monotonic() > deadline:
                 raise ControlError(
-                    f"launch.forkserver_socket={path}: no fork server listens there ({error})"
+                    f"launch.forkserver_socket={path}: no fork server listens at this socket ({error})"
                 ) from error
             threading.Event().wait(0.02)
 
@@ -363,10 +370,10 @@ def _read_spec() -> AgentSpec:
 
 
 def serve(spec: AgentSpec) -> int:
-    """Be a node's agent until the job has ended; the process's exit code.
+    """Run a node's agent until the job has ended; return the process's exit code.
 
     Raises:
-        ControllerSilent: it has not answered for ``lost_controller_seconds``; the node's ranks are ended.
+        ControllerSilent: the controller has not answered for ``lost_controller_seconds``; the node's ranks are ended.
     """
     agent = None
     try:

@@ -1,4 +1,4 @@
-"""``WorkerClient`` over the unix socket of a node's agent."""
+"""``WorkerClient`` over the Unix socket of a node's agent."""
 
 import contextlib
 import socket
@@ -22,22 +22,20 @@ class Identity:
     """Identity of a process when it starts."""
 
     number: int
-    """Number of the process in the control plane for its lifetime: ``node * ranks_per_node + local_rank``."""
+    """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""
     rank: int
-    """Its number in the membership of ``generation``; without meaning on a joining node."""
+    """Number in the membership of ``generation``; meaningless on a joining node."""
     node: int
     local_rank: int
     generation: int
     start: int
-    """Number of the start that made this process, from 0; stale processes are known by it."""
+    """Number of the start that made this process, from 0; it identifies stale processes."""
     is_joining: bool = False
 
 
 class AgentClient:
-    """Messages go out in the calling thread: when the agent is behind, the socket's buffer is full and the call blocks.
-
-    A thread receives the agent's messages and answers its pings.
-    """
+    """Sends messages in the calling thread: when the agent is slow, the socket's buffer is full and the call blocks. A
+    thread receives the agent's messages and answers its pings."""
 
     def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
         """Connect and report.
@@ -84,16 +82,16 @@ class AgentClient:
         self._send({"op": "progress", "iteration": iteration, "phase": phase})
 
     def raised(self, traceback: str, *, error: str, exit_code: int | None) -> None:
-        """Say that this rank ends with an exception.
+        """Report that this rank ends with an exception.
 
         Args:
-            error: its last line.
-            exit_code: of an error of this project's own, else ``None``.
+            error: last line of the traceback.
+            exit_code: exit code of an error of this project, otherwise ``None``.
         """
         self._send({"op": "raised", **_failure(traceback, error, exit_code)})
 
     def done(self) -> None:
-        """Say that this rank's work is done and that it ends."""
+        """Report that this rank has finished its work and ends."""
         self._send({"op": "done"})
 
     def stop_requested(self) -> bool:
@@ -114,15 +112,15 @@ class AgentClient:
         self._report_position(position, _describe(error))
         following = self._await_next()
         if following is None:
-            raise ControlError("training does not continue in this process: its node leaves the job")
+            raise ControlError("training does not continue in this process: this node leaves the job")
         return following
 
     def await_membership(self) -> NextMembership:
         if not self._identity.is_joining:
-            raise ControlError(f"rank {self._rank} was started with the others: it has a membership")
+            raise ControlError(f"rank {self._rank} was started with the job and cannot join it again")
         following = self._await_next()
         if following is None:
-            raise ControlError("this node leaves the job before it has joined it")
+            raise ControlError("this node must leave the job before it has joined")
         return following
 
     def change_requested(self) -> bool:
@@ -149,17 +147,20 @@ class AgentClient:
 
     def _check_can_survive(self) -> None:
         if not self._can_survive:
-            raise ControlError("launch.min_nodes: this job needs all of its nodes")
+            raise ControlError("recovery.min_nodes: this job cannot lose a node")
 
     def _report_position(self, position: Position, about: Record) -> None:
         self._check_can_survive()
         # The controller would drop such a position as stale and wait for this rank until its limit.
         if (position.rank, position.generation) != (self._rank, self._generation):
-            raise ControlError(f"rank {self._rank} of generation {self._generation} must not report {position}")
+            raise ControlError(
+                f"rank {self._rank} of generation {self._generation} cannot report a position of another rank or "
+                f"generation: {position}"
+            )
         self._send({"op": "broken", "position": encode(position), **about})
 
     def _await_next(self) -> NextMembership | None:
-        """The next membership; None where this rank's node leaves."""
+        # Wait for the next membership; None if this rank's node leaves.
         with self._changed:
             self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
             following, self._next = self._next, None
@@ -217,7 +218,7 @@ class AgentClient:
         rank = following.rank_on(self._identity.node, self._identity.local_rank)
         if rank is None or following.previous_ranks[rank] != self._rank:  # None on a joining node
             who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
-            raise ControlError(f"{who} is not of {following.summary()}")
+            raise ControlError(f"{who} does not belong to the membership {following.summary()}")
         self._rank, self._generation = rank, following.generation
         self._next, self._broken, self._order = following, None, None
 

@@ -1,4 +1,4 @@
-"""Calls of an agent to the controller, whichever one is in charge."""
+"""Calls of an agent to the controller in charge."""
 
 import threading
 import time
@@ -17,27 +17,33 @@ class ControllerClient:
 
     def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
         self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
+        # Held from comparison to assignment: threads can finish in another order than their answers came.
+        self._fence = threading.Lock()
         self._epoch = 0
 
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """See ``RpcClient.call``. An answer of a controller that another has followed is none.
+        """See ``RpcClient.call``. The answer of a controller that was replaced is not accepted.
 
         Raises:
-            RpcError: no answer in time, controller gone or refused, or its epoch is over.
+            RpcError: no answer in time, the controller has ended or refused, or its epoch is over.
         """
         answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
         epoch = int(answer["epoch"])
+        with self._fence:
+            newest = self._epoch = max(self._epoch, epoch)
         # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
-        if epoch < self._epoch:
-            message = f"Controller.{method} at {self._client.address}: of epoch {epoch}, which {self._epoch} has ended"
+        if epoch < newest:
+            message = (
+                f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
+                f"which epoch {newest} has replaced"
+            )
             raise RpcError(message, refused=False)
-        self._epoch = epoch
         return answer
 
     def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
-        """Call until there is an answer: of the controller that is to come, or that takes over meanwhile.
+        """Repeat a call until the controller, or one that replaces it meanwhile, answers.
 
         Raises:
             RpcError: refused, or no answer in time.

@@ -1,11 +1,11 @@
 """Starts ranks by forking a process that has already imported what they need.
 
 ``python -m megatron_ft.control.node.fork_server --socket PATH --preload MODULE ...`` imports the modules once and then
-serves its unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor, and
-receives the process id, and the exit when it happens. Ranks belong to the connection that asked for them: when it
-closes, they are killed. When the server's standard input closes, it ends, and every rank with it.
+serves its Unix socket. A client (a node's agent) sends ``spawn`` with the rank's log file as a descriptor. It receives
+the process id, and later the exit. Ranks belong to the connection that started them: when it closes, they are killed.
+When the server's standard input closes, the server and all ranks end.
 
-The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, not initialised.
+The server has one thread, no gRPC and no OpenMP region, so a fork is safe. CUDA may be imported, but not initialised.
 """
 
 import argparse
@@ -32,10 +32,16 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 MAX_CLIENTS = 512
-"""Connections that are served at a time; further ones are closed at once."""
+"""Largest number of open connections; further ones are closed at once."""
 
 HELD_SIGNALS = (signal.SIGTERM,)
-"""Blocked in a new rank until it has its handlers, so that no stop request gets lost or kills it."""
+"""Blocked in a new rank until it has its handlers, so that a stop request is neither lost nor kills it."""
+
+UNSTARTED_EXIT_CODE = 1
+"""Exit code that is reported of a rank that could not be forked."""
+
+UNSTARTED_EXIT_CODE = 1
+"""Exit code that is reported of a rank that could not be forked."""
 
 SINGLE_THREAD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -43,7 +49,7 @@ SINGLE_THREAD_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-"""Keeps libraries from starting threads while the server imports them."""
+"""Prevents libraries from starting threads when the server imports them."""
 
 
 @dataclass
@@ -61,7 +67,7 @@ class _Child:
 
 
 class ForkServer:
-    """The server's single thread."""
+    """The server; it has a single thread."""
 
     def __init__(
         self,
@@ -71,10 +77,10 @@ class ForkServer:
         *,
         own_descriptors: Sequence[int] = (),
     ) -> None:
-        """``run`` is called in each forked child with the spec it was asked with; its result is the exit code.
+        """``run`` is called with the spec in each forked child; its result is the exit code.
 
         Args:
-            own_descriptors: further ones that forked children close.
+            own_descriptors: further descriptors that forked children close.
         """
         self._run = run
         self._own_descriptors = tuple(own_descriptors)
@@ -87,7 +93,7 @@ class ForkServer:
         self._serving = True
 
     def serve(self) -> None:
-        """Serve until standard input closes; then kill what was started."""
+        """Serve until standard input closes; then kill all ranks."""
         try:
             while self._serving:
                 for key, _ in self._selector.select():
@@ -119,7 +125,7 @@ class ForkServer:
                 self._obey(client, message)
         # One bad client must not end the server: its end kills the ranks of all others.
         except (ControlError, OSError, KeyError, TypeError, ValueError) as error:
-            print(f"fork server: dropping a client: {error!r}", file=sys.stderr, flush=True)
+            print(f"fork server: dropping the connection of a client: {error!r}", file=sys.stderr, flush=True)
             closed = True
         if closed:
             self._drop(client)
@@ -144,7 +150,7 @@ class ForkServer:
                 raise ControlError(f"unknown request {other!r}")
 
     def _signal(self, client: _Client, rank: int, number: int) -> None:
-        """Signal a rank (SIGKILL: its whole group); one that has just ended is none."""
+        """Send a signal to a rank (SIGKILL: to its whole process group), unless it has just ended."""
         for child in list(client.children.values()):
             if child.rank == rank and number == signal.SIGKILL:
                 self._kill_group(child)
@@ -154,20 +160,41 @@ class ForkServer:
 
     def _spawn(self, client: _Client, message: Message) -> None:
         if not client.reader.descriptors:
-            raise ControlError("spawn without a log file")
+            raise ControlError("the spawn message has no file descriptor for the log")
         rank = int(message["rank"])
         log = client.reader.descriptors.popleft()
-        parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-        process_id = os.fork()
-        if process_id == 0:
-            self._become_rank(message, log, parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-        os.close(log)
-        child = _Child(rank, process_id, os.pidfd_open(process_id), client)
+        try:
+            process_id, pidfd = self._fork(message, log)
+        except OSError as error:  # too many processes or descriptors, or no memory
+            with contextlib.suppress(OSError):  # the disk is full
+                os.write(log, f"rank {rank} could not be started: {error}\n".encode())
+            # Only this rank failed: an error here would drop the client, and so kill all ranks of its node.
+            self._report_exit(client, rank, UNSTARTED_EXIT_CODE, time.time())
+            return
+        finally:
+            os.close(log)
+        child = _Child(rank, process_id, pidfd, client)
         client.children[process_id] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(child, notify=True))
         send(client.reader.sock, {"op": "spawned", "rank": child.rank, "process_id": process_id})
+
+    def _fork(self, message: Message, log: int) -> tuple[int, int]:
+        """Fork a rank; its process id, and a descriptor that is readable when it has ended."""
+        parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+        try:
+            process_id = os.fork()
+            if process_id == 0:
+                self._become_rank(message, log, parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        try:
+            return process_id, os.pidfd_open(process_id)
+        except OSError:
+            # Its end would not be seen.
+            os.kill(process_id, signal.SIGKILL)
+            os.waitpid(process_id, 0)
+            raise
 
     def _become_rank(self, message: Message, log: int, parent: int) -> None:
         code = 1
@@ -199,7 +226,6 @@ class ForkServer:
         os.close(log)
 
     def _kill_group(self, child: _Child) -> None:
-        """Kill a rank and what it started. It is not reaped yet, so its number is still its own."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process_id, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -218,16 +244,16 @@ class ForkServer:
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         if notify:
-            self._tell_exit(child, os.waitstatus_to_exitcode(status), at_seconds)
+            self._report_exit(child.client, child.rank, os.waitstatus_to_exitcode(status), at_seconds)
 
-    def _tell_exit(self, child: _Child, returncode: int, at_seconds: float) -> None:
-        message = {"op": "exited", "rank": child.rank, "returncode": returncode, "at_seconds": at_seconds}
+    def _report_exit(self, client: _Client, rank: int, returncode: int, at_seconds: float) -> None:
+        message = {"op": "exited", "rank": rank, "returncode": returncode, "at_seconds": at_seconds}
         with contextlib.suppress(ConnectionError):  # the client is gone: the next read drops it
-            send(child.client.reader.sock, message)
+            send(client.reader.sock, message)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Let the kernel kill this process when its parent ends."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     # The parent may have died before the call, which then does nothing.
@@ -236,10 +262,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def preload(modules: Sequence[str]) -> float:
-    """Import ``modules``, calling the function of an entry ``module:function``; the seconds it took.
+    """Import ``modules``, and call the function of an entry ``module:function``; return the seconds it took.
 
     Raises:
-        SoftwareError: an import started threads, which a fork would lose.
+        SoftwareError: an import started threads, which would be lost in a fork.
     """
     begin = time.monotonic()
     for entry in modules:
@@ -249,7 +275,7 @@ def preload(modules: Sequence[str]) -> float:
             getattr(imported, function)()
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if len(names) > 1:
-        raise SoftwareError(f"importing {', '.join(modules)} left {len(names)} threads ({names}): cannot fork")
+        raise SoftwareError(f"cannot fork: importing {', '.join(modules)} started threads, {len(names)} run ({names})")
     gc.collect()
     # The collector would write to every object and so copy the pages that ranks share.
     gc.freeze()
@@ -257,7 +283,7 @@ def preload(modules: Sequence[str]) -> float:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening unix socket at ``path``, readable by this user only."""
+    """Open a listening Unix socket at ``path`` that only this user can use."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # ``bind`` makes the file. To change its mode afterwards would leave a moment in which others can connect.
     previous = os.umask(0o177)
@@ -272,8 +298,12 @@ def listen(path: Path) -> socket.socket:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry of the server process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--socket", type=Path, required=True, help="unix socket to serve; its directory is the fence")
-    parser.add_argument("--preload", nargs="*", default=[], help="modules, or module:function to call, first")
+    parser.add_argument(
+        "--socket", type=Path, required=True, help="Unix socket to serve; the permissions of its directory protect it"
+    )
+    parser.add_argument(
+        "--preload", nargs="*", default=[], help="modules to import, or module:function to call, before the first fork"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     use = Use(options.socket.parent)

@@ -1,11 +1,11 @@
-"""A node that comes by itself: ``python -m megatron_ft.control.node.join RUN_DIR --node N --job ARRAY_JOB_ID``.
+"""The process of a node that no launcher starts: ``python -m megatron_ft.control.node.join RUN_DIR --node N --job
+ARRAY_JOB_ID``.
 
-It waits until a launcher has published how nodes join (``join_file``), its controller answers and the node's number is
-free: it takes the place of no process that lives. Then it starts ``node.main``, with the specification on standard
-input: that pipe is the node's lifeline, so that the node ends with this process, however it ends. The token is in no
-command line and no environment. When the node's process ends before the job is over, it joins again in the same way:
-with the same launcher, as often as that lets lost nodes return, or with the next one, which has another token. When the
-job's marker exists, the job is over and it exits with 0.
+It waits until a launcher has published how nodes join (``join_file``), its controller answers, and no living process
+has the node's number. Then it starts ``node.main`` with the spec on standard input. When this process ends in any way,
+that pipe closes and the node ends. The token is in no command line and no environment. If the node's process ends
+before the job, it joins again in the same way: with the same launcher as often as that allows, or with the next
+launcher, which has another token. When the marker of the job's end exists, it exits with 0.
 """
 
 import argparse
@@ -29,38 +29,38 @@ from megatron_ft.control.slurm.attempts import read_end
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 
 _CHECK_SECONDS = 1.0
-"""Time between two checks of what is published, and whether the job is over."""
+"""Time between two checks of the published file and of the marker."""
 _ANSWER_SECONDS = 5.0
 _LAST_ORDER_SECONDS = 5.0
-"""Time that a node has to fetch the order to end from its controller; then its lifeline is cut."""
+"""Time for a node to fetch the order to end from its controller; then its standard input is closed."""
 _END_SECONDS = 30.0
-"""Time that it has to end after that, its sidecars too; then it is killed."""
+"""Time to end after that, sidecars included; then it is killed."""
 _PROCESS_IDS = 2**53
-"""Bound of the random number that identifies a process of a node: process ids of two machines can be equal."""
+"""Bound of the random number that identifies a process of a node; process ids of two machines can be equal."""
 
 _Process = subprocess.Popen[bytes]
 
 
 @dataclass
 class _Node:
-    """One number of the job, on this machine."""
+    """A node number of the job, on this machine."""
 
     run_dir: Path
     number: int
     job_id: str
     patience_seconds: float
     _stays: dict[str, int] = field(default_factory=dict)
-    """Token of each launcher that it has joined, and how often."""
+    """Number of joins, by the token of the launcher."""
     _ended: set[str] = field(default_factory=set)
     """Tokens of launchers whose job has ended for this node; their files are stale."""
     _complaint: str = ""
-    """Last message about files that cannot be read."""
+    """Last message about unreadable files."""
 
     def run(self) -> int:
-        """Be the node until the job is over; the process's exit code.
+        """Run the node until the job is over; return the process's exit code.
 
         Raises:
-            ControlError: no launcher publishes in time, the file is damaged, or the node may not come back.
+            ControlError: no launcher publishes in time, the file is damaged, or the node may not return.
         """
         while (found := self._await_launcher()) is not None:
             self._count_stay(found)
@@ -71,19 +71,20 @@ class _Node:
         return EXIT_OK
 
     def _await_launcher(self) -> JoinFile | None:
-        """A launcher that this node can join; None when the job is over."""
+        # Wait for a launcher that this node can join; None when the job is over.
         deadline = time.monotonic() + self.patience_seconds
         while not self._is_over():
             found = join_file.read(self.run_dir)
             if found is not None and self._can_join(found):
                 return found
             if time.monotonic() > deadline:
-                raise ControlError(f"{self.run_dir}: no launcher for {self.patience_seconds:g} s (--patience-seconds)")
+                raise ControlError(
+                    f"{self.run_dir}: found no launcher within {self.patience_seconds:g} s (--patience-seconds)"
+                )
             threading.Event().wait(_CHECK_SECONDS)
         return None
 
     def _can_join(self, found: JoinFile) -> bool:
-        """Whether the launcher is of this job, lives, and has no living agent of this number."""
         if found.job_id != self.job_id or found.agent.token in self._ended:
             return False
         # Asked before registering, which would push out a living process of this number.
@@ -97,11 +98,11 @@ class _Node:
         num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1
         if num_stays > 1 + found.num_returns:
             limit = f"came back {found.num_returns} times" if found.num_returns else "was lost"
-            keys = "launch.restart_lost_nodes, launch.max_node_restarts"
-            raise ControlError(f"node {self.number} {limit} and does not come back to this job ({keys})")
+            keys = "nodes.restart_lost_nodes, nodes.max_node_restarts"
+            raise ControlError(f"node {self.number} {limit} and does not join this job again ({keys})")
 
     def _stay(self, found: JoinFile, processes: Processes) -> int:
-        """Be a node of the job as long as its process lives; its exit code."""
+        # Run a node of the job until its process ends; return the exit code.
         spec = NodeSpec(agent=found.spec_of(self.number, secrets.randbelow(_PROCESS_IDS)), preload=found.preload)
         process: _Process = processes.start("megatron_ft.control.node.main", [], f"node-{self.number:03d}.log", {})
         try:
@@ -112,23 +113,21 @@ class _Node:
             kill(process)
 
     def _await_end(self, process: _Process, found: JoinFile) -> int:
-        """Wait until the node's process has ended; end it when its launcher was replaced or the job is over, which the
-        process may find late or never."""
+        # Wait until the node's process has ended. End it when the launcher was replaced or the job is over, because the
+        # process may notice that late or never.
         while (news := self._check(found)) is None:
             if (code := _wait(process, _CHECK_SECONDS)) is not None:
                 return code
         code = _wait(process, _LAST_ORDER_SECONDS) if news == "over" else None
         if code is None:
-            assert process.stdin is not None, "started with a lifeline"
+            assert process.stdin is not None, "the process was started without a pipe"
             process.stdin.close()
             code = _wait(process, _END_SECONDS)
         return ControlError.exit_code if code is None else code
 
     def _check(self, found: JoinFile) -> str | None:
-        """``over``, or ``followed`` where another launcher of the job has published since; else None.
-
-        A node that has joined needs no file: one that cannot be read is reported, and ends nothing.
-        """
+        # Return ``over``, or ``followed`` if another launcher of the job has published since; otherwise None. A node
+        # that has joined does not need the file: if it cannot be read, that is only reported.
         try:
             if self._is_over():
                 return "over"
@@ -136,7 +135,11 @@ class _Node:
         except (ControlError, OSError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                print(f"node {self.number}: stays with its launcher: {error}", file=sys.stderr, flush=True)
+                print(
+                    f"node {self.number}: cannot read the launcher's file, keeps its present launcher: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return None
         is_other = newest is not None and newest.agent.token != found.agent.token and newest.job_id == self.job_id
         return "followed" if is_other else None
@@ -150,8 +153,8 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
-    """The nodes whose processes live, as their controller has it; None where none answers: a launcher that died leaves
-    behind what it has published.
+    """Return the nodes whose processes live, from their controller; None if no controller answers, because a dead
+    launcher leaves its file behind.
 
     Raises:
         ConfigError: the certificates cannot be read here.
@@ -168,7 +171,7 @@ def _nodes_of(found: JoinFile) -> set[int] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the command; its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--node", type=int, required=True, help="its number, from 0")

@@ -1,8 +1,8 @@
-"""The file that a launcher publishes for nodes that come by themselves (``launch.node_launcher=none``).
+"""The file that a launcher publishes for nodes that start by themselves (``launch.node_launcher=none``).
 
-``<run>/control/join.json``, mode 0600, holds all that a node needs to join and does not know itself, with the job's
-token. It exists from the start of the controller until the job has ended. A launcher that dies leaves it behind: a node
-calls the controller before it relies on the file.
+``<run>/control/join.json`` (mode 0600) contains everything that a node needs to join, including the job's token. It
+exists from the start of the controller until the job has ended. A launcher that dies leaves it behind, so a node calls
+the controller before it relies on the file.
 """
 
 import json
@@ -21,21 +21,21 @@ _FILE = "join.json"
 
 @dataclass(frozen=True, kw_only=True)
 class JoinFile:
-    """Specification for every node of a job."""
+    """Information for every node of a job."""
 
     agent: AgentSpec
-    """Specification of node 0; ``spec_of`` gives those of others."""
+    """Spec of node 0; ``spec_of`` makes those of other nodes."""
     preload: list[str]
     """Modules that fork servers import."""
     job_id: str
-    """Job id of the scheduler: nodes of another job are not of this one."""
+    """Job id of the scheduler; nodes of other jobs do not belong to this job."""
     num_nodes: int
-    """Nodes that there can be: they are numbered from 0 to below it."""
+    """Largest number of nodes; they are numbered from 0."""
     num_returns: int
-    """Times that a node may come back to this job after it was lost."""
+    """Number of times that a node may return to this job after it was lost."""
 
     def spec_of(self, node: int, process_id: int) -> AgentSpec:
-        """The specification of one node's agent, without what its machine fills in.
+        """Make the spec of one node's agent, without the values that its machine fills in.
 
         Raises:
             ControlError: the job has no such node.
@@ -46,21 +46,21 @@ class JoinFile:
 
 
 def publish(run_dir: Path, content: JoinFile) -> None:
-    """Let nodes join the job of a run; replaces an earlier job's file."""
+    """Write the file of a run; replaces the file of an earlier job."""
     _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
     write_secret(_path(run_dir), json.dumps(encode(content)).encode() + b"\n")
 
 
 def withdraw(run_dir: Path) -> None:
-    """Remove the file: the job has ended."""
+    """Remove the file, because the job has ended."""
     _path(run_dir).unlink(missing_ok=True)
 
 
 def read(run_dir: Path) -> JoinFile | None:
-    """Read what the newest launcher of a run has published; None where there is no file.
+    """Read the file of the newest launcher of a run; None if there is none.
 
     Raises:
-        ControlError: the file is open to others, another user's, too large, or damaged.
+        ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.
     """
     path = _path(run_dir)
     try:

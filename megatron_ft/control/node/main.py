@@ -1,8 +1,8 @@
-"""A node on a machine of its own: ``python -m megatron_ft.control.node.main``, started there by ``srun``.
+"""The process of a node on a machine of its own: ``python -m megatron_ft.control.node.main``, started by ``srun``.
 
-It reads one line of JSON from standard input (``NodeSpec``), which ``srun`` passes on and closes with its own: that is
-the node's lifeline. It finds out what only this machine knows (its address towards the controller, free ports, a folder
-for sockets), starts a fork server, and becomes the node's agent.
+It reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes that input together with its own, and the
+node then ends. The process determines what only this machine knows (its address on the route to the controller, free
+ports, a folder for sockets), starts a fork server, and becomes the node's agent.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from megatron_ft.serde import decode, encode
 from megatron_ft.strict_json import parse_json
 
 _FORKSERVER_SECONDS = 60.0
-"""Longest wait for a fork server to listen: a cold file system has Python's files first."""
+"""Longest wait for a fork server to listen: a cold file system first has to load Python's files."""
 _EXIT_SECONDS = 5.0
 
 
@@ -38,25 +38,25 @@ class NodeSpec:
     """Specification that a node reads from standard input."""
 
     agent: agent.AgentSpec
-    """Specification without the fields that only the node's machine knows."""
+    """Spec without the fields that only the node's machine knows."""
     preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None
-    """Slurm's id of the job whose batch host runs the launcher; None where no node has to requeue the job."""
+    """Slurm's id of the job whose batch host runs the launcher; None if no node has to requeue the job."""
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
+        """Return the spec as one line of JSON."""
         return json.dumps(encode(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(line: bytes) -> "NodeSpec":
-        """Inverse of ``to_line``."""
+        """Read the line of ``to_line``."""
         found: NodeSpec = decode(NodeSpec, parse_json(line))
         return found
 
 
 def run(spec: NodeSpec) -> int:
-    """Be the node; the process's exit code."""
+    """Run the node; return the process's exit code."""
     address = own_address(spec.agent.controller_address)
     with make_runtime_dir() as runtime_dir:
         processes = Processes(runtime_dir, Path(spec.agent.log_dir))
@@ -78,7 +78,7 @@ def _await_socket(forkserver: "subprocess.Popen[bytes]", path: Path, log: Path) 
     deadline = time.monotonic() + _FORKSERVER_SECONDS
     while not path.is_socket():
         if forkserver.poll() is not None or time.monotonic() > deadline:
-            raise ControlError(f"the fork server does not listen; its log: {log}")
+            raise ControlError(f"the fork server did not start; its log: {log}")
         threading.Event().wait(0.02)
 
 
@@ -86,15 +86,13 @@ def _wait_or_kill(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.wait(timeout=_EXIT_SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"the fork server did not end within {_EXIT_SECONDS:g} s: killed", file=sys.stderr, flush=True)
+        print(f"the fork server did not end within {_EXIT_SECONDS:g} s and was killed", file=sys.stderr, flush=True)
         kill(process)
 
 
 def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
-    """Stay until it is known whether the launcher's machine lives; the process's exit code.
-
-    Messages go into the node's log: standard error ends with ``srun``, on that machine.
-    """
+    # Wait until it is known whether the launcher's machine lives; return the process's exit code. Messages go into the
+    # node's log, because standard error ends with ``srun`` on that machine.
     lifeline_is_cut = threading.Event()
     threading.Thread(target=_await_end_of_input, args=(lifeline_is_cut,), daemon=True).start()
     with (Path(spec.agent.log_dir) / f"node-{spec.agent.node:03d}.log").open("a", buffering=1) as log:
@@ -111,7 +109,7 @@ def _watch_batch_host(spec: NodeSpec, job_id: str, reason: str) -> int:
 
 
 def _await_end_of_input(is_over: threading.Event) -> None:
-    """Thread: the launcher has ended and its machine lives."""
+    # Wait until the launcher, on a living machine, has ended (a thread).
     while os.read(sys.stdin.fileno(), 4096):
         pass
     is_over.set()
@@ -122,14 +120,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
-        print("node: standard input closed before the node's spec came", file=sys.stderr)
+        print("node: standard input was closed before it contained the node's spec", file=sys.stderr)
         return ControlError.exit_code
     spec = NodeSpec.from_line(line)
     try:
         return run(spec)
     except agent.ControllerSilent as error:
         if spec.batch_job is None:
-            print(f"node: ranks were ended: {error}", file=sys.stderr, flush=True)
+            print(f"node: its ranks were ended: {error}", file=sys.stderr, flush=True)
             return ControlError.exit_code
         return _watch_batch_host(spec, spec.batch_job, f"ranks were ended: {error}")
     except (MegatronFtError, OSError) as error:

@@ -29,7 +29,7 @@ class Outbox:
         self._on_drained = on_drained
 
     def put(self, item: Message) -> None:
-        """Append one item."""
+        """Add one item."""
         num_bytes = len(json.dumps(item))
         with self._changed:
             self._items.append((num_bytes, item))
@@ -43,7 +43,7 @@ class Outbox:
             return self._full
 
     def wait_batch(self) -> tuple[int, list[Message]]:
-        """Wait for something to send: number of its first item, and items."""
+        """Wait for items to send; return the number of the first, and the items."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items))
             batch: list[Message] = []
@@ -56,7 +56,7 @@ class Outbox:
             return self._first, batch
 
     def acknowledge(self, next_number: int) -> None:
-        """The controller has everything before ``next_number``."""
+        """Drop all items before ``next_number``, which the controller has."""
         with self._changed:
             while self._first < next_number and self._items:
                 self._items.popleft()

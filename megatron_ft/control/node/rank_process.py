@@ -1,4 +1,4 @@
-"""Entry of a forked rank: from the spec it was started with to its exit code."""
+"""Entry of a forked rank: from its spec to its exit code."""
 
 import dataclasses
 import faulthandler
@@ -20,7 +20,7 @@ UNEXPECTED_EXIT_CODE = 1
 
 
 def run(spec: Message) -> int:
-    """Be the rank that ``spec`` describes; the process's exit code.
+    """Run the rank that ``spec`` describes; return the process's exit code.
 
     ``spec`` holds ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
     ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of
@@ -71,7 +71,7 @@ def _report_failure(worker: AgentClient, error: BaseException) -> int:
             error.exit_code
         )
     if isinstance(error, SystemExit) and error.code in (0, None):
-        text = "the rank called sys.exit() before its work was done\n" + text
+        text = "the rank called sys.exit() before its work was finished\n" + text
     own_code = error.exit_code if isinstance(error, MegatronFtError) else None
     last_line = "".join(traceback.format_exception_only(error)).strip()
     worker.raised(text, error=last_line, exit_code=own_code)

@@ -1,7 +1,6 @@
-"""The ranks of one node as its agent sees them: their sockets, their messages, their ends.
+"""The ranks of one node as its agent sees them: sockets, messages, exits.
 
-On the control plane a rank keeps the number it was started with as long as it lives, whatever number later
-memberships give it.
+In the control plane a rank keeps the number with which it was started, whatever number later memberships give it.
 """
 
 import contextlib
@@ -23,9 +22,9 @@ _SEND_SECONDS = 5.0
 GREETING_BYTES = 4096
 """The longest first message of a connection."""
 MAX_UNAUTHENTICATED = 256
-"""Connections that may be open without having named their rank; of more, the oldest are closed."""
+"""Largest number of open connections that have not named their rank; beyond it the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""A silent rank that uses more than this of a processor, within the timeout, is not hung."""
+"""A rank that does not answer but uses more than this processor time within the timeout counts as alive."""
 
 
 @dataclass
@@ -36,19 +35,19 @@ class _Rank:
     reader: FrameReader | None = None
     last: Message = field(default_factory=dict)
     step: int = 0
-    """Number of its reports of the iteration in ``last``."""
+    """Number of its reports in the iteration of ``last``."""
     is_passed_on: bool = True
-    """Whether ``last`` has been."""
+    """Whether ``last`` was forwarded to the controller."""
     is_pinged: bool = False
-    """Whether an answer is outstanding."""
+    """Whether a ping has no answer yet."""
     processor_seconds: float = 0.0
-    """Processor time that it had used when it was pinged."""
+    """Processor time used until the last ping."""
     process_id: int | None = None
     done: bool = False
 
 
 class Ranks:
-    """Everything between a node's ranks and the outbox of its agent, in the agent's main thread."""
+    """Connects a node's ranks and the outbox of its agent; runs in the agent's main thread."""
 
     def __init__(
         self,
@@ -59,10 +58,10 @@ class Ranks:
         *,
         heartbeat_timeout_seconds: float,
     ) -> None:
-        """``listener`` is where ranks connect; ``accept`` is to be called when one does.
+        """``listener`` is the socket that ranks connect to; call ``accept`` when a connection arrives.
 
         Args:
-            heartbeat_timeout_seconds: a rank that answers no ping for so long is hung.
+            heartbeat_timeout_seconds: a rank that answers no ping for this long is hung.
         """
         self._signs = SignsOfLife[int](heartbeat_timeout_seconds)
         limit = f"{heartbeat_timeout_seconds:g} s (detector.heartbeat_timeout_seconds)"
@@ -79,16 +78,16 @@ class Ranks:
 
     @property
     def numbers(self) -> list[int]:
-        """Ranks whose exit has not been seen."""
+        """Return the ranks whose exit has not been seen."""
         return sorted(self._ranks)
 
     def expect(self, rank: int, *, start: int, generation: int, log: Path) -> None:
-        """A rank is about to be started; ``start`` numbers the starts of the job's ranks."""
+        """Expect a rank that is about to be started; ``start`` numbers the starts of the job's ranks."""
         self.generation = generation
         self._ranks[rank] = _Rank(rank, start, log)
 
     def accept(self) -> None:
-        """Take new connections."""
+        """Accept new connections."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
@@ -96,12 +95,12 @@ class Ranks:
                 self._greet(FrameReader(connection, first_frame_bytes=GREETING_BYTES))
 
     def broadcast(self, message: Message) -> list[int]:
-        """Send a message to every rank that is connected; those that do not take it."""
+        """Send a message to every connected rank; return the ranks that could not receive it."""
         connected = [state for state in self._ranks.values() if state.reader is not None]
         return [state.rank for state in connected if not self._send(state, message)]
 
     def _send(self, state: _Rank, message: Message) -> bool:
-        assert state.reader is not None, "a rank that is connected"
+        assert state.reader is not None, "the rank is not connected"
         state.reader.sock.settimeout(_SEND_SECONDS)
         try:
             send(state.reader.sock, message)
@@ -112,14 +111,15 @@ class Ranks:
         return True
 
     def spawned(self, rank: int, process_id: int) -> None:
-        """A rank's process was started."""
+        """Record that a rank's process was started."""
         self._ranks[rank].process_id = process_id
 
     def check_life(self, now: float) -> list[int]:
-        """Ping ranks without an outstanding answer, pass on their progress; returns hung ranks, to be killed.
+        """Ping ranks without an outstanding answer and forward their progress; return hung ranks, which are to be
+        killed.
 
-        To be called several times within the timeout. Ranks that are not read are excluded. One that is silent but
-        uses a processor works on something that lets no other thread of it run.
+        Must be called several times within the timeout. Ranks whose sockets are not being read are excluded. A rank
+        that does not answer but uses a processor may block its other threads, and counts as alive.
 
         Args:
             now: on the clock of all calls.
@@ -155,7 +155,7 @@ class Ranks:
         self._signs.hear(state.rank, now)
 
     def exited(self, message: Message) -> None:
-        """A rank's process has ended. Its messages come first: they wait in sockets of this process."""
+        """Record that a rank's process has ended, after its messages, which wait in sockets of this process."""
         state = self._ranks[message["rank"]]
         # What the rank sent last explains its end, so it is reported before the exit.
         self.accept()
@@ -170,7 +170,7 @@ class Ranks:
         del self._ranks[state.rank]
 
     def resume(self) -> None:
-        """Read ranks again if that was paused and the outbox has room."""
+        """Continue to read ranks if that was paused and the outbox has space."""
         if self._paused and not self._outbox.is_full:
             self._paused = False
             for state in self._ranks.values():
@@ -186,7 +186,6 @@ class Ranks:
             oldest.close()
 
     def _read_first(self, reader: FrameReader) -> None:
-        """Read the first message of a connection, which names its rank."""
         if reader not in self._unnamed:
             return
         try:
@@ -214,7 +213,6 @@ class Ranks:
         self._selector.unregister(reader.sock)
 
     def _named(self, message: Message) -> _Rank | None:
-        """The rank that a greeting names."""
         rank = message.get("rank")
         return self._ranks.get(rank) if type(rank) is int else None
 
@@ -238,7 +236,7 @@ class Ranks:
             self._pause()
 
     def _pause(self) -> None:
-        """Read no rank until the controller has caught up; their sockets fill and they wait."""
+        # Stop reading ranks until the controller has caught up; their sockets fill, and they wait.
         self._paused = True
         for state in self._ranks.values():
             if state.reader is not None:
@@ -279,7 +277,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 
 
 def processor_seconds(process_id: int | None) -> float:
-    """Processor time that a process has used so far; 0 for one that is gone."""
+    """Return the processor time that a process has used; 0 if it has ended."""
     try:
         # The name of the command, in parentheses, may hold spaces and parentheses itself (proc(5)).
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
@@ -289,23 +287,22 @@ def processor_seconds(process_id: int | None) -> float:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a log; 0 for one that is not there yet."""
+    """Return the size of a log in bytes; 0 if it does not exist yet."""
     return path.stat().st_size if path.exists() else 0
 
 
 def last_line(path: Path, begin_bytes: int) -> str:
-    """The last line that is not blank behind the first ``begin_bytes`` of a log; empty if there is none."""
+    """Return the last line of a log that is not blank, after its first ``begin_bytes``; empty if there is none."""
     lines = _last_lines(path, begin_bytes)
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def tail_of(path: Path) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     return "\n".join(_last_lines(path)[-30:])
 
 
 def _last_lines(path: Path, begin_bytes: int = 0) -> list[str]:
-    """The lines at the end of a log, behind its first ``begin_bytes``, or why it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,9 +1,9 @@
 """A node's sidecars: processes beside the ranks that live as long as the node and outlive restarts of the ranks.
 
-The agent starts ``python -m MODULE`` with one line of JSON on standard input: ``socket_path`` (unix socket for the
-node's ranks), ``interface`` (address to bind to for other nodes), ``token`` and ``node``. The service answers with one
-line ``{"address": "host:port"}`` on standard output and ends when its standard input closes. What it writes to
-standard error is kept in ``logs/node-000-NAME.log``.
+The agent starts ``python -m MODULE`` with one line of JSON on standard input: ``socket_path`` (Unix socket for the
+node's ranks), ``interface`` (address to bind to for other nodes), ``token`` and ``node``. The sidecar answers with one
+line ``{"address": "host:port"}`` on standard output and ends when its standard input closes. Its standard error is kept
+in ``logs/node-000-NAME.log``.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import decode
 
 START_SECONDS = 60.0
-"""Longest wait for a service's address."""
+"""Longest wait for the address of a sidecar."""
 STOP_SECONDS = 10.0
-"""A service that lives so long after it was asked to end is killed."""
+"""Time between the request to end and the kill."""
 _MAX_LINE_BYTES = 4096
 _READ_BYTES = 4096
 
 
 @dataclass
 class Sidecar:
-    """One service of a node."""
+    """A sidecar of a node."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -45,17 +45,17 @@ class Sidecar:
     socket_path: Path
     log: Path
     log_begin_bytes: int
-    """Size of the log when it was started: earlier sidecars of the node have written that."""
+    """Size of the log at its start: earlier sidecars of the node have written that part."""
     address: str | None = None
     line: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Take in what it wrote, whose first line is its address; whether more may come.
+        """Read output, whose first line is the address; return whether more may come.
 
         Raises:
-            ControlError: the line is no address.
+            ControlError: the line is not an address.
         """
-        assert self.process.stdout is not None, "a service's standard output is a pipe"
+        assert self.process.stdout is not None, "the sidecar's standard output is not a pipe"
         data = os.read(self.process.stdout.fileno(), _READ_BYTES)
         # Read and dropped: a full pipe would block the service.
         if self.address is not None:
@@ -63,7 +63,7 @@ class Sidecar:
         self.line += data
         head, end, _ = self.line.partition(b"\n")
         if len(head) > _MAX_LINE_BYTES:
-            raise ControlError(f"sidecar {self.name}: its first line must have at most {_MAX_LINE_BYTES} bytes")
+            raise ControlError(f"sidecar {self.name}: its first line is longer than {_MAX_LINE_BYTES} bytes")
         if end:
             self.address = self._address_in(bytes(head))
         return bool(data)
@@ -71,11 +71,11 @@ class Sidecar:
     def _address_in(self, line: bytes) -> str:
         address = decode(line).get("address")
         if not isinstance(address, str) or not address:
-            raise ControlError(f"sidecar {self.name}: its first line must hold its address; it holds {line!r}")
+            raise ControlError(f"sidecar {self.name}: its first line must contain its address, but is {line!r}")
         return address
 
     def how_it_ended(self) -> str:
-        """Description of its end, after its process has ended."""
+        """Describe the end of its process."""
         returncode = self.process.wait()
         how = "exited with code 0" if returncode == 0 else describe_returncode(returncode)
         last = last_line(self.log, self.log_begin_bytes)
@@ -97,7 +97,7 @@ class Sidecars:
         token: str,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """Start them: fork before this process has threads.
+        """Start them before this process has threads, because that forks.
 
         Args:
             modules: name to module.
@@ -115,25 +115,26 @@ class Sidecars:
 
     @property
     def ready(self) -> bool:
-        """Whether all have sent their address."""
+        """Whether all have sent their addresses."""
         return all(service.address is not None for service in self._all)
 
     def seconds_left(self) -> float | None:
-        """Time left to send an address; None when all have."""
+        """Return the time left for the addresses; None when all sidecars have sent an address."""
         return None if self.ready else max(0.0, self._deadline - time.monotonic())
 
     def check_in_time(self) -> None:
-        """Refuse to wait any longer.
+        """Check that addresses are not overdue.
 
         Raises:
             ControlError: an address is overdue.
         """
         if self.seconds_left() == 0.0:
             silent = ", ".join(f"{service.name} (log: {service.log})" for service in self._all if not service.address)
-            raise ControlError(f"no address of sidecar {silent} within {self._start_seconds:g} s")
+            raise ControlError(f"sidecars did not report their address within {self._start_seconds:g} s: {silent}")
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
-        """Have ``selector`` call back when one writes or ends; ``on_ready`` is called once, when all are ready.
+        """Register with ``selector`` to be called when a sidecar writes or ends; ``on_ready`` is called once, when all
+        are ready.
 
         The callbacks raise ControlError for a sidecar that sends no address or ends.
         """
@@ -152,14 +153,14 @@ class Sidecars:
             on_ready()
 
     def addresses(self) -> dict[str, SidecarAddress]:
-        """Name to where it listens; all are ready."""
+        """Return the address of each sidecar by name, after all are ready."""
         return {one.name: SidecarAddress(address=str(one.address), socket=str(one.socket_path)) for one in self._all}
 
     def for_ranks(self, addresses: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, object]]:
-        """Sidecars as this node's ranks receive them, see ``RankContext.sidecars``.
+        """Return the sidecars in the form that this node's ranks receive, see ``RankContext.sidecars``.
 
         Args:
-            addresses: service name to node number (as text) to address.
+            addresses: sidecar name to node number (as text) to address.
         """
         return {
             service.name: {
@@ -171,7 +172,7 @@ class Sidecars:
         }
 
     def close(self) -> None:
-        """Ask all to end and wait for it; one that does not is killed."""
+        """Ask all sidecars to end and wait for them; kill those that do not end."""
         # All are asked first, so that they share the time.
         for service in self._all:
             with contextlib.suppress(BrokenPipeError):
@@ -207,7 +208,9 @@ def _wait_or_kill(service: Sidecar, deadline: float) -> None:
     try:
         service.process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        print(f"sidecar {service.name} did not end within {STOP_SECONDS:g} s: killed", file=sys.stderr, flush=True)
+        print(
+            f"sidecar {service.name} did not end within {STOP_SECONDS:g} s and was killed", file=sys.stderr, flush=True
+        )
         service.process.send_signal(signal.SIGKILL)
         service.process.wait()
     service.process.stdout.close()  # type: ignore[union-attr]
@@ -216,8 +219,7 @@ def _wait_or_kill(service: Sidecar, deadline: float) -> None:
 
 
 def by_name(of_nodes: Mapping[int, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Collect for each service the address of every node that has it, from the services of each node; nodes as JSON
-    keys."""
+    """Return the addresses of each sidecar by node (as JSON key), from the sidecars of each node."""
     found: dict[str, dict[str, str]] = {}
     for node, addresses in sorted(of_nodes.items()):
         for name, address in addresses.items():

@@ -7,24 +7,25 @@ from megatron_ft.control.ports import free_port
 from megatron_ft.serde import Between, Length
 
 NUM_PORTS = 16
-"""Generations in a row that have ports of their own."""
+"""Number of consecutive generations with different ports."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """An address and ports of a node. Memberships take the ports in turn, for an earlier store may still close."""
+    """An address and ports of a node. Memberships use the ports in turn, because the store of the one before may still
+    be closing."""
 
     address: Annotated[str, Length(1, 255)]
     ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]
 
     def port_of(self, generation: int) -> int:
-        """The port of the store of a generation."""
+        """Return the port of the store of a generation."""
         # A port comes again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
         return self.ports[generation % len(self.ports)]
 
 
 def find_store_endpoint(address: str) -> StoreEndpoint:
-    """Unused ports at an address of this machine, all different."""
+    """Find different unused ports at an address of this machine."""
     ports: set[int] = set()
     while len(ports) < NUM_PORTS:
         ports.add(free_port(address))

@@ -15,94 +15,94 @@ from megatron_ft.planning.recovery.target import Position
 Record = dict[str, Any]
 
 Abort = Callable[[str], None]
-"""Takes the reason."""
+"""Function that aborts collectives; takes the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipOrder:
-    """The order that the membership change at the next iteration boundary. The nodes that join are known afterwards."""
+    """The order to change the membership at the next iteration boundary. Joining nodes are not known yet."""
 
     leaving: tuple[int, ...]
-    """Nodes whose ranks end well there, rising; empty when nodes only join."""
+    """Nodes whose ranks end normally at the boundary, ascending; empty when nodes only join."""
 
 
 class WorkerClient(Protocol):
     """Calls of a rank to the control plane."""
 
     def report(self, record: Record) -> None:
-        """Hand a metrics or event record to the sinks. Blocks while they are behind; nothing is dropped."""
+        """Send a metrics or event record to the sinks. Blocks while they are slow; nothing is dropped."""
 
     def progress(self, iteration: int, phase: str) -> None:
-        """Say where this rank is; cheap enough for every phase."""
+        """Report the present phase; cheap enough for every phase."""
 
     def stop_requested(self) -> bool:
         """Whether to finish this iteration, write a checkpoint and return.
 
-        Ranks learn of a request at slightly different moments: let the commit vote settle at which iteration.
+        Ranks see a request at slightly different moments, so the commit vote must decide after which iteration.
         """
 
     @property
     def can_survive(self) -> bool:
-        """Whether this rank may continue when others are lost, leave or join, see ``LaunchConfig.may_lose_nodes``."""
+        """Whether this rank may continue when others are lost, leave or join, see ``JobConfig.may_lose_nodes``."""
 
     def on_break(self, abort: Abort) -> None:
-        """Have ``abort(reason)`` called when others are lost, so that no collective waits for them.
+        """Register ``abort(reason)``, to be called when others are lost, so that no collective waits for them.
 
-        It is called in another thread, once at most in each membership; at once if that has been broken already, and
-        again in the next ones unless another takes its place.
+        It is called in another thread, at most once in each membership; at once if the membership is broken already. It
+        stays registered for later memberships until another function replaces it.
         """
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        """Say how far this rank is when its iteration has failed, and wait for the next membership.
+        """Report this rank's position after a failed iteration, and wait for the next membership.
 
         Args:
-            position: by this rank's number in the membership that ends.
-            error: what the iteration failed with; the rank's own failure where no node is lost.
+            position: with this rank's number in the membership that ends.
+            error: the error of the iteration; if no node is lost, it counts as the rank's own failure.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
         """
 
     def await_membership(self) -> NextMembership:
-        """Wait on a joining node (``RankContext.is_joining``) for the membership that this rank begins in.
+        """Wait on a joining node (``RankContext.is_joining``) for the first membership of this rank.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this node does not join.
         """
 
     def change_requested(self) -> bool:
-        """Whether to leave the loop after this iteration, for nodes join or leave.
+        """Whether to leave the loop after this iteration, because nodes join or leave.
 
-        Ranks learn of it at slightly different moments: let the commit vote settle after which iteration.
+        Ranks see the request at slightly different moments, so the commit vote must decide after which iteration.
         """
 
     def awaited_change(self) -> MembershipOrder:
-        """The order behind ``change_requested``, which another rank may have known earlier: wait for it.
+        """Wait for the order behind ``change_requested``, which another rank may have received earlier, and return it.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
         """
 
     def change(self, position: Position) -> NextMembership | None:
-        """Say that this rank stands at the boundary, and wait for the next membership.
+        """Report that this rank is at the boundary, and wait for the next membership.
 
         Args:
-            position: by this rank's number in the membership that ends.
+            position: with this rank's number in the membership that ends.
 
         Returns:
-            None where this rank's node leaves: return from the rank's entry, which ends it well.
+            None if this rank's node leaves: the rank then ends normally by returning from its entry function.
 
         Raises:
             ControlError: the job ends or starts its ranks again instead, or this rank cannot survive.
         """
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Send no more messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """Identity and surroundings of a rank. ``rank`` is global; ``generation`` counts memberships from 0."""
+    """Identity and environment of a rank. ``rank`` is global; ``generation`` counts memberships from 0."""
 
     rank: int
     world_size: int
@@ -114,23 +114,23 @@ class RankContext:
     master_port: int
     run_dir: Path
     resume_from: Path | None
-    """The run's ``checkpoints`` folder when the run is to be continued from its newest valid checkpoint (after a
-    restart always: ``generation`` > 0); null starts fresh (or from ``checkpoint.load``)."""
+    """The run's ``checkpoints`` folder if the run continues from its newest valid state (after a restart,
+    ``generation`` > 0, always); null starts fresh (or from ``checkpoint.load``)."""
     worker: WorkerClient
     sidecars: Mapping[str, Any] = field(default_factory=dict)
-    """Name of a service of the nodes to ``socket`` (path of its own node's), ``token``, and ``addresses`` (node number
-    as text to ``host:port``)."""
+    """Sidecars by name: ``socket`` (path on this node), ``token``, and ``addresses`` (node number as text to
+    ``host:port``)."""
     nodes: tuple[int, ...] = ()
-    """Node of each rank: fewer nodes than the configuration has where some were lost before this start. Empty
-    where it is unknown, as under torchrun."""
+    """Node of each rank: fewer nodes than configured if some were lost before this start. Empty if unknown, as under
+    torchrun."""
     is_joining: bool = False
-    """This process was started into a job that runs: before it joins any group it calls
+    """Whether this process was started into a running job: before it joins any group it calls
     ``worker.await_membership()``, which gives its rank. Until then ``rank``, ``world_size``, ``num_nodes``, ``nodes``
-    and the master are those of the membership that it is not of."""
+    and the master describe the present membership, which this process does not belong to."""
 
 
 class StopFlag:
-    """Set by the signals that ask a rank to stop."""
+    """A flag that signals set to ask a rank to stop."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -149,7 +149,7 @@ class StopFlag:
 
 
 class InProcessClient:
-    """``WorkerClient`` of a rank that has no agent: records go straight to ``write``."""
+    """``WorkerClient`` of a rank without an agent: records go directly to ``write``."""
 
     def __init__(self, write: Callable[[Record], None], *, stop: StopFlag) -> None:
         self._write = write
@@ -161,7 +161,7 @@ class InProcessClient:
             self._write(record)
 
     def progress(self, iteration: int, phase: str) -> None:
-        """Do nothing: no agent listens."""
+        """Do nothing: there is no agent."""
 
     def stop_requested(self) -> bool:
         return bool(self._stop)
@@ -171,22 +171,22 @@ class InProcessClient:
         return False
 
     def on_break(self, abort: Abort) -> None:
-        """Do nothing: no agent announces losses."""
+        """Do nothing: no agent reports losses."""
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
-        raise ControlError("a rank without an agent does not outlive the others")
+        raise ControlError("a rank without an agent cannot survive the loss of another rank")
 
     def await_membership(self) -> NextMembership:
-        raise ControlError("a rank without an agent does not join a job that runs")
+        raise ControlError("a rank without an agent cannot join a running job")
 
     def change_requested(self) -> bool:
         return False
 
     def awaited_change(self) -> MembershipOrder:
-        raise ControlError("a rank without an agent sees no node join or leave")
+        raise ControlError("without an agent no node joins or leaves")
 
     def change(self, position: Position) -> NextMembership | None:
-        raise ControlError("a rank without an agent sees no node join or leave")
+        raise ControlError("without an agent no node joins or leaves")
 
     def close(self) -> None:
         """See ``WorkerClient``."""

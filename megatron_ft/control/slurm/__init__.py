@@ -1,1 +1,1 @@
-"""Slurm: the nodes of a job, and how a job outlives its launcher, its nodes and its allocation."""
+"""Everything specific to Slurm: the nodes of a job, and how a job outlives its launcher, nodes and allocation."""

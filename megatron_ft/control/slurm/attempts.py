@@ -1,17 +1,16 @@
-"""The attempts of a batch job on disk, and the marker that a job leaves when it has ended.
+"""Files of a batch job about its launchers, and the marker of its end.
 
-``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended; of arrays only for those whose
-end was not seen. ``slurm/JOB.json`` is the marker of a job that is over.
+``slurm/attempts.jsonl`` of the run's folder has a line for each launcher that has ended; for arrays only for launchers
+whose end was not seen. ``slurm/JOB.json`` is the marker of a job that is over.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.durable import fsync_folder, replace_file
+from megatron_ft.durable import append_line, fsync_folder, replace_file
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.strict_json import parse_json
@@ -24,25 +23,25 @@ _EVENTS, _METRICS = "events.jsonl", "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A run's reports about one attempt: all that was appended since it began."""
+    """The part of a run's records that one attempt has written."""
 
     run_dir: Path
     hosts: Sequence[str]
     """Hosts of the attempt, by node."""
     first_byte: int
-    """First byte of its events."""
+    """Offset of the first byte of its events."""
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """An attempt is about to begin: it will cut off half a line that a crash left, and append."""
+        """Begin before an attempt: it will cut off a partial line that a crash left, and append."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def lost_hosts(self) -> tuple[str, ...]:
-        """Hosts of nodes that were lost whole, as often as they were."""
+        """Return the hosts of nodes that were lost completely, once for each loss."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "node_lost")
 
     def failed_hosts(self) -> tuple[str, ...]:
-        """Hosts of the ranks that were the first to fail."""
+        """Return the hosts of the ranks that failed first."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "rank_failed" and line.get("first"))
 
     def _events(self) -> list[Mapping[str, Any]]:
@@ -54,10 +53,10 @@ class Witness:
 
 
 def newest_iteration(run_dir: Path) -> int:
-    """The newest iteration that a run has reported, in any attempt; 0 for none.
+    """Return the newest iteration that a run has reported, in any attempt; 0 for none.
 
     Raises:
-        ControlError: what it has reported is damaged.
+        ControlError: its records are damaged.
     """
     path = run_dir / _METRICS
     try:
@@ -80,30 +79,21 @@ def read_attempts(run_dir: Path) -> list[Attempt]:
 
 
 def add_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Append one, on disk when this returns, in the place of half a line that the death of a machine left.
-
-    The run's folder must be there.
-    """
+    """Append one, on disk when this returns. The run's folder must exist."""
     path = run_dir / FOLDER / _FILE
     path.parent.mkdir(exist_ok=True)
     # The subfolder may be new: if its entry is lost in a power failure, so are its files.
     fsync_folder(run_dir)
     content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
-    # Appended to half a line, this attempt would make the file unreadable.
-    num_whole_bytes = _num_whole_bytes(path)
-    with path.open("ab") as file:
-        file.truncate(num_whole_bytes)
-        file.write(json.dumps(content).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(path, json.dumps(content).encode() + b"\n")
     fsync_folder(path.parent)
 
 
 def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_final: bool) -> Path:
-    """Write that the job is over and how, to ``slurm/JOB.json``: whole or not at all, on disk when this returns.
+    """Write the end of the job to ``slurm/JOB.json``, completely or not at all, on disk when this returns.
 
     Args:
-        is_final: the run is over, or continues only after a repair: no other job need try.
+        is_final: the run is complete, or can continue only after a repair: no other job need try.
     """
     path = marker_of(run_dir, job_id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +104,7 @@ def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_
 
 
 def read_end(run_dir: Path, job_id: str) -> int | None:
-    """The exit code that a job has ended with; None as long as it has no marker.
+    """Return the exit code of a job that has ended; None if it has no marker.
 
     Raises:
         ControlError: the marker is damaged.
@@ -129,7 +119,7 @@ def read_end(run_dir: Path, job_id: str) -> int | None:
 
 
 def marker_of(run_dir: Path, job_id: str) -> Path:
-    """Path of the marker."""
+    """Return the path of the marker."""
     return run_dir / FOLDER / f"{job_id}.json"
 
 
@@ -147,12 +137,11 @@ def _parse(line: Mapping[str, Any]) -> Attempt:
 
 
 def _num_whole_bytes(path: Path) -> int:
-    """Bytes of a log's whole lines."""
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _lines(path: Path, first_byte: int) -> list[Mapping[str, Any]]:
-    """Whole lines of a log from a byte on; a last one that was torn is left out."""
+    # Return the complete lines of a log from a byte on; a partial last line is left out.
     if not path.exists():
         return []
     with path.open("rb") as file:

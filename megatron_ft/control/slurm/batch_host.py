@@ -1,7 +1,8 @@
-"""Requeues a Slurm job whose batch host is dead: the last thing that a node does when its controller does not answer.
+"""Lets the nodes of a Slurm job requeue it when its batch host is dead.
 
-With ``--no-kill`` Slurm keeps an allocation whose batch host has died, and nothing of the job is left in it that could
-end it or continue: measured with 22.05, until its time limit. The nodes that live can ask for its return.
+With ``--no-kill`` Slurm keeps an allocation whose batch host has died, until its time limit (measured with 22.05),
+although no process in it can end or continue the job. The living nodes can ask for the requeue. A node does this last,
+when its controller does not answer.
 """
 
 import random
@@ -11,14 +12,14 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""Interval between two queries: at first, and in the end. Each node waits up to half of it longer, for all ask."""
+"""First and longest interval between two queries. Each node adds up to half of it at random, because all ask."""
 _GROWTH = 1.5
 
 
 def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None]) -> bool:
-    """Ask Slurm until it takes the batch host from the job, then requeue the job.
+    """Query Slurm until it no longer counts the batch host to the job, then requeue the job.
 
-    Slurm's judgement is waited for (``SlurmdTimeout``): a partitioned node cannot know which node has died, and gets
+    The decision is left to Slurm (``SlurmdTimeout``): a node that is cut off cannot know which node has died, and gets
     no answer meanwhile.
 
     Args:
@@ -39,13 +40,13 @@ def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None
         except calls.SlurmError as error:
             if str(error) != complaint:
                 complaint = str(error)
-                report(f"Slurm cannot be asked for job {job_id}: {error}")
+                report(f"cannot query Slurm for job {job_id}: {error}")
             continue
         # Another node has requeued it, or an operator has ended it.
         if job.state != "RUNNING":
             return False
         if not job.has_batch_host:
-            report(f"batch host {job.batch_host} is dead: job {job_id} is requeued")
+            report(f"the batch host {job.batch_host} is dead: requeueing job {job_id}")
             calls.requeue(job_id)
             return True
     return False

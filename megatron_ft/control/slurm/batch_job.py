@@ -41,7 +41,7 @@ from megatron_ft.planning.recovery.job_attempts import (
 )
 
 _STALE = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
-"""Slurm's variables about the allocation that the job began with."""
+"""Slurm's variables that describe the allocation at the job's start."""
 _DEFAULTS = {
     "SLURM_RESTART_COUNT": "0",
     "MFT_SPARE_NODES": "0",
@@ -64,33 +64,35 @@ class Site:
     max_fruitless: int
     on_warning: Next
     is_chained: bool
-    """Jobs of the same name wait to continue the run."""
+    """Whether jobs of the same name wait to continue the run."""
     job_name: str
     final_exit_code: int | None
-    """Exit code of a job that is over without having reached its end, where the site's tools need a certain one."""
+    """Exit code of a job that is over before its run is complete, if the site's tools need a certain one."""
     num_restarts: int
     """Number of requeues."""
     drain_poll_seconds: float
     patience_seconds: float
-    """Longest wait for a launcher that an earlier job has left behind."""
+    """Longest wait for the launcher of an earlier job to end."""
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> "Site":
         """Read from environment variables.
 
         Raises:
-            ConfigError: one is no number, or there is no allocation.
+            ConfigError: one is not a number, or there is no allocation.
         """
         values = {**_DEFAULTS, **{name: text for name, text in variables.items() if text}}
         for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
             if name not in values:
-                raise ConfigError.of(name, "", "must be set: this command runs in a batch job of Slurm")
+                raise ConfigError.of(name, "", "must be set: this command must run in a batch job of Slurm")
         ways = {"requeue": Next.REQUEUE, "end": Next.END}
         if values["MFT_ON_WARNING"] not in ways:
             raise ConfigError.of("MFT_ON_WARNING", values["MFT_ON_WARNING"], "must be one of requeue, end")
         is_chained = values.get("MFT_CHAINED", "") == "1"
         if is_chained and "SLURM_JOB_NAME" not in values:
-            raise ConfigError.of("SLURM_JOB_NAME", "", "must be set with MFT_CHAINED=1: a chain is known by its name")
+            raise ConfigError.of(
+                "SLURM_JOB_NAME", "", "must be set with MFT_CHAINED=1: the jobs of a chain are found by their name"
+            )
         final = values.get("MFT_FINAL_EXIT_CODE")
         return Site(
             job_id=values["SLURM_JOB_ID"],
@@ -115,27 +117,27 @@ def _number(values: Mapping[str, str], name: str, *, least: int = 0, most: int =
 
 
 class BatchJob:
-    """The batch script's life."""
+    """Runs the launchers of a batch job."""
 
     def __init__(self, site: Site, command: Sequence[str]) -> None:
-        """``command``: the program and its overrides, ``run.dir`` and ``run.name`` among them."""
+        """``command``: the program and its overrides, with ``run.dir`` and ``run.name``."""
         self._site = site
         self._command = list(command)
         run_dir, name = self._value("run.dir"), self._value("run.name")
         if run_dir is None or name is None:
             raise ConfigError.of(
-                "run.name", name, "must be given, and run.dir: a job that comes back finds its run by it"
+                "run.name", name, "must be given, and so must run.dir: a requeued job finds its run by them"
             )
         self._run_dir = Path(run_dir) / name
         self._num_nodes = self._count("launch.num_nodes", len(site.hosts) - site.num_spares)
-        self._most_spares = self._count("launch.num_spare_nodes", site.num_spares)
+        self._most_spares = self._count("nodes.num_spare_nodes", site.num_spares)
         self._asked: Asked | None = None
         self._has_to_forward = False
         """A signal was not forwarded to the launcher yet."""
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Run until the job is over, here; its exit code."""
+        """Run until the job is over on this allocation; return its exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)
@@ -169,7 +171,7 @@ class BatchJob:
         return AttemptPolicy(num_nodes=self._num_nodes, max_fruitless=site.max_fruitless, on_warning=site.on_warning)
 
     def _earlier(self) -> list[Attempt]:
-        """Attempts that count for this job: its own, before it was requeued, or those of its chain."""
+        # Return the attempts that count for this job: its own, also before a requeue, or those of its chain.
         return [
             attempt
             for attempt in read_attempts(self._run_dir)
@@ -177,17 +179,21 @@ class BatchJob:
         ]
 
     def _await_folder(self) -> None:
-        """The launcher before may still run where Slurm does not reach it: one has the run's folder at a time."""
+        # Wait for an earlier launcher that still runs where Slurm does not reach it: only one may use the run's folder.
         deadline = time.monotonic() + self._site.patience_seconds
         if is_claimed(self._run_dir):
-            print(f"job {self._site.job_id}: waits: an earlier launcher has the run still", file=sys.stderr, flush=True)
+            print(
+                f"job {self._site.job_id}: waiting for an earlier launcher of this run to end",
+                file=sys.stderr,
+                flush=True,
+            )
         while is_claimed(self._run_dir) and self._asked is None and time.monotonic() < deadline:
             threading.Event().wait(_LOOK_SECONDS)
 
     def _attempt(self, hosts: Sequence[str], *, is_first: bool) -> Attempt:
-        """Run a launcher to its end; none where the job was asked to stop before."""
+        # Run a launcher until it ends; none if the job was asked to stop before.
         spares = max(0, min(self._most_spares, len(hosts) - self._num_nodes))
-        words = [f"launch.num_nodes={self._num_nodes}", f"launch.num_spare_nodes={spares}"]
+        words = [f"launch.num_nodes={self._num_nodes}", f"nodes.num_spare_nodes={spares}"]
         command = [sys.executable, *self._command, *words, *([] if is_first else ["run.resume=auto"])]
         witness = Witness.begin(self._run_dir, hosts)
         if self._asked is not None:
@@ -212,7 +218,7 @@ class BatchJob:
         )
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        """A signal: the first lets ranks finish their iteration and write a checkpoint."""
+        # Handle a signal: the first lets ranks finish their iteration and write a checkpoint.
         # A later warning must not turn an order to end into a requeue.
         if self._asked is None or number == signal.SIGTERM:
             self._asked = Asked(signal.Signals(number).name)
@@ -220,7 +226,7 @@ class BatchJob:
         self._forward()
 
     def _forward(self) -> None:
-        """Forward a signal, once: a second one ends ranks at once."""
+        # Forward a signal once, because a second one ends ranks at once.
         if self._has_to_forward and self._console is not None:
             self._has_to_forward = False
             self._console.terminate()
@@ -243,38 +249,50 @@ class BatchJob:
         return exit_code
 
     def _cancel_chain(self) -> None:
-        """Cancel the jobs that wait to continue the run; one that begins all the same finds out for itself."""
+        # Cancel the jobs that wait to continue the run; one that starts nevertheless ends by itself.
         site = self._site
         try:
             calls.cancel_waiting(site.job_name)
         except calls.SlurmError as error:
-            print(f"job {site.job_id}: jobs named {site.job_name} still wait: {error}", file=sys.stderr, flush=True)
+            print(
+                f"job {site.job_id}: cannot cancel the waiting jobs named {site.job_name}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _view(self, hosts: Sequence[str]) -> calls.JobView:
-        """The job as Slurm sees it; unchanged where Slurm does not answer."""
+        # Return the job as Slurm sees it; unchanged if Slurm does not answer.
         try:
             return calls.view_job(self._site.job_id)
         except calls.SlurmError as error:
-            print(f"job {self._site.job_id}: taken to have all its nodes: {error}", file=sys.stderr, flush=True)
+            print(
+                f"job {self._site.job_id}: cannot query Slurm, assuming that the job has all its nodes: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
             return calls.JobView("RUNNING", "", tuple(hosts), self._site.num_restarts)
 
     def _was_requeued(self, attempt: Attempt) -> int:
-        """End after Slurm requeued the job on another request: the job has not ended, so no marker is left."""
-        print(f"job {self._site.job_id}: it was requeued from outside", file=sys.stderr, flush=True)
+        # End after Slurm requeued the job for another reason: the job has not ended, so no marker is written.
+        print(f"job {self._site.job_id}: an operator or Slurm has requeued it", file=sys.stderr, flush=True)
         return _as_exit_code(attempt)
 
     def _requeue(self, exclude: Sequence[str]) -> Verdict:
-        """Requeue the job, where Slurm ends this process; the verdict where Slurm refuses."""
+        # Requeue the job, upon which Slurm ends this process; return a verdict if Slurm refuses.
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # Slurm is still to be asked for exclusions
         try:
             calls.requeue(self._site.job_id)
         except calls.SlurmError as error:
-            return Verdict(Next.END, f"it was not requeued: {error}")
+            return Verdict(Next.END, f"Slurm did not requeue it: {error}")
         try:
             calls.exclude(self._site.job_id, exclude)
         except calls.SlurmError as error:
-            print(f"job {self._site.job_id}: may get {', '.join(exclude)} again: {error}", file=sys.stderr, flush=True)
+            print(
+                f"job {self._site.job_id}: cannot exclude {', '.join(exclude)}, Slurm may assign them again: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
         # The job stays alive until Slurm ends it: its exit code would end the job instead.
         while True:
             signal.pause()
@@ -289,20 +307,20 @@ class BatchJob:
 
 
 def _as_exit_code(attempt: Attempt) -> int:
-    """Exit code as shells show it, also for the signal that ended a process."""
-    assert attempt.exit_code is not None, "this process has seen its end"
+    assert attempt.exit_code is not None, "the attempt has no exit code"
     return attempt.exit_code if attempt.exit_code >= 0 else 128 - attempt.exit_code
 
 
 def _environment(hosts: Sequence[str]) -> dict[str, str]:
-    """Environment of this process, with the present allocation: Slurm keeps that of the start in a batch script's."""
+    """Return this process's environment with the present allocation; Slurm keeps that of the start in a batch
+    script."""
     nodes, count = ",".join(hosts), str(len(hosts))
     now = {"SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes, "SLURM_JOB_NUM_NODES": count, "SLURM_NNODES": count}
     return {**{name: text for name, text in os.environ.items() if name not in _STALE}, **now}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the batch script's process."""
+    """Run the process of the batch script."""
     command = sys.argv[1:] if arguments is None else arguments
     try:
         return BatchJob(Site.read(os.environ), command).run()

@@ -1,7 +1,7 @@
 """Calls of Slurm's commands: state of a job and of its nodes, as Slurm sees it.
 
-Source: the manual pages scontrol(1) and sinfo(1). Measured with Slurm 22.05: a job that ``--no-kill`` keeps loses its
-dead nodes from ``NodeList``; ``BatchHost`` still names the dead one.
+Source: the manual pages scontrol(1) and sinfo(1). Measured with Slurm 22.05: dead nodes disappear from ``NodeList`` of
+a job with ``--no-kill``; ``BatchHost`` still names a dead one.
 """
 
 import re
@@ -26,24 +26,24 @@ class JobView:
     """A job, as Slurm sees it."""
 
     state: str
-    """``RUNNING`` and so on."""
+    """State of the job, e.g. ``RUNNING``."""
     batch_host: str
-    """Host of its batch script; empty before it was started."""
+    """Host of the batch script; empty before it has started."""
     hosts: tuple[str, ...]
-    """Nodes it has."""
+    """Hosts of the job's nodes."""
     num_restarts: int = 0
-    """Number of requeues: counted at once, while its processes still end."""
+    """Number of requeues, increased at once, while the job's processes are still ending."""
     excluded: tuple[str, ...] = ()
-    """Nodes that it does not get."""
+    """Hosts that are excluded from the job."""
 
     @property
     def has_batch_host(self) -> bool:
-        """Whether the node of its batch script is among them."""
+        """Whether the host of the batch script is among the job's hosts."""
         return self.batch_host in self.hosts
 
 
 def view_job(job_id: str) -> JobView:
-    """Ask for a job.
+    """Query a job.
 
     Raises:
         SlurmError: it is unknown, or Slurm does not answer.
@@ -59,7 +59,7 @@ def parse_job(text: str) -> JobView:
     """
     found = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if "JobState" not in found:
-        raise SlurmError(f"scontrol show job: names no JobState: {text.strip()[:200]!r}")
+        raise SlurmError(f"scontrol show job: the answer has no JobState: {text.strip()[:200]!r}")
     return JobView(
         state=found["JobState"],
         batch_host=found.get("BatchHost", ""),
@@ -74,11 +74,11 @@ def _hosts(field: str, found: Mapping[str, str]) -> tuple[str, ...]:
     try:
         return () if nodes in ("", "(null)", "None") else tuple(expand_nodelist(field, nodes))
     except ConfigError as error:
-        raise SlurmError(f"scontrol show job: names nodes that are none: {error}") from None
+        raise SlurmError(f"scontrol show job: cannot read the list of nodes: {error}") from None
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue. Slurm ends its processes, this one too.
+    """Put a running job back into the queue. Slurm ends its processes, including this one.
 
     Raises:
         SlurmError: Slurm refuses.
@@ -87,7 +87,7 @@ def requeue(job_id: str) -> None:
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Have a job that waits in the queue not get these hosts, beside those that it does not get anyway.
+    """Exclude further hosts from a job that waits in the queue.
 
     Raises:
         SlurmError: Slurm refuses, e.g. because the job runs.
@@ -99,7 +99,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
 
 
 def cancel_waiting(name: str) -> None:
-    """Cancel this user's jobs of a name that have not begun: a chain's.
+    """Cancel this user's waiting jobs with a name, which form a chain.
 
     Raises:
         SlurmError: Slurm refuses.
@@ -108,7 +108,7 @@ def cancel_waiting(name: str) -> None:
 
 
 def drained_hosts(hosts: Sequence[str]) -> list[str]:
-    """Hosts that an administrator drains.
+    """Return the hosts that an administrator drains.
 
     Raises:
         SlurmError: Slurm does not answer.
@@ -117,13 +117,13 @@ def drained_hosts(hosts: Sequence[str]) -> list[str]:
 
 
 def parse_drained(text: str) -> list[str]:
-    """Read ``sinfo --Node --format='%N %T'``, which has a node more than once where it is in several partitions."""
+    """Parse the output of ``sinfo --Node --format='%N %T'``, which repeats a node that is in several partitions."""
     pairs = [line.split() for line in text.splitlines()]
     return sorted({pair[0] for pair in pairs if len(pair) == 2 and _DRAINED.fullmatch(pair[1])})
 
 
 def array_hosts(job_id: str) -> dict[int, str]:
-    """Host of each task of an array that runs, by its index; of an array with one node for each task.
+    """Return the host of each running task of an array by index, for an array with one node for each task.
 
     Raises:
         SlurmError: the array is unknown, or Slurm does not answer.
@@ -141,7 +141,7 @@ def parse_array_hosts(text: str) -> dict[int, str]:
     """
     pairs = [line.split() for line in text.splitlines()]
     if strange := [pair for pair in pairs if len(pair) != 2 or not (pair[0].isascii() and pair[0].isdigit())]:
-        raise SlurmError(f"squeue: names no task and its host: {' '.join(strange[0])[:200]!r}")
+        raise SlurmError(f"squeue: a line is not a task and its host: {' '.join(strange[0])[:200]!r}")
     return {int(index): host for index, host in pairs}
 
 
@@ -149,7 +149,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
     """Run a command of Slurm to its end, whatever its exit code.
 
     Args:
-        environment: None for this process's.
+        environment: environment of the command; None for that of this process.
 
     Raises:
         SlurmError: it cannot be run, or does not answer.

@@ -1,6 +1,6 @@
-"""Drains nodes of a running job that Slurm's administrators drain, where the job can continue without them.
+"""Lets nodes of a running job leave that Slurm's administrators drain, if the job can continue without them.
 
-In an allocation this is a thread of the batch script's process. An array has it as a process beside its launcher:
+In an allocation this is a thread of the batch script's process. In an array it is a process beside the launcher:
 ``python -m megatron_ft.control.slurm.drains RUN_DIR --array ID --poll-seconds 60``, until it is killed.
 """
 
@@ -17,18 +17,19 @@ from megatron_ft.control.slurm import calls
 from megatron_ft.errors import MegatronFtError
 
 _Hosts = Callable[[], Mapping[int, str]]
-"""Asks where each node of the job is; may raise SlurmError."""
+"""Function that returns the host of each node of the job; may raise SlurmError."""
 
 
 @contextlib.contextmanager
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
-    """Within the block, a thread asks Slurm which nodes are being drained, and the job's controller to let each go.
+    """Run a thread within the block that asks Slurm for drained nodes, and the job's controller to let each of them
+    leave.
 
-    A question that is under way at the end of the block has as long as a call of Slurm may take; a thread that has not
-    ended by then is left behind, with a message. It asks the controller for nothing any more.
+    At the end of the block a query in progress may take as long as a call of Slurm. A thread that has not ended by then
+    is abandoned, with a message; it makes no further calls to the controller.
 
     Args:
-        hosts: of the job, by node.
+        hosts: returns the host of each node of the job.
     """
     is_over = threading.Event()
     known = dict(enumerate(hosts))
@@ -40,12 +41,12 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
         is_over.set()
         thread.join(calls.CALL_SECONDS)
         if thread.is_alive():
-            _say(f"the question which nodes are drained did not end within {calls.CALL_SECONDS:g} s: it is left behind")
+            _say(f"the query for drained nodes did not end within {calls.CALL_SECONDS:g} s and is abandoned")
 
 
 def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
-    """Ask again for a node that the controller refuses to drain, while Slurm drains it; report the reason once. While
-    Slurm does not answer nothing follows from it."""
+    """Ask again for a drained node that the controller refuses to release; report the reason once. While Slurm does not
+    answer, nothing changes."""
     leaving: set[int] = set()
     refused: dict[int, str] = {}
     is_silent = False
@@ -55,7 +56,7 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
             is_silent = False
         except calls.SlurmError as error:
             if not is_silent:
-                _say(f"which nodes are drained is unknown for now: {error}")
+                _say(f"cannot query Slurm for drained nodes, trying again: {error}")
             is_silent = True
             continue
         # A node whose drain was taken back is asked for again when it is drained again.
@@ -72,14 +73,13 @@ def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading
             except (MegatronFtError, OSError) as error:
                 if refused.get(node) != str(error):
                     refused[node] = str(error)
-                    _say(f"{host} is drained, but node {node} does not leave: {error}")
+                    _say(f"{host} is drained, but node {node} cannot leave: {error}")
                 continue
             leaving.add(node)
             _say(f"{host} is drained: node {node} leaves at the next iteration boundary")
 
 
 def _drained(hosts: Mapping[int, str]) -> Mapping[int, str]:
-    """Nodes of the job whose hosts are drained."""
     drained = set(calls.drained_hosts(list(dict.fromkeys(hosts.values())))) if hosts else set()
     return {node: host for node, host in hosts.items() if host in drained}
 
@@ -94,11 +94,11 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of an array's process."""
+    """Run the process of an array."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array whose tasks are the nodes")
-    parser.add_argument("--poll-seconds", type=float, default=60.0, help="how often Slurm is asked")
+    parser.add_argument("--poll-seconds", type=float, default=60.0, help="seconds between two queries of Slurm")
     chosen = parser.parse_args(arguments)
     if not 1.0 <= chosen.poll_seconds <= threading.TIMEOUT_MAX:
         parser.error(f"--poll-seconds={chosen.poll_seconds:g}: must be at least 1 (MFT_DRAIN_POLL_SECONDS)")

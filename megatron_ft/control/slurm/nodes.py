@@ -1,7 +1,7 @@
 """Nodes of a Slurm allocation: the host of each, and the command that starts its process.
 
-Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so nothing
-here uses exit codes of ``srun``; SIGTERM for ``srun`` ends its task, SIGKILL leaves it running.
+Source: the manual page srun(1). Measured with Slurm 22.05: a step whose node dies can end with exit code 0, so exit
+codes of ``srun`` are not used here; SIGTERM to ``srun`` ends its task, SIGKILL leaves it running.
 """
 
 import shutil
@@ -16,20 +16,20 @@ from megatron_ft.errors import ConfigError
 
 _KEY = "launch.node_launcher"
 TERM_SECONDS = 10.0
-"""Time that ``srun`` has to end its task before it is killed itself."""
+"""Time for ``srun`` to end its task before it is killed itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The nodes of a Slurm job; node ``k`` of ours is the ``k``-th of its list."""
+    """The nodes of a Slurm job; node ``k`` of this project is the ``k``-th of Slurm's list."""
 
     job_id: str
     hosts: tuple[str, ...]
 
     def srun(self, node: int) -> list[str]:
-        """The command that runs another one on a node, as a step of its own beside any other.
+        """Return the command that runs another one on a node, as a separate step beside any other.
 
-        Options stand here where the environment or the site's configuration could say otherwise.
+        The options are explicit, because the environment or the site's configuration could set other defaults.
         """
         return [
             "srun",
@@ -53,7 +53,7 @@ class Allocation:
         ]
 
     def keep_script(self, run_dir: Path, script: str | None) -> None:
-        """Keep the batch script that runs, as ``slurm/JOB.sbatch`` of the run's folder.
+        """Keep a copy of the batch script as ``slurm/JOB.sbatch`` in the run's folder.
 
         Args:
             script: its path; None keeps nothing.
@@ -65,29 +65,29 @@ class Allocation:
 
 
 def read_allocation(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
-    """The allocation that this process runs in.
+    """Read the allocation of this process.
 
     Args:
-        most_nodes: nodes that the job can have, spares included.
+        most_nodes: largest number of nodes of the job, spares included.
 
     Raises:
-        ConfigError: it runs in none, or the allocation is too small.
+        ConfigError: this process is in no allocation, or the allocation is too small.
     """
     job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_JOB_NODELIST", "")
     if not job or not nodes:
         raise ConfigError.of(_KEY, "srun", "needs a Slurm allocation: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     hosts = tuple(expand_nodelist("SLURM_JOB_NODELIST", nodes))
     if len(hosts) < most_nodes:
-        constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)}: {nodes}"
+        constraint = f"needs {most_nodes} nodes, spares included; job {job} has {len(hosts)} nodes: {nodes}"
         raise ConfigError.of(_KEY, "srun", constraint)
     return Allocation(job, hosts)
 
 
 def address_of(interface: str) -> str:
-    """The address that ``launch.interface`` means on this machine: of the network interface of that name, or itself.
+    """Return the address for ``control.interface``: that of the network interface with this name, or the value itself.
 
     Raises:
-        ConfigError: the interface has no address, or one that other machines do not reach.
+        ConfigError: the interface has no address, or other machines cannot reach it.
     """
     import psutil
 
@@ -97,19 +97,19 @@ def address_of(interface: str) -> str:
         # IPv4 first; gloo and NCCL get the interface by name and choose for themselves.
         ours = [entry for family in (socket.AF_INET, socket.AF_INET6) for entry in found if entry.family == family]
         if not ours:
-            raise ConfigError.of("launch.interface", interface, "must have an address of IPv4 or IPv6; it has none")
+            raise ConfigError.of("control.interface", interface, "must have an IPv4 or IPv6 address, but has none")
         address = ours[0].address.partition("%")[0]
     if address == "localhost" or address.startswith("127.") or address.strip("[]") == "::1":
-        constraint = "must be an address that other nodes reach, or a network interface with one, with "
-        raise ConfigError.of("launch.interface", interface, f"{constraint}{_KEY}=srun or none")
+        constraint = "must be an address that other nodes can reach, or a network interface that has one, with "
+        raise ConfigError.of("control.interface", interface, f"{constraint}{_KEY}=srun or none")
     return address
 
 
 def own_address(controller_address: str) -> str:
-    """The address of this machine from which the controller is reached.
+    """Return the address of this machine on the route to the controller.
 
     Args:
-        controller_address: ``host:port``, brackets around IPv6.
+        controller_address: ``host:port``, with brackets around IPv6.
     """
     host, _, port = controller_address.rpartition(":")
     family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,7 @@
-"""Decides whether an array's launcher that comes back may start: not where it comes back without progress.
+"""Decides whether an array's launcher that returned may start; after several returns without progress it may not.
 
-Slurm starts task 0 again when its node has died, or was taken away before the launcher could end, as often as that
-happens. The launcher's end was not seen: only the progress of the run can be counted.
+Slurm starts task 0 again each time that its node has died, or was taken away before the launcher could end. The end of
+such a launcher was not seen, so only the progress of the run can be counted.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
 
 def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
-    """Record that a launcher is gone; 0 if another may start, else the exit code that the array ends with.
+    """Record that a launcher has gone; return 0 if another may start, else the exit code of the array.
 
-    The array's nodes end by the marker ``slurm/ARRAY.json``.
+    The marker ``slurm/ARRAY.json`` then ends the array's nodes.
 
     Raises:
-        ControlError: what is kept of earlier launchers, or what the run has reported, is damaged.
+        ControlError: records of earlier launchers or of the run are damaged.
     """
     if not run_dir.is_dir():
         return EXIT_OK  # it came to nothing that could be counted
@@ -37,7 +37,7 @@ def count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry of the command; its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array")

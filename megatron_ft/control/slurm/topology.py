@@ -1,7 +1,7 @@
-"""Failure domains by Slurm's topology: a node's domain is its leaf switch.
+"""Failure domains from Slurm's topology: a node's domain is its leaf switch.
 
-Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); what the
-tests read was printed by Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` would be of one node only.
+Sources: the manual pages scontrol(1) (``show topology``, variable ``SLURM_TOPO_LEN``) and topology.conf(5); the tests
+read output of Slurm 22.05. ``SLURM_TOPOLOGY_ADDR`` describes one node only.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from megatron_ft.control.slurm import calls
 from megatron_ft.control.slurm.nodes import read_allocation
 from megatron_ft.errors import ConfigError
 
-KEY = "launch.failure_domain_source"
+KEY = "topology.failure_domain_source"
 SOURCE = "slurm_topology"
 _COMMAND = ("scontrol", "show", "topology")
 _SWITCH = re.compile(r"SwitchName=(?P<name>\S+) Level=(?P<level>\d+)(?: LinkSpeed=\S+)?(?: Nodes=(?P<nodes>\S+))?")
 
 
 def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> JobConfig:
-    """``config`` with the domains that it has Slurm name, as if they had been listed.
+    """Return ``config`` with the failure domains from Slurm, as if they had been listed.
 
     Args:
         variables: the environment of this process, which runs in the job's allocation.
@@ -29,51 +29,53 @@ def with_failure_domains(config: JobConfig, variables: Mapping[str, str]) -> Job
     Raises:
         ConfigError: there is no allocation, no topology, or a node has no leaf switch.
     """
-    launch = config.launch
-    if launch.failure_domain_source != SOURCE:
+    if config.topology.failure_domain_source != SOURCE:
         return config
-    allocation = read_allocation(variables, most_nodes=launch.most_nodes)
-    domains = domains_of(allocation.hosts[: launch.most_nodes], read_topology(variables))
-    listed = dataclasses.replace(launch, failure_domain_source="listed", failure_domains=domains)
-    return dataclasses.replace(config, launch=listed)
+    allocation = read_allocation(variables, most_nodes=config.most_nodes)
+    domains = domains_of(allocation.hosts[: config.most_nodes], read_topology(variables))
+    listed = dataclasses.replace(config.topology, failure_domain_source="listed", failure_domains=domains)
+    return dataclasses.replace(config, topology=listed)
 
 
 def read_topology(variables: Mapping[str, str]) -> str:
-    """The output of ``scontrol show topology``.
+    """Return the output of ``scontrol show topology``.
 
     Raises:
-        ConfigError: it cannot be run, fails, does not answer, or has nothing to say: there is no topology plugin.
+        ConfigError: the command cannot be run, fails, does not answer, or prints nothing because there is no topology
+            plugin.
     """
     # ``SLURM_TOPO_LEN`` cuts the lines, and so the list of nodes.
     whole_lines = {name: value for name, value in variables.items() if name != "SLURM_TOPO_LEN"}
     try:
         done = calls.run(_COMMAND, environment=whole_lines)
     except calls.SlurmError as error:
-        raise _refused(f"needs an answer of `{' '.join(_COMMAND)}`: {error}") from None
+        raise _refused(f"`{' '.join(_COMMAND)}` failed: {error}") from None
     if done.returncode != 0 or not done.stdout.strip():  # without a plugin it ends with 0 and prints nothing
         said = done.stderr.strip() or f"nothing, and ended with {done.returncode}"
         raise _refused(
-            "needs a Slurm cluster with TopologyPlugin=topology/tree; "
-            f"`{' '.join(_COMMAND)}` says: {said}. List launch.failure_domains by hand, or leave both keys out"
+            f"needs a Slurm cluster with TopologyPlugin=topology/tree; `{' '.join(_COMMAND)}` prints: {said}. "
+            "List the domains in topology.failure_domains, or leave both keys out"
         )
     return done.stdout
 
 
 def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
-    """The leaf switch of each host.
+    """Return the leaf switch of each host.
 
     Args:
-        topology: what ``scontrol show topology`` prints.
+        topology: output of ``scontrol show topology``.
 
     Raises:
-        ConfigError: a line is of something else than a switch, or names nodes that are none, or a host is on no leaf
-            switch, or on two.
+        ConfigError: a line does not describe a switch, or its nodes cannot be read, or a host has no leaf switch or
+            two.
     """
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for line in filter(None, map(str.strip, topology.splitlines())):
         switch = _SWITCH.match(line)
         if switch is None:
-            raise _refused(f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm says: {line}")
+            raise _refused(
+                f"needs TopologyPlugin=topology/tree, whose lines begin with SwitchName; Slurm prints: {line}"
+            )
         # Switches of higher levels list the nodes of all leaves below them.
         if switch["level"] == "0" and switch["nodes"]:
             for host in _nodes_below(switch["name"], switch["nodes"]):
@@ -81,7 +83,9 @@ def domains_of(hosts: Sequence[str], topology: str) -> list[str]:
     for host, switches in found.items():
         if len(switches) != 1:
             shown = ", ".join(switches) or "none"
-            raise _refused(f"needs one leaf switch for each node of the job; of {host} Slurm's topology has {shown}")
+            raise _refused(
+                f"needs exactly one leaf switch for each node of the job; Slurm's topology has for {host}: {shown}"
+            )
     return [switches[0] for switches in found.values()]
 
 
@@ -89,16 +93,16 @@ def _nodes_below(switch: str, nodes: str) -> list[str]:
     try:
         return expand_nodelist("Nodes", nodes)
     except ConfigError as error:
-        raise _refused(f"needs nodes that can be read; of switch {switch} Slurm says {error}") from None
+        raise _refused(f"cannot read the nodes of switch {switch}: {error}") from None
 
 
 def summary(config: JobConfig) -> str:
-    """One line: which nodes of the job, by number, are in which domain."""
+    """Return one line with the domain of each node of the job."""
     nodes_of: dict[str, list[int]] = {}
-    for node, name in enumerate(config.launch.failure_domains):
+    for node, name in enumerate(config.topology.failure_domains):
         nodes_of.setdefault(name, []).append(node)
     parts = [f"{name} (nodes {', '.join(map(str, nodes))})" for name, nodes in nodes_of.items()]
-    return f"failure domains by Slurm's topology: {', '.join(parts)}"
+    return f"failure domains from Slurm's topology: {', '.join(parts)}"
 
 
 def _refused(constraint: str) -> ConfigError:

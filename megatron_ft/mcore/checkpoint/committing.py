@@ -1,4 +1,4 @@
-"""Completes the files of all ranks to a checkpoint on rank 0; the manifest comes last."""
+"""Adds the files of rank 0 to those of all ranks, which completes a checkpoint; the manifest is last."""
 
 import importlib.metadata
 import io
@@ -25,10 +25,10 @@ def commit_files(
     written: list[dict[str, Any]],
     make_manifest: Callable[[tuple[FileEntry, ...]], Manifest],
 ) -> int:
-    """Write Megatron's metadata and the manifest; bytes of the checkpoint.
+    """Write Megatron's metadata and the manifest; return the bytes of the checkpoint.
 
-    ``written`` has the ``results`` and ``entries`` of every rank, in rank order. Raises OSError; the
-    directory is then no checkpoint.
+    ``written`` has the ``results`` and ``entries`` of every rank, in rank order. After an OSError the directory is not
+    a checkpoint.
     """
     entries = [FileEntry(**entry) for of_rank in written for entry in of_rank["entries"]]
     content = metadata_bytes(planned, [of_rank["results"] for of_rank in written])
@@ -49,6 +49,6 @@ def torch_bytes(content: dict[str, Any]) -> bytes:
 
 
 def software() -> dict[str, str]:
-    """Versions of the software that writes the checkpoint."""
+    """Return the versions of the software that writes the checkpoint."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numpy")}
     return {"python": platform.python_version(), **packages}

@@ -1,5 +1,5 @@
-"""Chooses the checkpoint to load: verified by all ranks together and compared with the job; damaged ones are named and
-set aside."""
+"""Chooses the checkpoint to load: all ranks verify it together and compare it with the job; damaged ones are
+renamed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest, verify
+from megatron_ft.snapshot.storage.run_settings import other_checkpoint
 
 
 class CheckpointFinder:
@@ -23,24 +24,26 @@ class CheckpointFinder:
         *,
         allow_other_data: bool = False,
     ) -> None:
-        """``report_damage`` gets iteration, directory and reason."""
+        """``report_damage`` is called with iteration, directory and reason."""
         self._collectives = collectives
         self._allow_other_data = allow_other_data
         self._identity = identity
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints of other runs that ``newest`` has skipped, each with the reason."""
+        """Reasons for which ``newest`` has skipped checkpoints, because they belong to other runs or iterations."""
         self._reasons: dict[str, str] = {}
-        """Checkpoints that this start has set aside, by their new names; on rank 0."""
+        """Reasons for which this start has renamed checkpoints, by their new names; on rank 0."""
 
     def newest(self, folder: Path) -> Path | None:
-        """The newest checkpoint in ``folder`` that verifies and is of this run and of the iteration in its name.
+        """Find the newest checkpoint in ``folder`` that verifies and belongs to this run and to the iteration in its
+        name.
 
-        Damaged newer ones are reported and set aside; those of other runs and iterations are put into ``foreign``.
+        Damaged newer ones are reported and renamed; those of other runs and iterations are added to ``foreign``.
 
         Raises:
-            CheckpointError: it was written with other data, another model, optimizer or schedule than the job has.
+            CheckpointError: it was written with other data, or with another model, optimizer or schedule than the job
+                has.
         """
         self.foreign = {}
         while True:
@@ -57,7 +60,9 @@ class CheckpointFinder:
                 self._set_aside(path, str(error), "damaged")
                 continue
             # Rank 0 compares for all: ranks that differ here would wait for each other forever.
-            reason, error = self._collectives.from_first([self._not_own(path, manifest), self._other(path, manifest)])
+            settings, ignores_data = self._identity.settings, self._allow_other_data
+            other = other_checkpoint(path, manifest, settings, ignores_data=ignores_data)
+            reason, error = self._collectives.from_first([self._not_own(path, manifest), other])
             if reason is not None:
                 self.foreign[path] = reason
                 continue
@@ -66,23 +71,26 @@ class CheckpointFinder:
             return path
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints in ``foreign``: saving and deleting go by the names of checkpoints."""
+        """Rename the checkpoints in ``foreign``, because saving and deleting depend on the names of checkpoints."""
         for path, reason in self.foreign.items():
             self._set_aside(path, reason, "foreign")
         self.foreign = {}
 
     def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
-        """List the differences between a checkpoint, which may be of another run, and this job; empty for one of its
-        own."""
+        """List the differences between this job and a checkpoint, which may belong to another run; empty for one of
+        this job."""
         notes = [self._not_own(directory, manifest)]
         if manifest.format_version == 1:
-            notes.append("format 1 does not record data, model, optimizer and schedule: they cannot be compared")
+            notes.append(
+                "a checkpoint of format 1 does not record data, model, optimizer and schedule, so these cannot "
+                "be compared"
+            )
         else:
             notes += map(str, differences(manifest.settings, self._identity.settings))
         return tuple(note for note in notes if note is not None)
 
     def _not_own(self, path: Path, manifest: Manifest) -> str | None:
-        """Explain why it is not the checkpoint of this run that its name says; None where it is."""
+        # Return the reason why it is not the checkpoint of this run that its name says; None if it is.
         if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
             return renamed
         reason = self._identity.not_of_run(
@@ -90,22 +98,8 @@ class CheckpointFinder:
         )
         return None if reason is None else f"{path}: {reason}"
 
-    def _other(self, path: Path, manifest: Manifest) -> str | None:
-        """Describe the other settings of a checkpoint of this run; None where they are the same."""
-        if manifest.format_version == 1:
-            return None
-        found = differences(manifest.settings, self._identity.settings)
-        if self._allow_other_data:
-            found = [difference for difference in found if difference.concern != "data"]
-        if not found:
-            return None
-        return (
-            f"{path}: was written with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-            f"its own settings, or begin another run from its state: run.name=<another> checkpoint.load={path}"
-        )
-
     def unusable(self, folder: Path) -> tuple[str, ...]:
-        """List complete checkpoints of ``folder`` that were damaged and set aside, by this start or an earlier one."""
+        """List complete checkpoints of ``folder`` that were damaged and renamed, by this start or an earlier one."""
         reasons = []
         if self._collectives.rank == 0:
             for path in checkpoints.list_set_aside(folder):
@@ -118,16 +112,16 @@ class CheckpointFinder:
             try:
                 moved = checkpoints.set_aside(path, kind)
             except OSError as failure:
-                error = f"{path}: {kind} ({reason}) and cannot be set aside: {failure}"
+                error = f"{path}: {kind} ({reason}), but cannot be renamed: {failure}"
         error = self._collectives.errors(error)
         if error is not None:
             raise CheckpointError(error)
         if moved is not None:
             self._reasons[moved.name] = reason
-            self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, set aside as {moved.name}: {reason}")
+            self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, renamed to {moved.name}: {reason}")
 
     def verify(self, directory: Path) -> Manifest:
-        """Check all files of ``directory``, the reading shared by the ranks.
+        """Check all files of ``directory``; the ranks share the reading.
 
         Raises CheckpointError on every rank when one of them finds damage.
         """
@@ -140,24 +134,24 @@ class CheckpointFinder:
         everywhere = self._collectives.errors(error)
         if everywhere is not None:
             raise CheckpointError(everywhere if error is None else error)
-        assert manifest is not None, "a manifest without an error"
+        assert manifest is not None, "there is neither a manifest nor an error"
         self._verified = (directory, manifest)
         return manifest
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Read the manifest of ``directory``, whose files verify now or have just been verified; None if trusted
-        without.
+        """Read the manifest of ``directory``, whose files are verified first or have just been; None if it has none and
+        is trusted.
 
         Raises CheckpointError when it is damaged, or has no manifest and is not trusted.
         """
         if not directory.is_dir():
-            raise CheckpointError(f"checkpoint.load={directory}: not a directory")
+            raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
         if not (directory / MANIFEST_NAME).exists():
             if trust:
                 return None
             raise CheckpointError(
-                f"{directory}: no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
-                "set checkpoint.trust=true only if you know who wrote it"
+                f"{directory}: has no {MANIFEST_NAME} of this project, so its pickle files cannot be verified; "
+                "set checkpoint.trust=true only if you trust its origin"
             )
         # Good for one load: the files may change afterwards.
         verified, self._verified = self._verified, None

@@ -25,10 +25,9 @@ def load_shards(
     *,
     fully_parallel: bool,
 ) -> dict[str, Any]:
-    """Load the model shards of ``frame``, ``wanted``, the optimizer's under ``optimizer_shards``, and the common
-    state.
+    """Load the model shards of ``frame``, ``wanted``, the optimizer's under ``optimizer_shards``, and the common state.
 
-    Raises CheckpointError when the checkpoint lacks a tensor or has one the model does not have.
+    Raises CheckpointError when the checkpoint lacks a tensor or has one that the model does not have.
     """
     request = {key: value for key, value in frame.items() if key != "optimizer"}
     request |= {"optimizer_shards": split_shards(frame["optimizer"]), **wanted}
@@ -46,6 +45,7 @@ def load_shards(
     unclaimed = sorted(key for key in unclaimed if not key.startswith(_RANK_STATE_PREFIX))
     if absent or unclaimed:
         raise CheckpointError(
-            f"{directory}: does not fit this model: it lacks {sorted(absent)[:3]} and has besides {unclaimed[:3]}"
+            f"{directory}: does not fit this model: tensors are missing ({sorted(absent)[:3]}) or not part of the "
+            f"model ({unclaimed[:3]})"
         )
     return loaded

@@ -22,7 +22,7 @@ from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA
 from megatron_ft.mcore.checkpoint.state import (
     OURS_KEY,
     RANK_STATE_KEY,
-    TrainingState,
+    DenseState,
     build_shards,
     common_state,
     install,
@@ -41,11 +41,11 @@ class LoadResult:
     """Result of a load."""
 
     iteration: int
-    """Completed iterations in the checkpoint."""
+    """Last iteration in the checkpoint."""
     rng_restored: bool
-    """Whether every rank restored its generators; False on another layout, where they stay as seeded."""
+    """Whether every rank restored its generators; False with another layout, where they keep their seeded state."""
     manifest: Manifest | None
-    """None for a foreign checkpoint."""
+    """None for a checkpoint of another project."""
 
 
 @dataclass(kw_only=True)
@@ -61,11 +61,11 @@ class _Pending:
 
 
 class CheckpointManager:
-    """Saves in the background, commits when all ranks have written, and loads.
+    """Saves in the background, completes a save when all ranks have written, and loads.
 
-    All methods are collective over ``group`` (the whole job) and are called by every rank in the
-    same order. A save that fails on any rank is reported as ``checkpoint_failed``, its directory is
-    removed, and training continues: the checkpoints before it are untouched.
+    All methods are collective over ``group`` (the whole job) and are called by every rank in the same order. A save
+    that fails on any rank is reported as ``checkpoint_failed``, its directory is removed, and training continues;
+    earlier checkpoints do not change.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CheckpointManager:
         report: Callable[[dict[str, Any]], None],
         generation: int = 0,
     ) -> None:
-        """``dp_cp_group``: ranks that hold the same dense weights. ``report`` gets records on rank 0."""
+        """``dp_cp_group``: ranks with the same dense weights. ``report`` is called with records on rank 0."""
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._identity = identity
@@ -103,17 +103,19 @@ class CheckpointManager:
 
     @property
     def pending_iteration(self) -> int | None:
-        """Iteration of the save on its way, None when there is none."""
+        """Iteration of the save in progress; None if there is none."""
         return None if self._pending is None else self._pending.iteration
 
     # -- saving
 
-    def save(self, state: TrainingState, iteration: int) -> None:
-        """Start saving ``state`` as it is now; waits for it unless ``checkpoint.async_save``.
+    def save(self, state: DenseState, iteration: int) -> None:
+        """Start to save ``state`` as it is now; wait for the end unless ``checkpoint.async_save``.
 
-        A save in progress is finished first, and all writing for an abandoned save has ended before.
+        Before that, a save in progress is finished, and all writing for an abandoned save has ended.
         """
-        assert iteration == state.iteration, f"saving iteration {iteration} of a state at {state.iteration}"
+        assert iteration == state.host.iteration, (
+            f"cannot save the state of iteration {state.host.iteration} as iteration {iteration}"
+        )
         self.finish()
         started = time.monotonic()
         self._await_given_up()
@@ -146,18 +148,24 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
             self._complete(self._pending)
 
-    def abandon(self) -> None:
+    def abandon(self) -> Path | None:
         """Abandon the save in progress, if any, without communication and without waiting for storage.
 
-        It gets no manifest. The next save of this process waits until all writing for this one has ended, and removes
-        its files.
+        It gets no manifest from here on. The next save of this process waits until all writing for the abandoned one
+        has ended, and removes its files.
+
+        Returns:
+            Directory of the save. It is complete if rank 0 had written the manifest before ranks were lost.
         """
-        if self._pending is not None:
-            self._pending.job.give_up()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.job.give_up()
+        return pending.directory
 
     def _await_given_up(self) -> None:
-        """Wait until no rank writes for an abandoned save: it may use the folder that is about to be created again."""
+        # Wait until no rank writes for an abandoned save, because that may use the folder that is about to be created
+        # again.
         WriteJob.await_given_up()
         # A barrier: once every rank is here, no thread of any rank writes for the abandoned save.
         self._collectives.all(True)
@@ -176,14 +184,14 @@ class CheckpointManager:
             return None
         return self.folder / name
 
-    def _start(self, state: TrainingState, directory: Path) -> WriteJob:
+    def _start(self, state: DenseState, directory: Path) -> WriteJob:
         metadata = self._metadata()
         # A process group cannot be stored.
         content_metadata = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
         tree = {
             **build_shards(state, metadata, is_loading=False),
             **common_state(state),
-            RANK_STATE_KEY: rank_state(),
+            RANK_STATE_KEY: rank_state(state.host),
             "content_metadata": content_metadata,
         }
         # Megatron's check would gather the metadata of all tensors as pickled objects at every save.
@@ -204,13 +212,14 @@ class CheckpointManager:
 
     def _complete(self, pending: _Pending) -> None:
         began = time.monotonic()
-        self._pending = None
         error = self._collectives.errors(pending.job.error)
         if error is None:
             written = self._collectives.gather(
                 {"results": pending.job.results, "entries": [asdict(entry) for entry in pending.job.entries]}
             )
             error, num_bytes = self._commit(pending, written)
+        # Only now: where ranks are lost in a collective above, the save is still pending, and is reported as abandoned.
+        self._pending = None
         if error is not None:
             self._discard(pending, error)
             return
@@ -229,7 +238,7 @@ class CheckpointManager:
             self._clean(pending)
 
     def _commit(self, pending: _Pending, written: list[dict[str, Any]]) -> tuple[str | None, int]:
-        """Complete the save: rank 0 writes what is left, the manifest last; all ranks learn the outcome."""
+        # Complete the save: rank 0 writes the remaining files, the manifest last; all ranks receive the result.
         error, num_bytes = None, 0
         if self._collectives.rank == 0:
             try:
@@ -265,52 +274,55 @@ class CheckpointManager:
         self._say_failed(pending.iteration, pending.directory, error)
 
     def _clean(self, pending: _Pending) -> None:
-        """Apply the retention policy. A failed deletion only costs space: it is reported."""
+        # Apply the retention policy. A failed deletion costs only space, so it is just reported.
         try:
             checkpoints.sweep(self.folder, before_iteration=pending.iteration)
             stored = [entry for entry in checkpoints.list_checkpoints(self.folder) if entry.complete]
             names = [(entry.iteration, entry.path.name) for entry in stored]
-            for name in self._retention.removable(names, in_use=self._in_use(len(names))):
+            for name in self._retention.removable(names, in_use=self._in_use([name for _, name in names])):
                 checkpoints.delete(self.folder / name)
         except OSError as failure:
             self._say_failed(
-                pending.iteration, pending.directory, f"saved, but older ones could not be removed: {failure}"
+                pending.iteration, pending.directory, f"saved, but older checkpoints could not be removed: {failure}"
             )
 
-    def _in_use(self, num_complete: int) -> tuple[str, ...]:
-        return (self._resumed_from,) if self._resumed_from is not None and num_complete < 2 else ()
+    def _in_use(self, complete: list[str]) -> tuple[str, ...]:
+        """The checkpoint that this run resumed from, until two newer ones are complete; ``complete``: oldest first."""
+        # It is the only one that has been read. If the first newer one is damaged on disk, a restart needs it.
+        return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
     # -- loading
 
     def newest(self, folder: Path | None = None) -> Path | None:
-        """Find the newest checkpoint in ``folder`` (this run's by default) whose every file verifies and that is this
-        run's.
+        """Find the newest checkpoint in ``folder`` (default: of this run) that verifies and belongs to this run; None
+        if there is none.
 
-        Damaged newer ones are reported and set aside; None when there is no valid one.
+        Damaged newer ones are reported and renamed.
 
         Raises:
-            CheckpointError: it was written with other data, another model, optimizer or schedule than the job has.
+            CheckpointError: it was written with other data, or with another model, optimizer or schedule than the job
+                has.
         """
         return self._finder.newest(folder or self.folder)
 
     @property
     def foreign(self) -> tuple[str, ...]:
-        """Say why checkpoints of other runs were skipped: one reason per checkpoint."""
+        """Return the reasons why checkpoints of other runs were skipped, one for each."""
         return tuple(self._finder.foreign.values())
 
     def set_foreign_aside(self) -> None:
-        """Rename the checkpoints that ``newest`` found not to be this run's, and report them."""
+        """Rename the checkpoints that ``newest`` has found to belong to other runs, and report them."""
         self._finder.set_foreign_aside()
 
     def unusable(self, folder: Path) -> tuple[str, ...]:
-        """List complete but damaged checkpoints of ``folder``, each with the reason; they were set aside."""
+        """List complete checkpoints of ``folder`` that were damaged and renamed, each with the reason."""
         return self._finder.unusable(folder)
 
-    def load(self, state: TrainingState, directory: Path) -> LoadResult:
-        """Verify ``directory``, then fill ``state`` from it; no file is opened by Megatron before.
+    def load(self, state: DenseState, directory: Path) -> LoadResult:
+        """Verify ``directory``, then fill ``state`` from it; Megatron opens no file before.
 
-        Raises CheckpointError when it is damaged, is not this project's and ``checkpoint.trust`` is off, or does
-        not hold exactly what this model and optimizer need.
+        Raises CheckpointError when it is damaged, is from another project and ``checkpoint.trust`` is false, or does
+        not contain exactly the tensors that this model and optimizer need.
         """
         began = time.monotonic()
         # First: ``.metadata`` and ``common.pt`` are pickle, which can run code when Megatron opens them.
@@ -318,30 +330,31 @@ class CheckpointManager:
         same_layout = manifest is not None and manifest.topology == self._topology
         frame = build_shards(state, self._metadata(), is_loading=True)
         # Generators belong to ranks: in another layout no rank is the one that saved them.
-        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state(empty=True)} if same_layout else {}
+        wanted: dict[str, Any] = {RANK_STATE_KEY: rank_state()} if same_layout else {}
         loaded = load_shards(frame, wanted, directory, self._dp_cp_group, fully_parallel=self._config.fully_parallel)
         install(state, frame, loaded)
-        if manifest is not None and manifest.iteration != state.iteration:
+        iteration = state.host.iteration
+        if manifest is not None and manifest.iteration != iteration:
             raise CheckpointError(
-                f"{directory}: holds iteration {state.iteration}, its manifest says {manifest.iteration}"
+                f"{directory}: contains iteration {iteration}, but its manifest names iteration {manifest.iteration}"
             )
-        self.last_saved_iteration = state.iteration
+        self.last_saved_iteration = iteration
         self._resumed_from = directory.name if directory.parent == self.folder else None
         self._tell(
             CheckpointLoaded(
-                iteration=state.iteration,
+                iteration=iteration,
                 path=str(directory),
                 seconds=time.monotonic() - began,
                 generators_restored=same_layout,
                 differences=() if manifest is None else self._finder.differences(directory, manifest),
             ).to_record()
         )
-        return LoadResult(iteration=state.iteration, rng_restored=same_layout, manifest=manifest)
+        return LoadResult(iteration=iteration, rng_restored=same_layout, manifest=manifest)
 
     def read_extra(self, directory: Path) -> dict[str, Any]:
-        """Read ``TrainingState.extra`` as saved in ``directory``, without building anything.
+        """Read ``DenseState.extra`` and the history as saved in ``directory``, without building anything.
 
-        Raises CheckpointError as ``load`` does; a foreign checkpoint has nothing.
+        Raises CheckpointError as ``load`` does; a checkpoint of another project has no such values.
         """
         self._finder.check(directory, trust=self._config.trust)
         common = dist_checkpointing.load_common_state_dict(str(directory))

@@ -1,4 +1,4 @@
-"""Splits an optimizer's state, as Megatron shards it, into tensors to store and a frame to put them in.
+"""Splits an optimizer's state, as Megatron shards it, into tensors to store and all other values.
 
 The distributed optimizer is stored ``fully_reshardable``: its flat buffers are gathered over the data-parallel ranks
 and cut into tensors shaped like the model's, so another TP, PP, EP or DP size reads the same numbers. Masters and
@@ -24,13 +24,13 @@ SHARDING_METADATA = {
 
 
 def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """List the optimizers behind ``optimizer`` that own parameters, in order."""
+    """List the optimizers inside ``optimizer`` that own parameters, in order."""
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [member for member in chain if member.optimizer is not None]
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Create moments and step counts that the first update would create: zeros, so no bit changes."""
+    """Create the moments and step counts that the first update would create: zeros, so no bit changes."""
     for member in sub_optimizers(optimizer):
         # Megatron's function makes moments without a step count, and AdamW then adds none.
         member.init_state_fn(member.optimizer, member.config)
@@ -42,7 +42,7 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
 def step_count(optimizer: MegatronOptimizer) -> int:
     """Return the number of applied updates, the same for every parameter."""
     steps = {int(step) for member in sub_optimizers(optimizer) for step in _steps(member)}
-    assert len(steps) <= 1, f"parameters have seen different numbers of updates: {sorted(steps)}"
+    assert len(steps) <= 1, f"parameters have different numbers of updates: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 
@@ -88,21 +88,10 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         yield path, tree
 
 
-def scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
-    """Return the state of the dynamic loss scale, None without one."""
-    for member in sub_optimizers(optimizer):
-        scaler = getattr(member, "grad_scaler", None)
-        if scaler:
-            return {
-                key: value.clone() if torch.is_tensor(value) else value for key, value in scaler.state_dict().items()
-            }
-    return None
-
-
 def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
-    """Give the optimizer the state in ``tree`` (from :func:`fill_frame`), its step count and loss scale.
+    """Set the optimizer's state from ``tree`` (from :func:`fill_frame`), its step count and loss scale.
 
-    Learning rate, weight decay and the like stay those of the live optimizer: the configuration and the scheduler set
+    Learning rate, weight decay and similar values keep their present values: the configuration and the scheduler set
     them.
     """
     members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -126,7 +115,8 @@ def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int,
 
 @contextmanager
 def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
-    """Remove step counts: Megatron copies every entry of the inner state from the stored tensors, which lack them."""
+    """Remove step counts during a load: Megatron copies every entry of the inner state from the stored tensors, which
+    lack them."""
     states = list(member.optimizer.state.values())
     steps = [state.pop("step", None) for state in states]
     try:
@@ -147,8 +137,8 @@ def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> No
 
 
 def _own_steps(member: MegatronOptimizer, step: int) -> None:
-    """Give each parameter its own step tensor: Megatron's load gives all of them the same object, which every
-    parameter's update would then advance. The step it leaves in the groups would only become stale."""
+    """Give each parameter a separate step tensor: Megatron's load gives all of them the same object, which the update
+    of every parameter would advance. Remove the step that it leaves in the groups, which would become stale."""
     if isinstance(member.optimizer, torch.optim.Adam):
         for state in member.optimizer.state.values():
             state["step"] = torch.tensor(float(step), dtype=torch.float32)

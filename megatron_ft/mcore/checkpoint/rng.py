@@ -1,6 +1,7 @@
 """Random number generators of one rank, as plain tensors and numbers."""
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore the result of :func:`capture_rng`."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -1,9 +1,9 @@
-"""One save on one rank: Megatron plans which bytes go where, a thread writes a snapshot of them.
+"""One save on one rank: Megatron plans the bytes and their places, a thread writes a copy of them.
 
-Megatron's own background writer forks processes, and needs a manager process for their results; a rank killed meanwhile
-leaves those behind, and a fork copies locks held by the threads of gloo and gRPC. Here the tensors are copied at the
-call and a thread of the rank writes them: training may change its state at once, and a failed write raises an
-exception.
+Megatron's own background writer forks processes, and needs a manager process for their results. A rank that is killed
+meanwhile leaves these processes behind, and a fork copies locks held by the threads of gloo and gRPC. Here the tensors
+are copied at the call and a thread of the rank writes them: training may change its state at once, and a failed write
+raises an exception.
 """
 
 import io
@@ -38,13 +38,13 @@ class PlannedWrite:
     files: list[tuple[str, list[tuple[Any, Any]]]]
     """Name of each file with its (write item, bytes or CPU tensor)."""
     writer: Any
-    """Megatron's storage writer, for the metadata at the end."""
+    """Megatron's storage writer, for the metadata at the end of the save."""
     metadata: Metadata | None
     """Location of every tensor; on rank 0 only."""
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Stops after planning and keeps the plan."""
+    """Strategy that stops after planning and keeps the plan."""
 
     planned: PlannedWrite
     given: frozenset[int] = frozenset()
@@ -58,7 +58,8 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
     def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-        """Copy tensors that still lie where they were given: Megatron has copied views and tensors of the device."""
+        """Copy the tensors that the plan still refers to in place; Megatron has already copied views and tensors of the
+        device."""
         return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
 
 
@@ -94,7 +95,7 @@ class Planner:
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    """Replace the queue between processes that Megatron's writer creates while planning; a thread needs none."""
+    # Replace the inter-process queue that Megatron's writer creates while planning; a thread does not need it.
     module: Any = filesystem_async
     before, module._results_queue = module._results_queue, object()
     try:
@@ -104,14 +105,14 @@ def _without_manager_process() -> Iterator[None]:
 
 
 class GivenUp(Exception):
-    """The save in progress is not needed any more."""
+    """The save in progress was cancelled."""
 
 
 class WriteJob:
     """Writes a :class:`PlannedWrite` in a thread. ``error`` and ``entries`` are final once ``done``."""
 
     _given_up: ClassVar[list["WriteJob"]] = []
-    """Saves of this process that may still write: they outlive the memberships that began them."""
+    """Cancelled saves of this process that may still write; they outlive the memberships that began them."""
 
     def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
         self.planned = planned
@@ -135,19 +136,19 @@ class WriteJob:
         self._thread.join()
 
     def give_up(self) -> None:
-        """Abandon the save: the thread ends after the current item. Does not wait for it."""
+        """Cancel the save: the thread ends after the current item. Does not wait for it."""
         self._cancelled.set()
         self._given_up.append(self)
 
     @classmethod
     def await_given_up(cls) -> None:
-        """Return when no abandoned save of this process writes any more."""
+        """Wait until no cancelled save of this process writes any more."""
         while cls._given_up:
             cls._given_up.pop().wait()
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise GivenUp(f"{self._directory}: the save was given up while it was written")
+            raise GivenUp(f"{self._directory}: the save was cancelled while its files were written")
 
     def _run(self) -> None:
         try:
@@ -182,7 +183,7 @@ class WriteJob:
 
 
 def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> bytes:
-    """Serialize ``.metadata``: the plan with the place of every item that some rank wrote."""
+    """Serialize ``.metadata``: the plan with the place of every item that a rank wrote."""
     capture = _Capture()
     writer = planned.writer
     writer.fs, writer.sync_files = capture, False
@@ -191,7 +192,7 @@ def metadata_bytes(planned: PlannedWrite, results: list[list[list[Any]]]) -> byt
 
 
 class _Capture(FileSystem):
-    """Takes the one file that a writer's ``finish`` writes, in memory."""
+    """Receives the one file that a writer's ``finish`` writes, in memory."""
 
     content = b""
 
@@ -210,7 +211,7 @@ class _Capture(FileSystem):
 
 def _to_json(result: WriteResult) -> list[Any]:
     index, place = result.index, result.storage_data
-    assert place.transform_descriptors is None, "a transform would need a place in the record"
+    assert place.transform_descriptors is None, "the JSON form of a write result has no field for transforms"
     offset = None if index.offset is None else list(index.offset)
     return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
 

@@ -1,4 +1,4 @@
-"""Turns samples into the microbatches a rank feeds to its model."""
+"""Turns samples into the microbatches of a rank."""
 
 import functools
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ class Microbatch:
 class BatchReader:
     """Reads one rank's microbatches of an iteration.
 
-    With context parallelism a rank gets its part of every sequence: the two chunks that balance causal
-    attention, as Megatron lays them out.
+    With context parallelism a rank gets its part of every sequence, in Megatron's layout: two chunks, which balance
+    causal attention.
     """
 
     samples: Samples
@@ -114,7 +114,7 @@ class BatchReader:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """A microbatch being copied to the device, on a stream of its own."""
+    """A microbatch that is being copied to the device, on a separate stream."""
 
     tensors: torch.Tensor
     is_padding: bool
@@ -122,14 +122,14 @@ class _Upload:
 
     @classmethod
     def begin(cls, packed: torch.Tensor, is_padding: bool, device: torch.device) -> "_Upload":
-        """Queue one copy from pinned memory: any other copy would block the host."""
+        """Start one copy from pinned memory; a copy from other memory would block the host."""
         stream = _upload_stream(device)
         with torch.cuda.stream(stream):
             tensors = packed.pin_memory().to(device, non_blocking=True)
             return cls(tensors, is_padding, stream.record_event())
 
     def take(self) -> Microbatch:
-        """Make the computation wait for it."""
+        """Make the computation wait for the copy, and return the microbatch."""
         computing = torch.cuda.current_stream(self.tensors.device)
         computing.wait_event(self.is_there)
         self.tensors.record_stream(computing)  # it was allocated on the other stream
@@ -138,12 +138,11 @@ class _Upload:
 
 @functools.cache
 def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for uploads: PyTorch has few, and a new one may be shared with other copies."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def plan_batches(training: TrainingConfig, data_parallel_size: int, num_microbatches_multiple: int) -> BatchPlan:
-    """Plan how an iteration's samples are distributed over ``data_parallel_size`` ranks."""
+    """Plan the distribution of an iteration's samples over ``data_parallel_size`` ranks."""
     return BatchPlan(
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,

@@ -1,4 +1,4 @@
-"""The samples of a run: opened, and the same on every rank and in what is continued."""
+"""Opens the samples of a run; checks that all ranks, and the checkpoint that is continued, have the same."""
 
 import json
 import os
@@ -25,16 +25,16 @@ RUN_DATA_NAME = "data_fingerprint.json"
 
 
 def open_splits(config: JobConfig) -> dict[str, Samples]:
-    """``train``, and ``valid`` where the run evaluates."""
+    """Open the samples of ``train``, and of ``valid`` if the run evaluates."""
     splits = ["train"] + (["valid"] if config.training.eval_interval_iterations else [])
     return {split: open_samples(config, split) for split in splits}
 
 
 def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdentity:
-    """The identity of a job that trains on ``samples`` in ``run_dir``.
+    """Return the identity of a job that trains on ``samples`` in ``run_dir``.
 
     Raises:
-        ConfigError: the run's random name cannot be read.
+        ConfigError: the run's random id cannot be read.
     """
     known = read_run_id(run_dir)
     vocab_size = resolve_vocab_size(config)
@@ -47,7 +47,7 @@ def job_identity(config: JobConfig, run_dir: Path, samples: Samples) -> JobIdent
 
 
 def check_same_data(config: JobConfig, samples: Samples, collectives: Collectives) -> None:
-    """Collective.
+    """Check that all ranks read the same samples; collective.
 
     Raises:
         DataError: a rank reads other samples than rank 0.
@@ -59,7 +59,7 @@ def check_same_data(config: JobConfig, samples: Samples, collectives: Collective
 
 
 def note_run_data(samples: Samples, run_dir: Path) -> None:
-    """Put down what the run reads, for ranks that are started later. Of one rank.
+    """Write the fingerprint of the run's data, for ranks that are started later; called by one rank.
 
     Raises:
         OSError: it cannot be written.
@@ -68,12 +68,12 @@ def note_run_data(samples: Samples, run_dir: Path) -> None:
 
 
 def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
-    """Compare a joining rank's samples with the run's before it joins, so that no membership loses it on the way.
+    """Compare a joining rank's samples with the run's before it joins, so that no membership fails because of it.
 
-    Without an entry in the run folder, ``check_newcomers_data`` compares as ranks join each other.
+    If the run folder has no fingerprint, ``check_newcomers_data`` compares when ranks join.
 
     Raises:
-        DataError: this rank reads other samples, or what was put down is damaged.
+        DataError: this rank reads other samples, or the file is damaged.
     """
     path = run_dir / RUN_DATA_NAME
     if not path.exists():
@@ -81,25 +81,26 @@ def check_run_data(config: JobConfig, samples: Samples, run_dir: Path) -> None:
     try:
         known = parse_json(path.read_bytes())["train"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: must say what the run reads: {error}") from None
+        raise DataError(f"{path}: must contain the fingerprint of the run's data: {error}") from None
     if known != samples.fingerprint():
         raise DataError(
-            f"data.train={config.data.train}: must be the data that the run reads, by {path}, for ranks to join it"
+            f"data.train={config.data.train}: a rank that joins must read the run's data, whose fingerprint is in "
+            f"{path}"
         )
 
 
 def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first: int) -> None:
-    """Leave ranks out that read other samples than rank ``first``, which has state; before anything moves.
+    """Exclude joining ranks that read other samples than rank ``first``, which has state; before any state moves.
 
-    Where the others can survive, the process of such a rank ends here like one that dies: an error that is raised
-    ends the job. They then form the next membership without it.
+    If the others can survive, the process of such a rank ends here as if it had died, because an error that it raised
+    would end the job. The others then form the next membership without it.
 
     Args:
-        fingerprints: of every rank of the membership that forms.
+        fingerprints: of every rank of the membership that is being formed.
 
     Raises:
-        DataError: such a rank is there, and the others need it.
-        RuntimeError: such a rank is there, and ends.
+        DataError: there is such a rank, and the others need it.
+        RuntimeError: there is such a rank, and it ends.
     """
     strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[first]]
     if not strangers:
@@ -110,7 +111,7 @@ def check_newcomers_data(trainer: "Trainer", fingerprints: Sequence[str], first:
     if trainer.context.rank in strangers:
         _end_alone(_other_data(trainer.job, trainer.context.rank, first))
     # Like the error of a broken collective: the others then form the next membership.
-    raise RuntimeError(f"ranks {strangers} do not join: {error}")
+    raise RuntimeError(f"ranks {strangers} cannot join: {error}")
 
 
 def _end_alone(error: DataError) -> NoReturn:
@@ -121,21 +122,24 @@ def _end_alone(error: DataError) -> NoReturn:
 
 def _other_data(config: JobConfig, rank: int, first: int) -> DataError:
     return DataError(
-        f"data.train={config.data.train}: must be the same data on every rank; rank {rank} reads other data than "
-        f"rank {first} (a built-in corpus differs between Python versions: index one and share it)"
+        f"data.train={config.data.train}: must be the same data on every rank; rank {rank} and rank {first} read "
+        "different data (a built-in corpus differs between Python versions: write it to an indexed dataset once "
+        "and share that)"
     )
 
 
 def check_known_data(config: JobConfig, samples: Samples, known: str | None, directory: Path) -> None:
-    """Compare with the fingerprint ``known`` that the checkpoint in ``directory`` was trained on, if it has one.
+    """Compare with ``known``, the fingerprint of the data that the checkpoint in ``directory`` was trained on, if it
+    has one.
 
     Raises:
-        DataError: it was trained on other samples, and ``checkpoint.allow_other_data`` is off.
+        DataError: the data differ, and ``checkpoint.allow_other_data`` is false.
     """
     if known is None or config.checkpoint.allow_other_data:
         return
     if known != samples.fingerprint():
         raise DataError(
-            f"data.train={config.data.train}: must be what {directory.name} was trained on (sources, weights, "
-            "seed, sequence length), or samples are repeated and left out; checkpoint.allow_other_data=true continues"
+            f"data.train={config.data.train}: must be the data that {directory.name} was trained on (same "
+            "sources, weights, seed and sequence length); otherwise some samples are repeated and others "
+            "skipped. To continue anyway set checkpoint.allow_other_data=true"
         )

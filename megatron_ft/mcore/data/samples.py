@@ -1,22 +1,21 @@
 """The samples of a split, read through Megatron's ``IndexedDataset``."""
 
-import hashlib
-
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.check import vocabulary_entries
 from megatron_ft.corpus.order import Place
-from megatron_ft.corpus.sources import Span, SplitPlan, plan_split
+from megatron_ft.corpus.sources import Span, SplitPlan, fingerprint, plan_split
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
 
 
 class Samples:
-    """Endless samples of a split: any index from 0 has one, epoch after epoch.
+    """Endless samples of a split: every index from 0 has one, epoch after epoch.
 
-    A pure function of ``data.seed``, the sources and the index, independent of the layout and the run's length.
+    They are a pure function of ``data.seed``, the sources and the index, independent of the layout and the run's
+    length.
     """
 
     def __init__(self, plan: SplitPlan, vocab_size: int, *, mmap: bool = True) -> None:
@@ -25,10 +24,10 @@ class Samples:
         self._datasets = [IndexedDataset(span.prefix, mmap=mmap) for span in plan.spans]
         for span, dataset in zip(plan.spans, self._datasets, strict=True):
             total = int(dataset.sequence_lengths.sum(dtype=np.int64))
-            assert total >= span.first_token + span.num_tokens, f"{span.prefix} changed while it was opened"
+            assert total >= span.first_token + span.num_tokens, f"{span.prefix} became shorter while it was opened"
 
     def sample(self, index: int) -> np.ndarray:
-        """Tokens at ``index`` (at least 0): a fresh ``int64[seq_length + 1]``.
+        """Return the tokens at ``index`` (at least 0) as a new ``int64[seq_length + 1]``.
 
         Raises:
             DataError: a token lies outside the model's vocabulary.
@@ -43,37 +42,26 @@ class Samples:
         return tokens
 
     def locate(self, index: int) -> Place:
-        """Source, epoch and sample of ``index``."""
+        """Return source, epoch and sample of ``index``."""
         return self.plan.order.locate(index)
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all sources together, each counted once."""
+        """Number of samples of all sources, each counted once."""
         return sum(span.num_samples for span in self.plan.spans)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all sources together that belong to this split."""
+        """Number of tokens of all sources that belong to this split."""
         return sum(span.num_tokens for span in self.plan.spans)
 
     def fingerprint(self) -> str:
-        """Hexadecimal digest that differs where the order, the sources' sizes or their first and last tokens do.
-
-        Ranks compare it at the start, and a resumed run compares it with its checkpoint. It does not see other tokens
-        in the middle of a source of the same size.
-        """
-        digest = hashlib.blake2b(repr((self.plan.seq_length, self.plan.order)).encode(), digest_size=8)
-        for source, span in enumerate(self.plan.spans):
-            # The ends only: every start of every rank computes this, whatever the size of the sources.
-            edge = min(4096, span.num_tokens)
-            digest.update(f"{span.first_token} {span.num_tokens}".encode())
-            digest.update(self._read(source, span.first_token, edge).tobytes())
-            digest.update(self._read(source, span.first_token + span.num_tokens - edge, edge).tobytes())
-        return digest.hexdigest()
+        """Return the fingerprint of the plan (``corpus.sources.fingerprint``), which ranks and resumed runs compare."""
+        return fingerprint(self.plan)
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:
-        """Read ``count`` tokens from ``start`` on; documents lie back to back in the file, so a sample may
-        cross them."""
+        # Read ``count`` tokens from ``start`` on; documents are adjacent in the file, so a sample may cross from one to
+        # the next.
         dataset = self._datasets[source]
         dtype = dataset.index.dtype
         tokens: np.ndarray = dataset.bin_reader.read(dtype=dtype, count=count, offset=start * dataset.index.dtype_size)
@@ -86,7 +74,7 @@ class Samples:
 
 
 def open_samples(config: JobConfig, split: str) -> Samples:
-    """Samples of ``train`` or ``valid``; the built-in corpus is indexed first where it has not been.
+    """Open the samples of ``train`` or ``valid``; the built-in corpus is indexed first if necessary.
 
     Raises:
         ConfigError, DataError: as ``check_data`` does, for the sources of this split.

@@ -17,7 +17,7 @@ def install() -> None:
 
     ``megatron.core.transformer.moe.moe_utils`` imports ``te_general_gemm`` after ``transformer_engine`` in one ``try``
     block. Without Transformer Engine the name is never bound, and each call of the router's gating raises NameError.
-    Megatron reads None as "there is no such kernel".
+    Megatron takes None to mean that the kernel does not exist.
     """
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def num_visible_gpus() -> int:
-    """Count the GPUs that PyTorch would find here, by the driver's files, without CUDA's runtime."""
+    """Count the GPUs that PyTorch would find, by the driver's files, without CUDA's runtime."""
     return usable_gpus(observe_devices(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -33,8 +33,8 @@ def num_visible_gpus() -> int:
 def answering_for_devices(*, has_gpu: bool) -> Iterator[None]:
     """Answer imports that ask whether there is a GPU, without asking CUDA's runtime.
 
-    Modules of Megatron and of PyTorch ask when they are imported. The answer would come from CUDA's runtime, which a
-    forked process cannot use once its parent has, and which may start threads, which a fork loses.
+    Modules of Megatron and of PyTorch ask when they are imported. CUDA's runtime would answer, but a forked process
+    cannot use it after its parent has, and it may start threads, which are lost in a fork.
     """
     is_available = torch.cuda.is_available
     torch.cuda.is_available = lambda: has_gpu

@@ -1,9 +1,9 @@
 """Lets unmodified Megatron-Core 0.16.1 train on a CPU with gloo.
 
-Megatron calls ``torch.cuda`` without asking, writes ``device="cuda"`` into some factories and compares
-tensor type names. ``install`` answers these calls for the CPU: before Megatron is imported it patches
-``torch.cuda``, afterwards it gives the few modules with literals their own view of ``torch``.
-It is meant for processes that have no GPU, and it refuses to run where one is visible.
+Megatron calls ``torch.cuda`` unconditionally, writes ``device="cuda"`` into some factories and compares tensor type
+names. ``install`` makes these calls work on the CPU: before Megatron is imported it patches ``torch.cuda``; afterwards
+it gives the few modules with literals their own view of ``torch``. It is meant for processes without a GPU, and refuses
+to run if one is visible.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ _MODULES_WITH_CUDA_LITERALS = (
 
 
 class _Stream:
-    """A stream of a device that runs everything in order."""
+    """A stream of a device that executes everything in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -70,7 +70,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has always happened already."""
+    """An event that is always complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -146,7 +146,7 @@ def _redirected(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CpuView(types.ModuleType):
-    """View of ``torch`` for the modules with ``device="cuda"`` literals."""
+    """A view of ``torch`` for the modules with ``device="cuda"`` literals."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -159,7 +159,7 @@ class _CpuView(types.ModuleType):
 
 
 def _import_megatron_eagerly() -> None:
-    """Import Megatron without its ``torch.compile`` fusions: compiling takes minutes on a CPU."""
+    # Import Megatron without its ``torch.compile`` fusions: compiling takes minutes on a CPU.
     compiler = torch.compile
     torch.compile = lambda function=None, **kwargs: function  # type: ignore[assignment]
     try:
@@ -208,7 +208,7 @@ def install() -> None:
         return
     if common.num_visible_gpus():
         raise SoftwareError(
-            "training.device=cpu: must not see a GPU; hide it (CUDA_VISIBLE_DEVICES=) or set training.device=cuda"
+            "training.device=cpu: no GPU may be visible; set CUDA_VISIBLE_DEVICES= (empty) or training.device=cuda"
         )
     _patch_torch_cuda()
     _patch_tensor_methods()

@@ -1,4 +1,4 @@
-"""Prepares a process for Megatron-Core, whatever its device, in one call."""
+"""Prepares a process for Megatron-Core, on any device, in one call."""
 
 import logging
 import warnings
@@ -26,11 +26,12 @@ def resolve_device(requested: str) -> str:
 
 
 def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.device:
-    """Make the rank's device this process's own, and return it. Call it before anything else that may use CUDA.
+    """Make the rank's device the current device of this process, and return it. Call it before anything else that may
+    use CUDA.
 
     Args:
         node: the rank's node.
-        local_rank: the rank's place on that node.
+        local_rank: the rank's position on that node.
 
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.
@@ -54,7 +55,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def install(config: JobConfig) -> tuple[str, str]:
-    """Check the software, install the CPU layer where there is no GPU, import Megatron.
+    """Check the software, install the CPU layer if there is no GPU, import Megatron.
 
     Returns:
         (device, transformer_impl): ``cpu`` or ``cuda``, ``local`` or ``transformer_engine``.

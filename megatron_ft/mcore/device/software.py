@@ -1,8 +1,8 @@
 """Optional software beside Megatron-Core, inspected before Megatron is imported.
 
-Megatron guards its optional imports with ``except ImportError`` only: a half-installed Transformer Engine raises other
-errors and breaks ``import megatron.core``; any package called ``apex`` makes it choose kernels that are not there. Both
-are reported here in one sentence instead.
+Megatron guards its optional imports only with ``except ImportError``. A half-installed Transformer Engine raises other
+errors, which break ``import megatron.core``. With any package called ``apex``, Megatron chooses kernels that do not
+exist. Both are reported here in one sentence instead.
 """
 
 import importlib
@@ -18,7 +18,7 @@ TRANSFORMER_ENGINE_END = (2, 12)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Optional software that can be used: version of Transformer Engine or None, apex or not."""
+    """Optional software that can be used: version of Transformer Engine or None, and whether apex can be used."""
 
     transformer_engine: str | None
     apex: bool
@@ -68,7 +68,7 @@ def _apex() -> bool:
 
 
 def choose_transformer_impl(requested: str, device: str, software: Software) -> str:
-    """Choose ``local`` or ``transformer_engine`` as requested; ``auto`` chooses by what is complete.
+    """Choose ``local`` or ``transformer_engine`` as requested; ``auto`` chooses Transformer Engine if it is complete.
 
     Raises:
         ConfigError: Transformer Engine was requested and is not usable here.
@@ -86,7 +86,7 @@ def choose_transformer_impl(requested: str, device: str, software: Software) -> 
 
 
 def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl: str) -> None:
-    """Refuse features of Transformer Engine where it does not run the layers.
+    """Refuse features of Transformer Engine if it does not run the layers.
 
     Megatron itself would accept ``fp8`` and train unquantised, without a warning.
     """
@@ -94,11 +94,11 @@ def check_provider(fp8: str | None, context_parallel_size: int, transformer_impl
         return
     if fp8 is not None:
         raise ConfigError.of(
-            "precision.fp8", fp8, "needs a provider: Transformer Engine is not in use (precision.fp8=null)"
+            "precision.fp8", fp8, "needs Transformer Engine, which this job does not use; set precision.fp8=null"
         )
     if context_parallel_size > 1:
         raise ConfigError.of(
             "parallel.context_parallel_size",
             context_parallel_size,
-            "must be 1 without Transformer Engine, whose attention splits sequences",
+            "must be 1 without Transformer Engine, which provides attention over split sequences",
         )

@@ -28,8 +28,8 @@ def build_model(
 ) -> list[torch.nn.Module]:
     """Build the DDP-wrapped chunks of this rank, bottom first (one, or one per virtual stage).
 
-    ``vocab_size`` is the padded one; ``replicas`` gives the experts that each rank of the stage holds, None for
-    Megatron's own layout; ``router`` makes the routers of mixture layers.
+    ``vocab_size`` is the padded size; ``replicas`` are the experts of each rank of the stage, None for Megatron's own
+    layout; ``router`` makes the routers of MoE layers.
     """
     vp_size = config.parallel.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
@@ -100,7 +100,7 @@ def _reduce_experts_over_their_holders(chunk: torch.nn.Module, pg_collection: Pr
     """Sum expert gradients over every rank that holds a copy.
 
     Megatron reduces experts over their own group only when experts are split (EP > 1). With EP=1 and TP > 1 every
-    tensor-parallel rank holds all experts and sees other tokens, and the copies would differ.
+    tensor-parallel rank holds all experts and processes other tokens, so the copies would differ.
     """
     if pg_collection.ep.size() == 1 and pg_collection.tp.size() != pg_collection.expt_tp.size():
         for name, parameter in chunk.named_parameters():

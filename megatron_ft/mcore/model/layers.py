@@ -26,7 +26,8 @@ def build_block_spec(
     replicas: Replicas | None,
     router: RouterBuilder,
 ) -> TransformerBlockSubmodules:
-    """Layers of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``. ``router`` makes routers."""
+    """Return the layer specs of one model chunk: this rank's pipeline stage, virtual chunk ``vp_stage``. ``router``
+    makes routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,

@@ -1,7 +1,7 @@
-"""Global parameter names: the identity of a tensor, whatever rank holds it.
+"""Global parameter names: they identify a tensor on every rank.
 
-A parameter is called by its name in the model on one rank: layers and experts are counted over the whole model (from 0,
-as in Megatron's own state dicts).
+A global name is the parameter's name in the model on one rank: layers and experts are counted over the whole model
+(from 0, as in Megatron's own state dicts).
 """
 
 import re
@@ -25,8 +25,8 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 def global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
     """Convert a parameter's name on one rank to its global name.
 
-    ``layer_offset`` layers lie before this chunk; ``expert_ids`` gives, by the layer's local number, the experts the
-    rank holds there, in the order of its modules.
+    ``layer_offset`` is the number of layers before this chunk; ``expert_ids`` gives, by the layer's local number, the
+    experts that the rank holds there, in the order of its modules.
     """
     layer = _LAYER.search(local_name)
     if layer is None:

@@ -5,9 +5,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SequenceParallelNorm:
-    """Makes a torch LayerNorm or RMSNorm, as the configuration says; a layer spec needs a class.
+    """Makes a torch LayerNorm or RMSNorm from the configuration; a layer spec needs a class.
 
-    Its parameters are marked ``sequence_parallel`` where sequences are split over tensor-parallel ranks: Megatron then
+    If sequences are split over tensor-parallel ranks, the parameters are marked ``sequence_parallel``, so that Megatron
     sums their gradients over those ranks.
     """
 

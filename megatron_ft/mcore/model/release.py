@@ -1,4 +1,4 @@
-"""Frees a model: Megatron's objects would otherwise outlive the engine that built them, groups included."""
+"""Frees a model: removes references that would keep it and its groups after the engine ends."""
 
 import weakref
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 
 class ReleasableDataParallel(DistributedDataParallel):
-    """Megatron's data parallelism, freed once nothing refers to it.
+    """Megatron's data parallelism, freed when nothing refers to it.
 
-    Autograd keeps gradient hooks where Python's collector does not look. Megatron's refer to the whole chunk: it, its
-    buffers and its groups would stay forever. These refer to it weakly.
+    Autograd keeps gradient hooks where Python's garbage collector does not search. Megatron's hooks refer to the whole
+    chunk, so the chunk, its buffers and groups would never be freed. The hooks here refer to it weakly.
     """
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
@@ -25,5 +25,5 @@ class ReleasableDataParallel(DistributedDataParallel):
 
 
 def release_caches() -> None:
-    """Empty the cache that Megatron's rotary embedding keeps by instance: an instance holds a group."""
+    """Empty the cache of Megatron's rotary embedding, which keeps instances, and these keep groups."""
     RotaryEmbedding.forward.cache_clear()

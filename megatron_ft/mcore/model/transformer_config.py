@@ -34,9 +34,9 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "batch_p2p_comm": parallel.virtual_pipeline_model_parallel_size is None,
         # Megatron waits for the whole device after each exchange of stages, for the sake of PyTorch before 2.0.
         "batch_p2p_sync": False,
-        # An output that has been sent is needed for its graph only: its memory is freed. Interleaved stages would free
-        # it while it is still being sent, which changes what arrives: there it is kept.
-        "deallocate_pipeline_outputs": parallel.virtual_pipeline_model_parallel_size is None,
+        # An output that has been sent is needed for its graph only: its memory is freed. Interleaved stages free it
+        # while it is still being sent: the communicator holds the memory until then.
+        "deallocate_pipeline_outputs": True,
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -18,9 +18,9 @@ def initialize_weights(
 ) -> None:
     """Set every parameter of a model chunk in place.
 
-    Matrices are normal with ``init_method_std`` (over sqrt(2 * num_layers) where they write into the
-    residual stream), norms are one, biases zero. Each is drawn whole, on the CPU in FP32, from a generator
-    seeded by its name; a tensor-parallel rank keeps its part.
+    Matrices are normal with ``init_method_std`` (over sqrt(2 * num_layers) if they write into the residual stream),
+    norms are one, biases zero. Each matrix is drawn whole, on the CPU in FP32, from a generator seeded by its name; a
+    tensor-parallel rank keeps its part.
     """
     with torch.no_grad():
         for name, parameter in named_parameters(model):
@@ -70,12 +70,12 @@ def own_part(
 
 
 def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: ProcessGroupCollection) -> int:
-    """Return the tensor-parallel part of global parameter ``name`` that this rank's ``parameter`` is; 0 where it is
-    not split."""
+    """Return the number of the tensor-parallel part of global parameter ``name`` that this rank has; 0 if it is not
+    split."""
     group = _tensor_group(name, pg_collection)
     return group.rank() if _is_sharded(parameter, group.size()) else 0
 
 
 def _tensor_group(name: str, pg_collection: ProcessGroupCollection) -> dist.ProcessGroup:
-    """Return the ranks over which a parameter's matrices are split: experts have their own tensor parallelism."""
+    # Return the ranks over which a parameter's matrices are split; experts have a tensor parallelism of their own.
     return pg_collection.expt_tp if ".experts." in name else pg_collection.tp

@@ -7,12 +7,12 @@ from megatron_ft import failpoints
 
 
 class MixtureLayer(MoELayer):
-    """Megatron's MoE layer, notified of iterations by the engine."""
+    """Megatron's MoE layer; the engine announces each iteration to it."""
 
     iteration: int = 0
 
     def start_iteration(self, iteration: int) -> None:
-        """Set the coming iteration (0 is an evaluation), for failpoints in the dispatch and for forced routing."""
+        """Announce the next iteration (0 is an evaluation), for failpoints in the dispatch and for forced routing."""
         self.iteration = iteration
         self.router.start_iteration(iteration)
 

@@ -1,4 +1,4 @@
-"""Carries out a ``MigrationPlan``: expert weights and optimizer state move, nothing else changes, not by a bit."""
+"""Carries out a ``MigrationPlan``: moves expert weights and optimizer state, without changing a bit of any state."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ _ExpertId = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousPlacement:
-    """State that a rank needs to take back a placement with which no iteration is committed yet."""
+    """State with which a rank can return to the previous placement until an iteration with the new one is committed."""
 
     before_iteration: int
-    """First iteration of the placement that took over."""
+    """First iteration of the new placement."""
     plans: list[PlacementPlan]
     """Previous plan of each stage."""
     state: NamedState
-    """Tensors of experts that this rank no longer has; while they move, all that it had."""
+    """Tensors of experts that this rank no longer has; while experts move, all its previous tensors."""
     host: TrainState | None = None
-    """State besides tensors before, as long as experts move: the engine's state is then that of no placement, and no
-    engine can be built any more where a rank is lost. None once they have moved."""
+    """Previous state besides tensors, while experts move: if a rank is lost then, the engine's state belongs to no
+    placement, and no engine can be built from it. None after the move."""
     is_evacuation: bool = False
-    """Whether it took over for the ranks that stay in the next membership."""
+    """Whether the new placement was made for the ranks that stay in the next membership."""
 
 
 def migrate(
@@ -41,13 +41,13 @@ def migrate(
     *,
     keep: Callable[[NamedState], None] | None = None,
 ) -> NamedState:
-    """Rebuild ``engine`` for ``replicas`` after moving what ``migration`` says; collective over the stage.
+    """Rebuild ``engine`` for ``replicas`` after carrying out ``migration``; collective over the stage.
 
     Args:
-        keep: called with this rank's whole state before any of it moves: with that, it can go back at any time.
+        keep: called with this rank's whole state before any of it moves, so that it can be restored at any time.
 
     Returns:
-        State of the experts that this rank had and has no more: with it, it could go back once this has returned.
+        State of the experts that this rank no longer has; with it, the previous placement can be restored afterwards.
     """
     state = take_state(engine.model_chunks, engine.optimizer)
     # A copy of the dict: the move adds experts to ``state``.
@@ -64,13 +64,14 @@ def migrate(
 def move_experts(
     state: NamedState, migration: MigrationPlan, group: dist.ProcessGroup, *, like: NamedState | None = None
 ) -> int:
-    """Send from ``state`` what ``migration`` says, and add what comes; collective over the plan's ranks, ``group``.
+    """Send the experts of ``migration`` from ``state``, and add received ones; collective over the plan's ranks,
+    ``group``.
 
     Args:
-        like: state of any expert, for shapes, dtypes and devices; None takes one that is held here.
+        like: state of any expert, for shapes, dtypes and devices; None takes one of this rank.
 
     Returns:
-        Bytes this rank sent.
+        Bytes that this rank sent.
     """
     position = {rank: place for place, rank in enumerate(migration.placement.ranks)}
     me = migration.placement.ranks[group.rank()]
@@ -91,7 +92,7 @@ def move_experts(
 
 
 def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
-    """Names of each expert's tensors among those of ``state``, sorted: the same order on every rank."""
+    """Return the names of each expert's tensors in ``state``, sorted, so that all ranks have the same order."""
     names: dict[_ExpertId, list[str]] = {}
     for name in sorted(state):
         expert = expert_of(name)
@@ -101,9 +102,8 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 
 def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:
-    """Empty tensors for an expert's state: experts are alike."""
     template = expert_of(next(iter(like)))
-    assert template is not None, "the state of an expert"
+    assert template is not None, "the state names no expert"
     old, new = _prefix(template), _prefix(expert)
     return {
         name.replace(old, new, 1): torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

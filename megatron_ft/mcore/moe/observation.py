@@ -1,4 +1,4 @@
-"""Reads the counters of a rank's mixture layers: auxiliary losses and tokens per expert."""
+"""Reads the counters of a rank's MoE layers: auxiliary losses and tokens per expert."""
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
@@ -30,16 +30,17 @@ def take_auxiliary_losses() -> tuple[float, float]:
 
 
 def forget_auxiliary_losses() -> None:
-    """Empty Megatron's tracker: it is global, keeps the number of layers and references process groups.
+    """Reset Megatron's tracker: it is global, keeps the number of layers and references process groups.
 
-    The scale of auxiliary losses is global too: the next engine's schedule sets its own.
+    The scale of auxiliary losses is global too, but the next engine's schedule sets it.
     """
     get_moe_layer_wise_logging_tracker().clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_experts: int) -> torch.Tensor:
-    """Count the tokens this rank gave to each expert in this iteration: int64 [num_layers, num_experts], on the CPU."""
+    """Count the tokens that this rank gave to each expert in this iteration: int64 [num_layers, num_experts], on the
+    CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
     for router in routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()

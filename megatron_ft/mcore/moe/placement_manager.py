@@ -1,7 +1,7 @@
-"""Keeps the placement of a run: where it starts, what the loads become, when it changes.
+"""Keeps the placement of a run: the first one, the loads, the changes.
 
-Loads are the same on every rank (they are reduced over the job), plans are pure functions of them, so all ranks
-agree on every plan of every stage without a word.
+Loads are reduced over the job, so they are the same on every rank. Plans are pure functions of loads, so all ranks have
+the same plan of every stage without communication.
 """
 
 import json
@@ -15,6 +15,7 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.device.install import resolve_device
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
@@ -45,7 +46,7 @@ Loads = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A placement that takes over, stage by stage."""
+    """A new placement of all stages."""
 
     migrations: tuple[MigrationPlan, ...]
     reason: str
@@ -61,20 +62,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementState:
-    """Placement and loads that pass to the next membership, and from a checkpoint to a restart."""
+    """Placement and loads for the next membership, or from a checkpoint for a restart."""
 
     plans: list[PlacementPlan]
-    """Plan of each stage, in force."""
+    """Plan in force of each stage."""
     loads: list[Loads] | None
-    """Smoothed tokens per stage, layer and expert; None until the first are seen."""
+    """Smoothed tokens per stage, layer and expert; None before the first iteration."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return JSON values."""
         return {"stages": [plan.to_json() for plan in self.plans], "loads": self.loads}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "PlacementState":
-        """Inverse of ``to_json``."""
+        """Read the values of ``to_json``."""
         plans = [PlacementPlan.from_json(plan) for plan in content["stages"]]
         return cls(plans=plans, loads=content["loads"])
 
@@ -90,11 +91,11 @@ def open_dispatch(config: JobConfig) -> DispatchBackend:
 
 
 class PlacementManager:
-    """Plans of all stages of a job, and the loads they rest on.
+    """Plans of all stages of a job, and the loads from which they are made.
 
     Args:
         stage: pipeline stage of this rank.
-        before: that of the membership before, whose loads are continued; None makes plans like a new run.
+        before: state of the previous membership, whose loads are continued; None plans like a new run.
     """
 
     def __init__(self, config: JobConfig, *, world_size: int, stage: int, before: PlacementState | None = None) -> None:
@@ -111,7 +112,7 @@ class PlacementManager:
             shares=config.placement.shares,
         )
         self.loads: list[Loads] | None = None if before is None else before.loads
-        """Smoothed tokens per stage, layer and expert; None until the first are seen."""
+        """Smoothed tokens per stage, layer and expert; None before the first iteration."""
         topology = Topology.of(config.parallel, world_size)
         operators = operators_of(config.model, 1)
         self._num_dense = parameters_of_stage(config.model, operators, topology, stage).num_dense
@@ -121,14 +122,14 @@ class PlacementManager:
     def following(
         cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
     ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
-        """The keeper of the next membership, and what its ranks have to move for its plan. Of one pipeline stage.
+        """Return the manager for the next membership, and the moves to its plan. For one pipeline stage.
 
         A pure function of its arguments.
 
         Args:
-            before: of the membership before.
-            config: of the next membership.
-            previous_ranks: for each of its ranks, in order, the rank it is in ``before``; None where it has no state.
+            before: state of the previous membership.
+            config: configuration of the next membership.
+            previous_ranks: number in ``before`` of each rank of the next membership, in order; None if it has no state.
         """
         keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
         found = plan_replicas(
@@ -144,31 +145,32 @@ class PlacementManager:
         return keeper, found
 
     def evacuation(self, config: JobConfig, staying: Sequence[int]) -> MigrationPlan | None:
-        """Plan the moves before all ranks but ``staying`` leave; None where these hold everything. For one stage.
+        """Plan the moves before all ranks except ``staying`` leave; None if these have all experts. For one stage.
 
         Args:
-            config: of those that stay.
+            config: configuration of the ranks that stay.
         """
         before = PlacementState(plans=self.plans, loads=self.loads)
         keeper = PlacementManager(config, world_size=len(staying), stage=0, before=before)
         return plan_drain(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Placement and backend to build this rank's model with, for ``plan`` of its stage or the one in force."""
+        """Return placement and backend for building this rank's model, for ``plan`` of the stage or the one in
+        force."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
-        """Plan copies of this stage's optimizer state; None where only computing copies keep it."""
+        """Plan copies of this stage's optimizer state; None if only the ranks that compute keep it."""
         return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
 
     @property
     def single_loss_survival(self) -> float | None:
-        """Probability that the job continues by its replicas when one failure domain is lost; None where a lost node
-        ends the job, and where there is one domain."""
-        launch = self._config.launch
-        if launch.min_nodes is None or launch.keep_layout:
+        """Probability that the job continues from replicas when one failure domain is lost; None if a lost node ends
+        the job, or if there is only one domain."""
+        launch, recovery = self._config.launch, self._config.recovery
+        if recovery.min_nodes is None or recovery.keep_layout:
             return None
-        return single_loss_survival(self.plans, min_ranks=launch.min_nodes * launch.ranks_per_node)
+        return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 
     @property
     def needs_loads(self) -> bool:
@@ -176,7 +178,7 @@ class PlacementManager:
         return self._policy.interval_iterations > 0
 
     def observe(self, load: torch.Tensor) -> None:
-        """Take in the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
+        """Add the tokens per expert of one iteration: int64 [num_layers, num_moe_experts] over the job."""
         rows = load.tolist()
         weight = self._config.placement.load_smoothing
         newest = [[rows[number - 1] for number in request.layer_numbers] for request in self._requests]
@@ -184,7 +186,7 @@ class PlacementManager:
         self.loads = [smooth(old, new, weight) for old, new in zip(previous, newest, strict=True)]
 
     def change_before(self, iteration: int) -> Change | None:
-        """The placement that takes over before ``iteration``, if one does: scripted, or planned because it pays."""
+        """Return the new placement from ``iteration`` on, if it is scheduled or saves enough; otherwise None."""
         if iteration in self._inputs.schedule:
             plans = scripted_plans(self._requests, self._inputs.schedule[iteration])
             return self._change([self._migration(stage, plan) for stage, plan in enumerate(plans)], "scripted", 0.0)
@@ -207,32 +209,37 @@ class PlacementManager:
         return self._change(kept, best.reason, best.gain)
 
     def propose(self) -> Change:
-        """The placement that present loads ask for, whether it pays or not."""
+        """Return the placement for the present loads, whether it saves enough or not."""
         return self._change([self._replan(stage) for stage in range(len(self.plans))], "asked for", 0.0)
 
     def adopt(self, change: Change) -> MigrationPlan:
-        """Put ``change`` in force; the part that this rank's stage carries out."""
+        """Put ``change`` in force; return the moves of this rank's stage."""
         self.plans = [migration.placement for migration in change.migrations]
         return self.part_of(change)
 
     def part_of(self, change: Change) -> MigrationPlan:
-        """Migration that this rank's stage carries out for ``change``."""
+        """Return the moves of this rank's stage for ``change``."""
         return change.migrations[self._stage]
 
     def to_json(self) -> dict[str, Any]:
-        """Plans and loads, for checkpoints and for a scripted history."""
+        """Return plans and loads as JSON values, for checkpoints and for a scheduled history."""
         return PlacementState(plans=self.plans, loads=self.loads).to_json()
 
     def write(self, path: Path) -> None:
-        """Keep the plans in force as a file that ``placement.schedule`` can name."""
+        """Write the plans in force, durably and in one atomic step, to a file that ``placement.schedule`` can name.
+
+        Raises:
+            OSError: the write failed; a file of that name is unchanged.
+        """
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(self.to_json()))
+        fsync_folder(path.parent.parent)
+        replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Go on from ``to_json``.
+        """Continue from the values of ``to_json``.
 
-        Where the plans do not fit (other ranks, slots or failure domains), new ones are made from the loads; other
-        pipeline stages start like a new run, and so does a checkpoint without replicas (None).
+        If the plans do not fit (other ranks, slots or failure domains), new ones are made from the loads. Other
+        pipeline stages, and checkpoints without replicas (None), lead to the plans of a new run.
         """
         if content is None:
             return
@@ -253,13 +260,12 @@ class PlacementManager:
         return plan
 
     def _wanted(self, previous: Holdings) -> PlacementPlan:
-        """The plan that present loads ask for, or those of a new run where none are seen yet."""
         if self.loads is not None:
             return self._place(0, self.loads[0], previous)
         return self._place(0, first_loads(self._config, self._requests[0], self._inputs), previous)
 
     def _replan(self, stage: int) -> MigrationPlan:
-        assert self.loads is not None, "plans are made from loads"
+        assert self.loads is not None, "no loads are known to plan from"
         held = holdings(self.plans[stage])
         wanted = self._place(stage, self.loads[stage], held)
         return self._migration(stage, remap(wanted, held))

@@ -15,7 +15,7 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 
 class ReplicaTokenDispatcher(MoETokenDispatcher):
-    """Sends each token to one copy of each of its experts; probabilities are applied when the rows are back.
+    """Sends each token to one copy of each of its experts; probabilities are applied when the rows return.
 
     Args:
         replicas: int64 [E, N]: copies of each expert on each rank of ``pg_collection.ep``.
@@ -41,7 +41,7 @@ class ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``hidden_states`` [sequence, batch, H] -> rows [S, H] in sending order; ``probs`` [T, E] stay here."""
+        """``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order; ``probs`` [T, E] are not sent."""
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
@@ -54,21 +54,21 @@ class ReplicaTokenDispatcher(MoETokenDispatcher):
         return rows, probs
 
     def token_dispatch(self, rows: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S, H] -> [R, H]: an unpadded all-to-all."""
+        """Rows [S, H] to [R, H] by an unpadded all-to-all."""
         return send_rows(rows, self._handle, self.group, self.bytes), probs
 
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Group rows [R, H] by local expert; the counts give the number of each."""
+        """Group rows [R, H] by local expert; also return the number of rows of each."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Back to the order of arrival: [R, H]."""
+        """Put rows [R, H] back into the order of arrival."""
         return self.backend.unsort(rows, self._handle)
 
     def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> [S, H]: the way back."""
+        """Rows [R, H] to [S, H] by the reverse all-to-all."""
         return return_rows(rows, self._handle, self.group, self.bytes)
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:

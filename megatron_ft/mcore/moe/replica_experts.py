@@ -13,11 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicaExperts(SequentialMLP):
-    """Experts ``expert_ids`` (ascending) of a layer, one set of weights each.
+    """The experts ``expert_ids`` (ascending) of a layer, one set of weights each.
 
     Args:
-        holders: for each of them, the ranks of the expert group that hold it, ascending.
-        rank: this rank's place in that group.
+        holders: for each expert, the ranks of the expert group that hold it, ascending.
+        rank: this rank's number in that group.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ReplicaExperts(SequentialMLP):
         self._mark_copies()
 
     def _mark_copies(self) -> None:
-        """Let each expert count once in the gradient norm: on the first rank that holds it."""
+        # Let each expert count once in the gradient norm: on the first rank that holds it.
         # Megatron leaves parameters with ``shared`` out of the norm (``param_is_not_shared``).
         for expert, copy_number in zip(self.local_experts, self.copy_numbers, strict=True):
             for parameter in expert.parameters():
@@ -45,7 +45,8 @@ class ReplicaExperts(SequentialMLP):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], permuted_probs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Run ``tokens`` [rows, H], grouped by expert; probabilities are applied where the tokens came from."""
+        """Run ``tokens`` [rows, H], grouped by expert; probabilities are applied later, on the ranks that sent the
+        tokens."""
         outputs = []
         # Experts without rows run too: a bucket is reduced once each of its parameters has a gradient.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
@@ -54,7 +55,6 @@ class ReplicaExperts(SequentialMLP):
         return torch.cat(outputs), None
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Append zeros to ``rows`` up to a count that 8-bit and 4-bit types can multiply."""
         if not (self.config.fp8 or self.config.fp4):
             return rows
         padded, _ = self._pad_tensor_for_quantization(rows, rows.new_zeros(len(rows)))
@@ -65,7 +65,7 @@ class ReplicaExperts(SequentialMLP):
     ) -> ShardedStateDict:
         """Return Megatron's form, keyed by expert; the copies of an expert are replicas of one tensor."""
         assert metadata is not None and metadata.get("singleton_local_shards"), (
-            "experts with replicas are saved one tensor each: metadata must have singleton_local_shards"
+            "metadata must have singleton_local_shards: each expert with replicas is saved as tensors of its own"
         )
         state: ShardedStateDict = {}
         for number, expert in enumerate(self.local_experts):

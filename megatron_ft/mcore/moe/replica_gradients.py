@@ -1,7 +1,7 @@
-"""Sums the gradients of an expert's copies, in rank order, so that every holder gets the same bits.
+"""Sums the gradients of an expert's copies in rank order, so that every copy gets the same bits.
 
-Each expert's gradient is cut into as many pieces as it has holders. Two exchanges over the stage: every holder sends
-each piece to the holder that sums it, and gets the sums of the others back.
+Each expert's gradient is cut into as many pieces as it has holders. There are two exchanges over the stage: every
+holder sends each piece to the holder that sums it, and then receives the sums of the other pieces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class _SharedExpert:
     holders: tuple[int, ...]
 
     def pieces(self) -> list[int]:
-        """Elements that each holder sums."""
+        """Return the number of elements that each holder sums."""
         total, count = sum(parameter.numel() for parameter in self.parameters), len(self.holders)
         return [total * (number + 1) // count - total * number // count for number in range(count)]
 
@@ -68,7 +68,6 @@ class ReplicaGradients:
     def _add_up(
         self, number: int, own: Sequence[torch.Tensor], contributions: dict[int, dict[int, torch.Tensor]]
     ) -> torch.Tensor:
-        """Sum the piece of expert ``number`` that this rank owns, over its holders in rank order."""
         expert = self._experts[number]
         mine = own[expert.holders.index(self._rank)]
         terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
@@ -81,9 +80,9 @@ class ReplicaGradients:
     def _exchange(
         self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
     ) -> dict[int, dict[int, torch.Tensor]]:
-        """Exchange pieces by one uneven all-to-all; returns the pieces of each rank, by number of expert.
+        """Exchange pieces by one uneven all-to-all; return the pieces of each rank, by number of expert.
 
-        To owners, piece k goes to holder k; back, this rank's one piece goes to every other holder.
+        To owners, piece k is sent to holder k; on the way back, this rank's piece is sent to every other holder.
         """
         ranks = range(self._group.size())
         outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]

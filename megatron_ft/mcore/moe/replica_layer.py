@@ -1,4 +1,4 @@
-"""Mixture layer over replica slots: any number of ranks, any number of copies of each expert."""
+"""An MoE layer with slots: any number of ranks, any number of copies of each expert."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend
 
 
 class ReplicaMixtureLayer(MixtureLayer):
-    """Megatron's MoE layer over a placement.
+    """Megatron's MoE layer with a placement.
 
-    Its constructor takes the placement; everything after construction is left to Megatron.
+    Its constructor takes the placement; everything after construction is Megatron's.
 
     Args:
-        slots: for each rank of ``pg_collection.ep``, the expert of each of its slots. Several copies of an expert on
-        one rank are one set of weights with a larger share of the tokens.
+        slots: for each rank of ``pg_collection.ep``, the expert of each slot. Several copies of an expert on one rank
+            are one set of weights with a larger share of the tokens.
         backend: computes schedule and permutation.
     """
 

@@ -1,4 +1,4 @@
-"""Placement in force on this rank's pipeline stage, as the model needs it."""
+"""The placement in force on this rank's pipeline stage, in the form that the model needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from megatron_ft.runtime.dispatch.backend import DispatchBackend
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """A stage's plan and the backend that dispatches by it; the plan's ranks are those of the expert group."""
+    """A stage's plan and the backend for its dispatch; the plan's ranks are those of the expert group."""
 
     plan: PlacementPlan
     backend: DispatchBackend
 
     def slots_of(self, layer_number: int) -> Sequence[Sequence[int]]:
-        """List the expert of each slot of each rank, for a layer by Megatron's number (from 1)."""
+        """Return the expert of each slot of each rank, for a layer by Megatron's number (from 1)."""
         return self.plan.slots[self.plan.layer_numbers.index(layer_number)]

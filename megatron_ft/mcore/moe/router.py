@@ -12,11 +12,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class PaddingAwareRouter(TopKRouter):
-    """Megatron's top-k router, except that a microbatch given with a ``padding_mask`` is padding.
+    """Megatron's top-k router, except that a microbatch with a ``padding_mask`` is padding.
 
     Such a microbatch is routed and dispatched like any other (the all-to-all is collective) but adds nothing to
     auxiliary losses, z-loss, router bias or load counts. Megatron attaches auxiliary losses through an autograd
-    function whatever the loss value is, so masking the loss alone is not enough.
+    function whatever the loss value is, so masking only the loss is not enough.
 
     ``load`` [E] int64 holds the tokens given to each expert since the iteration began.
     """
@@ -65,10 +65,10 @@ class PaddingAwareRouter(TopKRouter):
     ) -> torch.Tensor:
         """Attach a balancing loss to ``activation`` [T, E], except for padding.
 
-        Each rank of ``reduce_group`` gives its share of ``aux_loss``. With per-token losses Megatron weighs it by
-        ``valid_token_count``. That is too little where ranks hold a part of a microbatch's tokens, where ranks of all
-        data-parallel groups share one loss, and by the microbatch's size for the sequence-level loss. Here its weight
-        does not depend on how a batch is split.
+        Each rank of ``reduce_group`` contributes its share of ``aux_loss``. With per-token losses Megatron weights it
+        by ``valid_token_count``. That is too little if ranks hold a part of a microbatch's tokens, if ranks of all
+        data-parallel groups share one loss, and, for the sequence-level loss, by the microbatch's size. Here the weight
+        does not depend on the split of the batch.
         """
         if self.is_padding:
             return activation
@@ -86,7 +86,6 @@ class PaddingAwareRouter(TopKRouter):
         )
 
     def _num_shares(self) -> int:
-        """Count the ranks that each route a part of the same microbatch's tokens."""
         return self.tp_cp_group.size()
 
     def _apply_global_aux_loss(

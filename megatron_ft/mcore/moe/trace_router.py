@@ -1,4 +1,4 @@
-"""Forced routing: experts follow recorded loads, probabilities stay those of the learned gate.
+"""Forced routing: recorded loads choose the experts, the learned gate gives the probabilities.
 
 Notation: T tokens of a microbatch on this rank, K experts of each token, E experts.
 """
@@ -21,9 +21,9 @@ from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced
 class TraceRouter(PaddingAwareRouter):
     """Routes every microbatch in the proportions of a recording (Lazarus, arXiv 2407.04656, section 6.1).
 
-    Which token goes where depends on (seed, iteration, layer, microbatch of the global batch) alone, neither on the
+    The assignment of tokens depends only on (seed, iteration, layer, microbatch of the global batch), neither on the
     layout of ranks nor on the placement of experts. Tensor-parallel ranks route their parts of one assignment.
-    Auxiliary losses are those of the gate's own choice.
+    Auxiliary losses use the gate's own choice.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TraceRouter(PaddingAwareRouter):
         return super().routing(logits, padding_mask)
 
     def _next_microbatch(self) -> int:
-        """Return the place in the global batch of the next microbatch.
+        """Return the position of the next microbatch in the global batch.
 
         Full recomputation routes each microbatch once without gradients and once with, both times in order.
         """
@@ -77,7 +77,7 @@ class TraceRouter(PaddingAwareRouter):
 
 
 class _ForcedChoice:
-    """Replaces Megatron's recorded choices: scores are taken at given experts instead of the best."""
+    """Replaces Megatron's recorded choices: scores are taken at given experts instead of the best ones."""
 
     experts: torch.Tensor
     """int64 [T, K]."""
@@ -95,7 +95,7 @@ class _ForcedChoice:
 
 
 def router_builder(config: JobConfig) -> RouterBuilder:
-    """Build the function that makes the routers of a job's mixture layers.
+    """Build the function that makes the routers of a job's MoE layers.
 
     Raises:
         ConfigError, DataError: a trace that cannot be read or does not fit the model.

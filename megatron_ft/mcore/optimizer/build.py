@@ -15,7 +15,7 @@ from megatron_ft.mcore.model.transformer_config import DTYPES
 def build_optimizer(
     config: JobConfig, model_chunks: list[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Build AdamW over the chunks' parameters; master weights and moments are sharded when configured so."""
+    """Build AdamW over the chunks' parameters; master weights and moments are sharded if configured."""
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
         optimizer="adam",
@@ -42,7 +42,7 @@ def build_optimizer(
 
 
 def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build Megatron's schedule, counted in samples. Its position is set from the iteration, see ``set_position``."""
+    """Build Megatron's schedule, counted in samples. ``set_position`` sets its position from the iteration."""
     options, batch = config.optimizer, config.training.global_batch_size
     decay = options.num_decay_iterations(config.training.train_iterations)
     wsd: dict[str, Any] = {}

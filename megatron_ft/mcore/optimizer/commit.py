@@ -1,7 +1,7 @@
 """Megatron's ``optimizer.step()`` in the parts that the commit protocol needs.
 
-prepare (copy, unscale, norm) changes nothing that cannot be undone; clip and update change master weights and moments
-on this rank; gather updates every rank's parameters.
+``prepare`` (copy, unscale, norm) changes nothing that cannot be rolled back. ``update`` (clip, update) changes master
+weights and moments on this rank. ``gather`` updates every rank's parameters.
 """
 
 from collections.abc import Collection, Iterator
@@ -42,9 +42,9 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` where its results are known already: without communication.
+    """Do the work of ``prepare`` if its results are known already, without communication.
 
-    Parameters ``without`` are left without master gradients, so that no update touches their state.
+    Parameters ``without`` get no master gradients, so that no update changes their state.
     """
     for part in parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
@@ -89,7 +89,7 @@ def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> 
 
 
 def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:
-    """All-gather updated parameters where the optimizer is sharded."""
+    """All-gather updated parameters if the optimizer is sharded."""
     if any(isinstance(part, DistributedOptimizer) for part in parts(optimizer)):
         for chunk in model_chunks:
             chunk.start_param_sync()  # type: ignore[operator]

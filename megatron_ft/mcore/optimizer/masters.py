@@ -1,4 +1,4 @@
-"""Tensors that an optimizer updates on this rank, by global name, with the inputs of their updates."""
+"""The tensors that an optimizer updates on this rank, by global name, with all inputs of their update."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Master:
     """One updated tensor: a whole master weight, or this rank's flat range of one.
 
-    ``state`` is the inner optimizer's: moments and step count.
+    ``state`` is that of the inner optimizer: moments and step count.
     """
 
     name: str

@@ -1,11 +1,11 @@
 """Copies of optimizer state on other failure domains, kept current by repeating the update.
 
-With the distributed optimizer each shard of the non-expert state lives on one rank. Here f - 1 others, on distinct
-failure domains, keep its master weights and moments too. After every update they get the shard's clipped gradient (a
-third of the state's bytes) and apply the same update to the same bits: the copies stay equal, bit for bit.
+With the distributed optimizer each shard of the non-expert state lives on one rank. Here f - 1 other ranks, on distinct
+failure domains, also keep its master weights and moments. After every update they receive the shard's clipped gradient
+(a third of the state's bytes) and apply the same update to the same bits, so the copies stay equal, bit for bit.
 
-Experts are copied by their replicas, which all keep whole state; where fewer failure domains than f compute an expert,
-others keep its state in the same way.
+Experts are copied by their replicas, which all keep the whole state. If fewer than f failure domains compute an expert,
+other ranks keep its state in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 @dataclass(kw_only=True)
 class Kept:
-    """State that this rank copies for ``owner``: masters as parameters of an optimizer of their own."""
+    """State that this rank copies for ``owner``: masters as parameters of a separate optimizer."""
 
     owner: int
     names: list[str]
@@ -46,19 +46,20 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Gradients that this rank sends to one holder of its copy, in order."""
+    """Gradients that this rank sends to one holder of a copy, in order."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
 
 
 class StateCopies:
-    """This rank's part in ``plan``: the state it sends to holders of copies, and the copies it holds for owners.
+    """This rank's part in ``plan``: the state that it sends to holders of copies, and the copies that it holds for
+    owners.
 
-    Building it moves the state once; ``follow`` comes after every update. Both are collective over ``group``.
+    Building it moves the state once; ``follow`` must be called after every update. Both are collective over ``group``.
 
     Args:
-        plan: owners of every shard; ``placement`` the slots it was made for.
+        plan: owners of every shard; ``placement`` are the slots for which it was made.
         group: the ranks of the stage, in the plan's order.
     """
 
@@ -79,9 +80,9 @@ class StateCopies:
         self.kept = self._receive(config)
 
     def follow(self, learning_rate: float) -> int:
-        """Repeat the update that owners have just made; returns the bytes this rank sent.
+        """Repeat the update that owners have just made; return the bytes that this rank sent.
 
-        Gradients of the masters must still be those of the update: clipped and not yet zeroed.
+        The gradients of the masters must still be those of the update: clipped and not zeroed yet.
         """
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
         for kept in self.kept:
@@ -99,7 +100,7 @@ class StateCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the copies that this rank holds for others."""
+        """Size of the copies on this rank for others."""
         tensors = (tensor for kept in self.kept for tensor in kept.tensors().values())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -134,8 +135,8 @@ class StateCopies:
 
 
 def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int | tuple[int, int], tuple[int, ...]]:
-    """List the ranks that hold copies of what ``me`` owns: its non-expert shard, and experts whose first
-    holder it is."""
+    """Return the ranks that hold copies of the state that ``me`` owns: its non-expert shard, and the experts of which
+    it is the first holder."""
     found: dict[int | tuple[int, int], tuple[int, ...]] = {}
     position = plan.ranks.index(me)
     for operator in plan.operators:
@@ -154,8 +155,8 @@ def _keepers(plan: StateCopyPlan, placement: PlacementPlan, me: int) -> dict[int
 def _describe(master: Master) -> dict[str, Any]:
     if master.tensor.dtype is not torch.float32 or "step" not in master.state:
         raise ConfigError(
-            f"placement.state_copies: needs FP32 master weights and torch's AdamW, whose update others can repeat; "
-            f"{master.name} has {master.tensor.dtype} and {sorted(master.state)}"
+            "placement.state_copies: needs FP32 master weights and torch's AdamW, whose update another rank can "
+            f"repeat; {master.name} has {master.tensor.dtype} and optimizer state {sorted(master.state)}"
         )
     return {"name": master.name, "shape": list(master.tensor.shape), "weight_decay": master.weight_decay}
 

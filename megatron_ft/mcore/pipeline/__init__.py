@@ -1,1 +1,1 @@
-"""Messages between pipeline stages: logged while training, served in a replay."""
+"""Messages between pipeline stages: logged during training, read in a replay."""

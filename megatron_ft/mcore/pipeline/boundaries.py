@@ -1,4 +1,4 @@
-"""Pipeline boundaries of one rank; the log of their messages outlives the groups they were sent through."""
+"""Pipeline boundaries of one rank; the log of their messages outlives the process groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 
 class Boundaries:
-    """Connects a rank to the stages beside it."""
+    """Connects a rank to the adjacent stages."""
 
     def __init__(self) -> None:
         self._log: UpstreamLog | None = None
@@ -20,7 +20,7 @@ class Boundaries:
 
     @property
     def log(self) -> UpstreamLog | None:
-        """Log of sent messages; None keeps nothing."""
+        """Log of sent messages; None if messages are not logged."""
         return self._log
 
     @log.setter
@@ -40,7 +40,7 @@ class Boundaries:
 
     @contextmanager
     def logging(self, iteration: int, generation: int) -> Iterator[None]:
-        """Log messages sent in this context as messages of ``iteration``."""
+        """Log messages that are sent in this context as messages of ``iteration``."""
         log = self._log
         if log is None:
             yield

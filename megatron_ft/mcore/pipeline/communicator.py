@@ -1,4 +1,4 @@
-"""``P2PCommunicator`` that logs what it sends, and one that replays the logs of others.
+"""A ``P2PCommunicator`` that logs what it sends, and one that reads the logs of other ranks.
 
 Both override the one method that all of Megatron's send and receive methods call, so they support 1F1B and interleaved
 schedules.
@@ -20,10 +20,10 @@ TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
 
 
 def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
-    """Choose group and tag of logged tensors that travel in ``direction``.
+    """Choose group and tag of logged tensors that are sent in ``direction``.
 
-    NCCL has no tags: it delivers what two ranks of a group send each other in the order in which both ask for it. Where
-    a pipeline has two stages and several chunks, both directions come from the same rank: each has a group of its own.
+    NCCL has no tags: messages between two ranks of a group are delivered in the order in which both request them. If a
+    pipeline has two stages and several chunks, both directions come from the same rank, so each has its own group.
     """
     if dist.get_backend(group) == "gloo":
         return group, TAGS[direction]
@@ -33,7 +33,7 @@ def route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessG
 def world_group() -> dist.ProcessGroup:
     """Return the group of all ranks of the job."""
     world = dist.group.WORLD
-    assert world is not None, "groups are formed"
+    assert world is not None, "process groups are not initialized"
     return world
 
 
@@ -41,7 +41,7 @@ class LoggingCommunicator(StagedCommunicator):
     """Keeps a copy of every activation and gradient that it sends.
 
     Args:
-        log: None keeps nothing.
+        log: None keeps no copies.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, log: UpstreamLog | None) -> None:
@@ -68,21 +68,21 @@ class LoggingCommunicator(StagedCommunicator):
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A message that needs no waiting."""
+    """A message that is complete."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class ReplayCommunicator(LoggingCommunicator):
-    """Communicator of a rank whose stage replays: neighbours outside of the replay are replaced by their logs.
+    """Communicator of a rank whose stage replays: logs replace neighbours that do not replay.
 
-    Messages to and from neighbours that also replay travel as usual. Messages to the others are logged again and
+    Messages to and from neighbours that also replay are sent as usual. Messages to the others are logged again and
     dropped; messages from them come from their logs, in the order in which they were sent.
 
     Args:
-        replays_previous: whether the previous stage replays too.
-        replays_next: whether the next one does.
+        replays_previous: whether the previous stage also replays.
+        replays_next: whether the next stage also replays.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class ReplayCommunicator(LoggingCommunicator):
 def serve(
     log: UpstreamLog, group: dist.ProcessGroup, direction: Direction, rank: int, iterations: range
 ) -> tuple[list[Any], int]:
-    """Begin to send the logged messages of ``iterations`` in ``direction`` to ``rank``, its neighbour, in the same
+    """Begin to send the logged messages of ``iterations`` in ``direction`` to the neighbour ``rank``, in the same
     order.
 
-    The log lies in host memory. NCCL sends from the device: there it has a copy until it is sent.
+    The log is in host memory. NCCL sends from the device, so there the messages have a copy until they are sent.
 
     Returns:
         Requests to wait for, and the bytes.

@@ -1,6 +1,6 @@
 """``P2PCommunicator`` for gloo on CUDA: messages go through host memory.
 
-gloo's collectives take tensors of a GPU, its sends and receives do not: they pass the address to a socket.
+gloo's collectives accept tensors of a GPU. Its sends and receives do not: they pass the address to a socket.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def sends_host_memory_only(group: dist.ProcessGroup) -> bool:
 
 @dataclass
 class _Transfer:
-    """One message: its request, its copy in host memory and, where it is received, its target tensor."""
+    """One message: its request, its copy in host memory and, if it is received, its target tensor."""
 
     request: Any
     host: torch.Tensor
@@ -48,7 +48,7 @@ class _Transfer:
 
 
 class StagedCommunicator(P2PCommunicator):
-    """Megatron's own communicator wherever the group can send from the device."""
+    """Megatron's own communicator if the group can send from the device; otherwise it copies messages."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
         super().__init__(pp_group, config)
@@ -64,10 +64,12 @@ class StagedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Received:
-        """Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is that of all tensors received."""
+        # Exchange as ``P2PCommunicator._communicate`` does; ``tensor_shape`` is the shape of all received tensors.
         if not self.is_staged:
+            # Interleaved schedules free an output before its send is done, by setting its ``.data``: the request holds
+            # another tensor of the same memory, which stays until then.
             received: Received = super()._communicate(
-                tensor_send_next=tensor_send_next,
+                tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
                 tensor_send_prev=tensor_send_prev,
                 recv_prev=recv_prev,
                 recv_next=recv_next,
@@ -75,7 +77,7 @@ class StagedCommunicator(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
             return received
-        assert not self.config.variable_seq_lengths, "shapes are known"
+        assert not self.config.variable_seq_lengths, "variable sequence lengths are not supported"
         dtype, device = self.config.pipeline_dtype, current_device()
         hosts: dict[str, torch.Tensor] = {}
         targets: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Trains through as many memberships as a run has: ranks are lost, leave and join, asked for or by a schedule."""
+"""Trains through all memberships of a run: waits for the next one, reconfigures, drains leaving nodes."""
 
 import traceback
 
@@ -16,27 +16,27 @@ from megatron_ft.runtime.transport import waits
 
 
 def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
-    """Train to the end of the run, or until this rank leaves permanently; then release everything.
+    """Train to the end of the run, or until this rank leaves permanently; then release all resources.
 
     Args:
-        trainer: built, or that of a joining rank, which waits for its first membership.
+        trainer: built; that of a joining rank is not, and waits for its first membership.
 
     Raises:
-        MegatronFtError: what ``Trainer.run`` raises; RecoveryError where the survivors of a loss lack state;
-            ControlError where the job ends; ConfigError where this run cannot lose nodes.
+        MegatronFtError: as ``Trainer.run``. RecoveryError: the survivors of a loss lack state. ControlError: the job
+            ends. ConfigError: this run cannot lose nodes.
     """
     _check(trainer, history)
-    worker, owes_save = trainer.context.worker, False
+    worker = trainer.context.worker
     # All groups of such a job use gloo: ``_check`` has refused other devices.
     if worker.can_survive:
         waits.install()
     if trainer.context.is_joining:
-        owes_save = _form(trainer, worker.await_membership(), history)
+        _form(trainer, worker.await_membership(), history)
     else:
         trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
         scripted = history.next
-        failure = _attempt(trainer, None if scripted is None else scripted.target.iteration + 1, owes_save=owes_save)
+        failure = _attempt(trainer, None if scripted is None else scripted.target.iteration + 1)
         if failure is not None:
             following: NextMembership | None = _survive(trainer, failure)
         elif trainer.ended:
@@ -57,42 +57,46 @@ def run_memberships(trainer: Trainer, history: ScriptedHistory) -> None:
             if following is None:
                 return None
             trainer = trainer.anew()
-        owes_save = _form(trainer, following, history)
+        _form(trainer, following, history)
 
 
 def _check(trainer: Trainer, history: ScriptedHistory) -> None:
-    """Refuse a schedule or a device that cannot work.
+    """Refuse an impossible schedule, or a device on which ranks cannot be lost.
 
     Raises:
-        ConfigError: a change should have come already, or connections of this device cannot be broken.
+        ConfigError: a scheduled change is in the past, or connections of this device cannot be broken.
     """
-    launch, iteration = trainer.job.launch, trainer.engine.iteration
-    if trainer.device.type != "cpu" and (launch.may_lose_nodes or launch.membership_schedule):
-        why = launch.why_nodes_change or f"launch.membership_schedule={launch.membership_schedule}"
-        raise ConfigError(f"{why}: must be left out on {trainer.device.type}: only gloo's ranks can be lost yet")
+    job, iteration = trainer.job, trainer.engine.iteration
+    schedule = job.testing.membership_schedule
+    if trainer.device.type != "cpu" and (job.may_lose_nodes or schedule):
+        why = job.why_nodes_change or f"testing.membership_schedule={schedule}"
+        raise ConfigError(
+            f"{why}: must not be set with training.device={trainer.device.type}: only ranks on gloo (CPU) can be "
+            "lost in this version"
+        )
     if history.next is not None and history.next.target.iteration < iteration:
-        reason = f"must begin after iteration {iteration}, which the run continues from with all nodes"
-        raise ConfigError.of("launch.membership_schedule", launch.membership_schedule, reason)
+        reason = f"must begin after iteration {iteration}, from which the run continues with all nodes"
+        raise ConfigError.of("testing.membership_schedule", schedule, reason)
 
 
 def _leave(trainer: Trainer) -> None:
-    """Release the run; other ranks may have left already."""
+    # Release all resources; other ranks may have left already.
     trainer.teardown()
     dissolve_groups()
 
 
-def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | None:
-    """Train in the membership there is; the traceback of what broke it.
+def _attempt(trainer: Trainer, before: int | None) -> str | None:
+    """Train in the present membership; return the traceback of the error that broke it.
 
-    Nothing of the exception is kept: its frames hold process groups, which are to be dissolved.
-
-    Args:
-        owes_save: a save was given up here when the membership before ended; one is made of the present state.
+    The exception itself is not kept, because its frames refer to process groups that must be destroyed.
     """
     try:
-        # One rank that has given a save up is enough: saving is collective.
-        if trainer.context.generation > 0 and trainer.collectives.any(owes_save):
+        # One rank that has abandoned a save is enough: saving is collective.
+        if trainer.context.generation > 0 and trainer.collectives.any(trainer.is_save_due):
             trainer.save()
+            # Only now: where ranks are lost before the save has begun, it is due in the next membership. One that has
+            # begun is abandoned like any other.
+            trainer.is_save_due = False
         trainer.run(before=before)
     except RuntimeError:  # of a collective, of a kernel: errors of this project's own are meant for everybody
         if not trainer.context.worker.can_survive:
@@ -103,7 +107,7 @@ def _attempt(trainer: Trainer, before: int | None, *, owes_save: bool) -> str | 
 
 def _survive(trainer: Trainer, failure: str) -> NextMembership:
     # First: others may wait for this rank in a collective, and report their positions only once they have left it.
-    trainer.hang_up("this rank's iteration failed")
+    trainer.hang_up("an iteration failed on this rank")
     try:
         position = position_of(trainer.engine, trainer.context.rank)
     except RecoveryError as error:
@@ -112,10 +116,8 @@ def _survive(trainer: Trainer, failure: str) -> NextMembership:
 
 
 def _planned(trainer: Trainer) -> NextMembership | None:
-    """The membership that begins at this boundary because nodes join or leave; None where this rank's node leaves.
-
-    A death on the way makes it what begins after a loss.
-    """
+    # Return the membership that begins at this boundary because nodes join or leave; None if this rank's node leaves.
+    # If a rank dies meanwhile, return the membership after that loss.
     worker, failure = trainer.context.worker, None
     try:
         trainer.checkpoints.finish()
@@ -127,31 +129,29 @@ def _planned(trainer: Trainer) -> NextMembership | None:
     return worker.change(position_of(trainer.engine, trainer.context.rank))
 
 
-def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> bool:
-    """Continue in ``following``, or in the first after it that forms: ranks may be lost while they join each other.
-
-    Returns:
-        Whether a save has been given up.
+def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory) -> None:
+    """Continue in ``following``, or, if ranks are lost while it is formed, in the first later membership that can be
+    formed.
 
     Raises:
-        RankLost: this process lacks memory, or something that it imports; the others can continue without it.
+        RankLost: this process lacks memory, or an import failed; the others can continue without it.
     """
     while True:
         try:
-            owes_save = reconfigure(trainer, following, store=history.store)
+            reconfigure(trainer, following, store=history.store)
             history.formed()
-            return owes_save
+            return
         # A RuntimeError is a collective's, as in ``_attempt``, unless ``_is_own``.
         except (RuntimeError, ImportError, MemoryError) as error:
             if not trainer.context.worker.can_survive:
                 raise
             if _is_own(error):
-                raise RankLost(f"this rank cannot form generation {following.generation}: {error!r}") from error
+                raise RankLost(f"this rank cannot join generation {following.generation}: {error!r}") from error
             # It failed while it took out its state, before it entered ``following``: it has nothing sound to continue.
             if trainer.context.generation != following.generation:
                 raise
             failure = traceback.format_exc()
-        trainer.hang_up("this membership did not form")
+        trainer.hang_up("this generation could not be formed")
         # Nothing was committed in this membership: the rank is where it began, without a vote of its own.
         position = Position(
             rank=trainer.context.rank,
@@ -165,6 +165,6 @@ def _form(trainer: Trainer, following: NextMembership, history: ScriptedHistory)
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether an error comes of this process alone: no broken collective raises it."""
+    # Whether an error is caused by this process alone; a broken collective never raises it.
     is_refused = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # torch's, on CPUs
     return is_refused or isinstance(error, ImportError | MemoryError)

@@ -1,9 +1,9 @@
-"""Goes on at the same layout: stages that lack a rank's state go back and replay, the others serve them and wait.
+"""Recovery with the same layout: stages that lack a rank's state replay, the others send logged messages and wait.
 
-The plan is ``planning/recovery/localized.py``'s. A healthy stage puts back the state it carried and computes nothing. A
-region of stages loads the newest committed window and runs the iterations after it again: among themselves its ranks
-talk as ever, across its edges they read what the neighbours have logged. Ranks of it that had the state after the
-target compare it with what the replay has come to: every recovery is its own proof.
+The plan comes from ``planning/recovery/localized.py``. A healthy stage restores the state that it carried and computes
+nothing. A region of stages loads the newest committed window and runs the later iterations again. Inside the region,
+ranks communicate as usual; at its edges they read the logs of the neighbours. Ranks of the region that had the state
+after the target compare it with the result of the replay, so a recovery that differs is detected.
 """
 
 import time
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Groups, target: int) -> None:
-    """Bring every rank to the state that those have that stay; collective.
+    """Bring every rank to the state of the target; collective.
 
     Args:
-        carried: this rank's state; None on a rank that has none.
-        target: iteration that the membership begins after: that of the state, or, where that iteration stops the run,
-            the one after it.
+        carried: this rank's state; None on a rank without state.
+        target: iteration after which the membership begins. The state is that of the target or, if the iteration after
+            it stops the run, of that one.
 
     Raises:
-        RecoveryError: this strategy cannot recover, or a replay came to something else.
+        RecoveryError: this strategy cannot recover, or a replay gave another result.
     """
     trainer.use(groups)
     plan, standings = _decide(trainer, carried, groups)
@@ -57,10 +57,10 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
     engine.build(groups)
     trainer.context = share_addresses(trainer.context, trainer.collectives)
     client = open_snapshot_client(trainer)
-    assert client is not None, "launch.keep_layout needs a snapshot.policy"
+    assert client is not None, "recovery.keep_layout needs a snapshot.policy"
     failpoints.hit("reform_move", target)
     kept = _recover(trainer, carried, plan, standings, client, votes, window_plan)
-    assert engine.iteration == plan.target, f"at iteration {engine.iteration}, not {plan.target}"
+    assert engine.iteration == plan.target, f"the recovery ended at iteration {engine.iteration}, not {plan.target}"
     engine.newest_vote = state.newest_vote
     # A save or an evaluation that was due may be done on some ranks only: each keeps what it has done.
     trainer.rounded_off = state.rounded_off if carried is None else carried.host.rounded_off
@@ -79,7 +79,6 @@ def recover_localized(trainer: "Trainer", carried: Carried | None, groups: Group
 
 
 def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tuple[LocalizedPlan, list[Standing]]:
-    """Return the plan and the report of each rank."""
     log, pp = trainer.engine.boundaries.log, groups.pg_collection.pp
     mine = Standing(
         stage=pp.rank(),
@@ -92,7 +91,9 @@ def _decide(trainer: "Trainer", carried: Carried | None, groups: Groups) -> tupl
     is_ring = trainer.config.parallel.virtual_pipeline_model_parallel_size is not None
     plan = plan_localized(standings, num_stages=pp.size(), is_ring=is_ring)
     if isinstance(plan, Declined):
-        raise RecoveryError(f"generation {trainer.context.generation} cannot continue in place: {plan.summary()}")
+        raise RecoveryError(
+            f"generation {trainer.context.generation} cannot recover by localized replay: {plan.summary()}"
+        )
     return plan, standings
 
 
@@ -101,13 +102,11 @@ def _share(
 ) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
     """Broadcast state besides tensors, the logged votes and the plan of windows (None before the first); collective.
 
-    The first rank sends them that has state and all votes that a replay needs, or as many as any. Of the state, only
-    what is the same on every rank is meant for others: a replay computes buffers and generators.
+    The sender is ``LocalizedPlan.voter``. Others use only the part of the state that is the same on every rank: a
+    replay computes buffers and generators.
     """
-    needed = set(plan.iterations)
-    able = [rank for rank, standing in enumerate(standings) if standing.has_state]
     # The same choice on every rank, from the same reports.
-    first = max(able, key=lambda rank: (len(needed & set(standings[rank].voted)), -rank))
+    first = plan.voter(standings)
     log, mine = trainer.engine.boundaries.log, None
     if carried is not None:
         mine = {
@@ -130,7 +129,7 @@ def _recover(
     votes: dict[int, Vote],
     window_plan: WindowPlan | None,
 ) -> StoredWindow | None:
-    """Come to the target, and say what this rank did; what it could go back to from there."""
+    # Bring this rank to the target and report its part; return the window to which it could return from there.
     engine, pp = trainer.engine, trainer.engine.pg.pp
     began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes
     requests: list[Any] = []
@@ -139,7 +138,7 @@ def _recover(
         region = plan.region_of(pp.rank())
         circle = form_region_groups(trainer, plan, [standing.stage for standing in standings])
         if region is None or circle is None:
-            assert carried is not None, "a healthy rank has state"
+            assert carried is not None, "a rank outside the replaying regions has no state"
             # Sending begins before this rank restores its own state: the region waits for the first message.
             requests, num_bytes = _serve(trainer, plan)
             kept = _put_back(trainer, carried, plan, client)
@@ -152,7 +151,7 @@ def _recover(
     # Every rank comes here, also one that failed: the others wait for it in this collective.
     error = trainer.collectives.errors(error)
     if error is not None:
-        raise RecoveryError(f"generation {trainer.context.generation}: a localized recovery has failed: {error}")
+        raise RecoveryError(f"generation {trainer.context.generation}: the localized replay failed: {error}")
     # The sends read the log's own memory: training must not log over it before they are done.
     for request in requests:
         request.wait()
@@ -176,12 +175,11 @@ def _recover(
 
 
 def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
-    """Begin to send what was logged to the stages beside this one that replay."""
     engine = trainer.engine
     requests, num_bytes = [], 0
     for direction, _ in plan.serves(engine.pg.pp.rank()):
         log = engine.boundaries.log
-        assert log is not None, "the plan has seen it"
+        assert log is not None, "a rank that serves its upstream log has none"
         rank = engine.p2p.next_rank if direction == "forward" else engine.p2p.prev_rank
         begun, size = serve(log, engine.pg.pp, direction, rank, plan.iterations)
         requests += begun
@@ -190,7 +188,6 @@ def _serve(trainer: "Trainer", plan: LocalizedPlan) -> tuple[list[Any], int]:
 
 
 def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client: KeeperClient) -> StoredWindow | None:
-    """Put back the state that this rank carried; nothing is computed."""
     engine = trainer.engine
     put_state(engine.model_chunks, engine.optimizer, carried.state)
     engine.restore(carried.host)
@@ -209,7 +206,7 @@ def _put_back(trainer: "Trainer", carried: Carried, plan: LocalizedPlan, client:
 
 
 def _compare(trainer: "Trainer", carried: Carried | None) -> None:
-    """The replayed state with the one that this rank had.
+    """Compare the replayed state with the previous state of this rank.
 
     Raises:
         RecoveryError: they differ.
@@ -223,7 +220,9 @@ def _compare(trainer: "Trainer", carried: Carried | None) -> None:
     other += trainer.engine.train_state().differences(carried.host)
     if other:
         rank, shown = trainer.context.rank, ", ".join(other[:3])
-        raise RecoveryError(f"rank {rank} has replayed to something else than it had: {len(other)} tensors: {shown}")
+        raise RecoveryError(
+            f"rank {rank}: the replay gave another state than before the failure: {len(other)} tensors differ: {shown}"
+        )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

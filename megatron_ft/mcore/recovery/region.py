@@ -1,4 +1,4 @@
-"""``Region``: one rank of a few pipeline stages that replay together, while the stages around them wait."""
+"""A rank's part in the replay of neighbouring pipeline stages, while the other stages wait."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,14 +68,14 @@ def form_region_groups(trainer: "Trainer", plan: LocalizedPlan, stages: Sequence
             lines = [] if alone is not None else [_add(trainer, line) for line in zip(*rows, strict=True)]
             line = next((found for found in lines if found is not None), alone)
             if me in members:
-                assert everybody is not None and line is not None, "this rank is of it"
+                assert everybody is not None and line is not None, "a member of the region has no groups"
                 mine = RegionGroups(everybody=everybody, line=line)
     return mine
 
 
 @contextmanager
 def _breakable(trainer: "Trainer") -> Iterator[None]:
-    """Let a lost rank abort the formation of groups as it aborts collectives."""
+    # Let a lost rank abort the formation of groups as it aborts collectives.
     groups, opening = trainer.engine.groups, Opening()
 
     def hang_up(reason: str) -> None:
@@ -96,7 +96,7 @@ def _add(trainer: "Trainer", ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 class Region:
-    """The ranks of ``stages``; collective over them."""
+    """The replay of ``stages``; all methods are collective over their ranks."""
 
     def __init__(
         self, trainer: "Trainer", plan: LocalizedPlan, stages: Sequence[int], circle: RegionGroups, client: KeeperClient
@@ -113,11 +113,11 @@ class Region:
         """Replay from the committed window to the target.
 
         Args:
-            votes: of iterations behind the window.
-            plan: that windows are captured by from here on.
+            votes: votes of the iterations after the window.
+            plan: plan of the windows that are captured from now on.
 
         Raises:
-            RecoveryError: the window is not there, or does not fit; the same on all ranks of the region.
+            RecoveryError: the window is missing or does not fit; the same on all ranks of the region.
         """
         engine = self._engine
         window = self._find()
@@ -132,17 +132,16 @@ class Region:
 
     def _find(self) -> LocalWindow:
         trainer, kept = self._trainer, self._plan.window
-        assert kept is not None, "a region has a window to go back to"
+        assert kept is not None, "the plan names no window"
         restorer = open_restorer(trainer, self._client, region=self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:
-            reasons = "; ".join(restorer.chosen.declined) or "no rank holds it"
+            reasons = "; ".join(restorer.chosen.declined) or "no rank has this window"
             raise RecoveryError(f"window of iteration {kept.start_iteration}: {reasons}")
         return window
 
     @contextmanager
     def _alone(self) -> Iterator[ReplayCommunicator]:
-        """Run the engine's microbatches without the neighbouring stages."""
         engine, pp = self._engine, self._engine.pg.pp
         me, size = pp.rank(), pp.size()
         communicator = ReplayCommunicator(
@@ -154,7 +153,7 @@ class Region:
         )
         before, config = engine.p2p, engine.transformer_config
         finalize = config.finalize_model_grads_func
-        assert finalize is not None, "the engine has set it"
+        assert finalize is not None, "the engine has set no finalize_model_grads_func"
         engine.p2p, config.finalize_model_grads_func = communicator, self._finalizing(finalize)
         try:
             yield communicator
@@ -162,7 +161,6 @@ class Region:
             engine.p2p, config.finalize_model_grads_func = before, finalize
 
     def _finalizing(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Reduces gradients as ever, with the number of tokens that the last stage would have sent."""
         is_last_here = self._plan.num_stages - 1 in self._stages
 
         def finalize_alone(model: Any, num_tokens: torch.Tensor | None, *, pg_collection: Any, **others: Any) -> None:
@@ -177,7 +175,6 @@ class Region:
         return finalize_alone
 
     def _num_own_tokens(self) -> int:
-        """Count this rank's tokens in the replayed iteration as the last stage does."""
         engine, config = self._engine, self._trainer.config
         batch, mine = engine.batch, engine.pg.dp.rank()
         numbers = range(batch.num_microbatches)

@@ -1,4 +1,4 @@
-"""Loads captured slices into an engine and runs logged iterations again, to the same bits."""
+"""Loads captured slices into an engine and runs logged iterations again with the same bits."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,6 @@ from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.restoring import Payload
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.mcore.training.iteration import RollbackRecord
 from megatron_ft.operator_state import operator_of
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import WINDOW_FIELDS, Ballot, Vote
@@ -27,7 +26,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 def parameters_of(
     model_chunks: Sequence[torch.nn.Module], operators: Collection[OperatorId], num_layers: int
 ) -> set[torch.nn.Parameter]:
-    """Parameters of ``operators`` on this rank."""
+    """Return the parameters of ``operators`` on this rank."""
     return {
         parameter
         for chunk in model_chunks
@@ -40,10 +39,10 @@ def parameters_of(
 def frozen(
     model_chunks: Sequence[torch.nn.Module], parameters: Collection[torch.nn.Parameter]
 ) -> Iterator[Callable[[], None]]:
-    """No gradients for ``parameters`` until the callable this gives is called; at the latest at the end.
+    """Compute no gradients for ``parameters`` until the yielded function is called, or until the block ends.
 
-    Its caller calls it after backward and before gradients are reduced. Megatron's linear layers read ``requires_grad``
-    of the weight they are given, and reduce input gradients in the same way without it.
+    The caller calls the function after backward and before gradients are reduced. Megatron's linear layers read
+    ``requires_grad`` of their weight, and reduce input gradients in the same way without it.
     """
     taken = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [_keep_gradients_flowing(chunk) for chunk in model_chunks if hasattr(unwrap(chunk), "embedding")]
@@ -63,7 +62,7 @@ def frozen(
 
 
 def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
-    """Have layers above a frozen embedding compute input gradients as before: recomputation asks for them."""
+    # Let layers above a frozen embedding compute input gradients as before, because recomputation requires them.
 
     def require_gradient(module: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
@@ -73,7 +72,8 @@ def _keep_gradients_flowing(chunk: torch.nn.Module) -> Any:
 
 @contextmanager
 def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
-    """Reduce gradients after the last backward, bucket by bucket: a frozen parameter never says it is ready."""
+    """Reduce gradients after the last backward, bucket by bucket, because a frozen parameter never reports that it is
+    ready."""
     ddp_configs = [chunk.ddp_config for chunk in model_chunks]
     overlapped = [ddp_config.overlap_grad_reduce for ddp_config in ddp_configs]
     grad_sync_func = config.grad_sync_func
@@ -89,30 +89,30 @@ def synchronous_reduction(model_chunks: Sequence[torch.nn.Module], config: Any) 
 
 
 _OF_THE_JOB = ("generation", "stop_requested", "change_requested", *WINDOW_FIELDS)
-"""Fields of a vote about the job at that time, not about the iteration."""
+"""Fields of a vote that describe the job at that time, not the iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSlice:
-    """A slice as this rank captured it: its bytes, and with slice 0 the record of a ``TrainState``."""
+    """A slice as this rank captured it: bytes and, with slice 0, the record of a ``TrainState``."""
 
     payload: Payload
     train_state: Mapping[str, Any] | None = None
 
 
 class Replayer:
-    """A window at hand in a built engine: the ``ReplayEngine`` of ``runtime.engine``. Collective over the ranks of
+    """Implements ``ReplayEngine`` of ``runtime.engine`` for a built engine and a window. Collective over the ranks of
     ``collectives``, all of the job or all of a few pipeline stages.
 
-    Copies of optimizer state on other ranks (``TrainingEngine.keep_copies``) do not follow a replay: the caller
+    Copies of optimizer state on other ranks (``TrainingEngine.keep_copies``) are not updated in a replay: the caller
     makes them again when the state is dense.
 
     Args:
-        view: of the engine's present model and optimizer.
-        slices: of this rank, in the window's order.
-        skip_frozen: leave out weight gradients of frozen operators; the result is the same without.
-        collectives: of the ranks that replay; None for all of the job. Values that a few of them compute are not the
-            vote's and are not compared with it.
+        view: view of the engine's present model and optimizer.
+        slices: slices of this rank, in the window's order.
+        skip_frozen: skip weight gradients of frozen operators; the result does not depend on it.
+        collectives: collectives of the ranks that replay; None for all of the job. Values that only a part of the job
+            computes differ from those of the vote and are not compared with it.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Replayer:
         self._is_whole = self._collectives.num_ranks == engine.groups.vote.size()
 
     def load(self, index: int) -> None:
-        """Put slice ``index`` back on every rank that holds any of it; with slice 0 its ``TrainState``.
+        """Restore slice ``index`` on every rank that holds any of it; with slice 0 its ``TrainState``.
 
         Raises:
-            RecoveryError: the captured bytes or the ``TrainState`` are not of this layout.
+            RecoveryError: the captured bytes or the ``TrainState`` belong to another layout.
         """
         captured = self._slices[index]
         self._view.restore(self._window, index, captured.payload)
@@ -148,16 +148,18 @@ class Replayer:
                 raise RecoveryError(error)
 
     def replay(self, vote: Vote, operators: Collection[OperatorId]) -> None:
-        """Run the iteration of ``vote`` again, operators ``operators`` frozen, and carry out what was decided on it.
+        """Run the iteration of ``vote`` again with ``operators`` frozen, and carry out its decision.
 
         Raises:
-            RecoveryError: the iteration is not the next one, or computes something else than ``vote`` says.
+            RecoveryError: the iteration is not the next one, or its results differ from ``vote``.
         """
         engine = self._engine
         if vote.iteration != engine.iteration + 1:
-            raise RecoveryError(f"cannot replay iteration {vote.iteration} from the state after {engine.iteration}")
+            raise RecoveryError(
+                f"cannot replay iteration {vote.iteration}: the state is after iteration {engine.iteration}"
+            )
         failpoints.hit("replay", vote.iteration)
-        undo = RollbackRecord.take(engine.model_chunks, engine.optimizer)
+        before = engine.train_state()
         unchanged = parameters_of(engine.model_chunks, operators, engine.config.model.num_layers)
         ballot = self._accumulate(vote, unchanged)
         if self._is_whole:
@@ -167,13 +169,13 @@ class Replayer:
             engine.commit(vote)
             commit.gather(engine.optimizer, engine.model_chunks)
         elif decision.action == "skip":
-            undo.restore_expert_bias(engine.model_chunks)
+            before.restore_router_bias(engine.model_chunks)
         else:
-            raise RecoveryError(f"iteration {vote.iteration} stopped the run and was not captured: {decision.reason}")
+            raise RecoveryError(f"cannot replay iteration {vote.iteration}, which stopped the run: {decision.reason}")
         engine.finish(vote, decision)
 
     def _restore(self, record: Mapping[str, Any] | None) -> str | None:
-        """Restore this rank's own state besides tensors; returns the error, which the other ranks do not see."""
+        # Restore this rank's state besides tensors; return the error, which the other ranks do not see.
         if record is None:
             return "slice 0 has no train state: random numbers, buffers and history are missing"
         try:
@@ -181,7 +183,7 @@ class Replayer:
         except RecoveryError as error:
             return str(error)
         except (KeyError, TypeError, ValueError) as error:
-            return f"train state of slice 0 cannot be read: {error!r}"
+            return f"the train state of slice 0 cannot be read: {error!r}"
         return None
 
     def _accumulate(self, vote: Vote, unchanged: Collection[Any]) -> Ballot:
@@ -206,21 +208,21 @@ class Replayer:
         return engine.ballot(reports, loss_scale=loss_scale, found_inf=vote.found_inf, grad_norm=vote.grad_norm)
 
     def _compare(self, logged: Vote, mine: Ballot) -> None:
-        """Every rank learns whether the job computed what it had computed before: a recovery is its own proof."""
+        # Compare the results with the log on every rank, so that a recovery that differs is detected.
         ballots = [Ballot(**record) for record in self._collectives.gather(asdict(mine))]
         before, now = logged.to_record(), self._engine.tally(ballots).to_record()
         # As text: NaN is what it is, and equal digits are equal bits.
         changed = [name for name in before if name not in _OF_THE_JOB and repr(before[name]) != repr(now[name])]
         if changed:
             what = ", ".join(f"{name}={now[name]!r}, not {before[name]!r}" for name in changed)
-            raise RecoveryError(f"iteration {logged.iteration} was replayed to something else: {what}")
+            raise RecoveryError(f"the replay of iteration {logged.iteration} gave other results than the log: {what}")
 
 
 def open_replay(engine: TrainingEngine, window: LocalWindow, collectives: Collectives) -> Replayer:
-    """``window`` at hand in ``engine``; collective over the ranks of ``collectives``, which replay it.
+    """Open the replay of ``window`` in ``engine``; collective over the ranks of ``collectives``.
 
     Raises:
-        RecoveryError: it was captured from other ranges of the state.
+        RecoveryError: it was captured with other element ranges.
     """
     config = engine.config
     view = OperatorView(

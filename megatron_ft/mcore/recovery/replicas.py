@@ -1,8 +1,8 @@
 """Moves to the next membership in the same processes: extracts state, forms groups again, restores state.
 
-The experts that the lost ranks held come from copies among those that stay; all other state is whole on each of these.
-Everything else stays each rank's own: random numbers continue where they were. Joining ranks, which have no state,
-join the same groups and are given all of it.
+Experts of lost ranks come from their copies on the ranks that stay; all other state is complete on each of these ranks.
+Each rank keeps its own random generators. Joining ranks, which have no state, join the same groups and receive all of
+it.
 """
 
 import time
@@ -36,26 +36,24 @@ from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
 from megatron_ft.runtime.transport.hang_up import Opening
-from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.checkpoints import iteration_of
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 
 
-def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> bool:
+def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Store | None = None) -> None:
     """Continue ``trainer`` as a rank of ``following``, from the state after its target; collective over its ranks.
 
-    The groups there are may be broken: nothing is sent through them. A joining rank's trainer has none.
+    The present groups may be broken, so nothing is sent through them. The trainer of a joining rank has none.
 
     Args:
-        store: that of ``following``, where it is open here already.
-
-    Returns:
-        Whether a checkpoint that was on its way has been given up.
+        store: store of ``following``, if this process has opened it already.
 
     Raises:
-        RecoveryError: no rank holds some state any more; it names what is missing. Or ranks would use different
-            placements.
+        RecoveryError: no rank has some part of the state, which it names; or ranks would use different placements.
         DataError: a rank reads other data, and the others cannot survive without it.
-        RuntimeError: the membership has not formed, for ranks were lost, or read other data. What was carried is kept.
-        TrainingStopped: the iteration that is finished on the way stops the run.
+        RuntimeError: the membership was not formed, because ranks were lost or read other data. The carried state is
+            kept.
+        TrainingStopped: the iteration that is finished for the target stops the run.
     """
     began = time.monotonic()
     carried = carry(trainer, following.target)
@@ -67,7 +65,7 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     failpoints.enter(following.generation, rank=trainer.context.rank)
     groups = _join(trainer, store)
     present, fingerprints = _present(trainer, carried, groups)
-    in_place = trainer.job.launch.keep_layout
+    in_place = trainer.job.recovery.keep_layout
     key, previous = choose_holding(
         present,
         range(following.world_size) if in_place else following.nodes,
@@ -96,17 +94,17 @@ def reconfigure(trainer: Trainer, following: NextMembership, *, store: dist.Stor
     )
     if trainer.placement is not None:
         trainer.report_placement("membership")
-    if carried is None:
-        return False
-    # Rank 0 may have just joined, and know nothing of the finished iteration.
+    # Rank 0 may have just joined, and know nothing of the finished iteration and of abandoned saves.
     trainer.reporting_rank = _first(previous)
-    owes_save = _account(trainer, carried, time.monotonic() - began)
+    _report_abandoned_saves(trainer)
+    if carried is not None and carried.finished is not None:
+        finished, carried.finished = carried.finished, None
+        trainer.account(finished, time.monotonic() - began, carried.batch)
     trainer.reporting_rank = 0
-    return owes_save
 
 
 def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
-    """Form the groups of the membership of ``trainer``; a lost rank aborts this as it aborts collectives."""
+    # Form the groups of the membership of ``trainer``; a lost rank aborts this like a collective.
     failpoints.hit("reform_join", trainer.engine.iteration)
     opening = Opening()
     trainer.break_with(opening.hang_up)
@@ -115,7 +113,7 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
             trainer.config,
             trainer.context,
             device=trainer.device.type,
-            timeout_seconds=trainer.config.launch.reform_timeout_seconds,
+            timeout_seconds=trainer.config.recovery.reconfigure_timeout_seconds,
             store=store,
             opening=opening,
         )
@@ -126,7 +124,7 @@ def _join(trainer: Trainer, store: dist.Store | None) -> Groups:
 
 
 def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
-    """Gather each rank's status (None of joining ranks) and the fingerprint of the samples that it reads."""
+    """Gather each rank's status (None for joining ranks) and the fingerprint of its samples."""
     mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
     told = Collectives(groups.vote).gather([mine, trainer.samples["train"].fingerprint()])
     present = [None if found is None else RankStatus.from_json(found) for found, _ in told]
@@ -134,7 +132,7 @@ def _present(trainer: Trainer, carried: Carried | None, groups: Groups) -> tuple
 
 
 def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previous) -> bool:
-    """Whether the ranks that have a holding hold every expert; collective. The first of them knows its placement."""
+    # Whether the ranks with a holding have every expert; collective. The first of them knows the placement.
     first, missing = _first(previous), None
     if groups.vote.rank() == first:
         placement = _held(carried, key).placement
@@ -143,17 +141,16 @@ def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previ
 
 
 def _held(carried: Carried | None, key: Key) -> Holding:
-    assert carried is not None, "a rank with a holding has state"
+    assert carried is not None, "a rank with a holding has no state"
     return next(held for held in carried.holdings if held.key == key)
 
 
 def _joining(nodes: Sequence[int], previous: Previous) -> tuple[int, ...]:
-    """Nodes whose ranks are given their state."""
     return tuple(dict.fromkeys(node for node, rank in zip(nodes, previous, strict=True) if rank is None))
 
 
 def _let_go(trainer: Trainer) -> None:
-    """Release the present groups and all that holds them, as far as a joining or a broken rank has any."""
+    # Release the present groups and all objects that use them; a joining or broken rank may have none.
     trainer.placement = None
     if dist.is_initialized():
         trainer.teardown()
@@ -161,11 +158,11 @@ def _let_go(trainer: Trainer) -> None:
 
 
 def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
-    """Move what ranks lack, and build and fill model and optimizer.
+    """Move missing state, then build and fill model and optimizer.
 
     Args:
-        carried: None on a rank that has no part in the holding.
-        key: of the holding that all continue from.
+        carried: None on a rank that is not in the holding.
+        key: of the holding from which all continue.
     """
     host, held, shapes = _in_common(carried, key, previous, groups)
     keeper, migration = _placement(trainer, held, previous)
@@ -198,9 +195,8 @@ def _go_on(trainer: Trainer, carried: Carried | None, key: Key, previous: Previo
 
 
 def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stopped: bool) -> None:
-    """Note that from here on this rank can continue by the placement of this membership, if it breaks."""
     beginning, nodes = trainer.membership_start, tuple(trainer.nodes)
-    assert beginning is not None, "the membership is forming"
+    assert beginning is not None, "no membership is being formed"
     change = MembershipChange.between(held.nodes, nodes, _joining(nodes, previous), beginning.iteration + 1)
     changes = (*held.changes, change.to_text())
     # A run that a policy stops has the state before the iteration: nothing comes after it.
@@ -210,10 +206,10 @@ def _note_formed(trainer: Trainer, held: Holding, previous: Previous, *, is_stop
 def _in_common(
     carried: Carried | None, key: Key, previous: Previous, groups: Groups
 ) -> tuple[TrainState, Holding, list[tuple[str, str, str, list[int]]] | None]:
-    """Broadcast the common state and, where ranks join, the shapes of its tensors; collective."""
+    # Broadcast the common state and, if ranks join, the shapes of its tensors; collective.
     # The same on every rank: all skip the broadcast, or none does.
     if None not in previous:
-        assert carried is not None, "everybody has state"
+        assert carried is not None, "a rank without state did not join"
         return carried.host, _held(carried, key), None
     record = None
     if carried is not None:
@@ -225,34 +221,35 @@ def _in_common(
 
 
 def _first(previous: Previous) -> int:
-    """The first rank that has state."""
     return next(rank for rank, former in enumerate(previous) if former is not None)
 
 
 def _placement(trainer: Trainer, held: Holding, previous: Previous) -> tuple[PlacementManager, MigrationPlan]:
-    assert held.placement is not None, "experts have places"
+    assert held.placement is not None, "the holding has no placement"
     found = PlacementManager.following(held.placement, trainer.config, previous)
     if isinstance(found, Declined):
         generation = trainer.context.generation
-        raise RecoveryError(f"generation {generation} cannot continue from living ranks: {found.summary()}")
+        raise RecoveryError(
+            f"generation {generation} cannot continue with the state of the surviving ranks: {found.summary()}"
+        )
     return found
 
 
-def _account(trainer: Trainer, carried: Carried, seconds: float) -> bool:
-    """Report the iteration that was finished and the save that was given up on the way."""
-    finished, carried.finished = carried.finished, None
-    if finished is not None:
-        trainer.account(finished, seconds, carried.batch)
-    if carried.unsaved is not None:
-        path = str(trainer.context.run_dir / "checkpoints" / directory_name(carried.unsaved))
+def _report_abandoned_saves(trainer: Trainer) -> None:
+    # Every rank forgets them here, also one that reports nothing: a later membership may have another reporting rank.
+    abandoned, trainer.abandoned_saves = trainer.abandoned_saves, []
+    for path in abandoned:
         error = "ranks were lost while it was written; the state they continue with is saved instead"
-        trainer.report(CheckpointFailed(iteration=carried.unsaved, error=error, path=path))
-    return carried.unsaved is not None
+        if (path / MANIFEST_NAME).exists():
+            error = "ranks were lost before all knew that it is complete; the state they continue with is saved as well"
+        trainer.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
 
 
 def _context(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
     rank = following.rank_on(context.node, context.local_rank)
-    assert rank is not None, f"rank {context.local_rank} of node {context.node} is not of {following.summary()}"
+    assert rank is not None, (
+        f"rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"
+    )
     return replace(
         context,
         rank=rank,

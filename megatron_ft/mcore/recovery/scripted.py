@@ -1,7 +1,7 @@
-"""A scripted history in one process: which membership is next, and how a rank waits for one that it joins later.
+"""A membership schedule in one process: the next membership, and the wait of a rank for the one in which it joins.
 
-All ranks meet at the store of generation 0, which lives in the process of the job's first rank for as long as a
-membership is still to begin.
+All ranks meet at the store of generation 0, in the process of the job's first rank, which lives until the last
+membership has begun.
 """
 
 import contextlib
@@ -18,53 +18,52 @@ from megatron_ft.planning.recovery.scripted import scripted_memberships
 
 _BEGINS, _FORMED, _NEVER = "begins", "formed", "never"
 _ONE_WAIT = timedelta(hours=1)
-"""Waits are repeated until there is an answer."""
+"""Length of one wait; waits are repeated until there is an answer."""
 
 
 class ScriptedHistory:
-    """The memberships that follow generation 0; empty where nothing is scripted.
+    """The memberships after generation 0; empty without a schedule.
 
     Args:
         context: of this rank in generation 0.
-        store: of generation 0; this object keeps it alive. None of a rank that comes later.
+        store: of generation 0; this object keeps it alive. None on a rank that joins later.
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store | None) -> None:
-        changes = [parse_membership_change(text) for text in job.launch.membership_schedule]
+        changes = [parse_membership_change(text) for text in job.testing.membership_schedule]
         ahead = scripted_memberships(changes, job.launch.num_nodes, job.launch.ranks_per_node)
         self._ahead = deque(ahead)
         self._context = context
         self._newest: NextMembership | None = None
         self.store: dist.Store | None = dist.PrefixStore("history", store) if ahead and store is not None else None
-        """Store where all memberships meet; None without a script."""
+        """Store where all memberships meet; None without a schedule."""
 
     @property
     def next(self) -> NextMembership | None:
-        """The membership after the one there is, if any."""
+        """Return the membership after the present one, if any."""
         return self._ahead[0] if self._ahead else None
 
     def begin(self) -> NextMembership:
-        """The boundary before the next membership is reached: all ranks of the one there is say so."""
+        """Announce that all ranks of the present membership have reached the boundary before the next one; return that
+        one."""
         self._newest = following = self._ahead.popleft()
         self._say(_BEGINS, following)
         return following
 
     def formed(self) -> None:
-        """All ranks of the membership have joined each other."""
+        """Record that the membership is formed."""
         if self._newest is not None:
             self._say(_FORMED, self._newest)
 
     def end(self) -> None:
-        """End the run in the present membership: a rank that waits for a later one will not get it."""
+        """End the run in the present membership, also for ranks that wait for a later one."""
         for following in self._ahead:
             self._say(_BEGINS, following, _NEVER)
         self._ahead.clear()
 
     def await_own(self) -> NextMembership | None:
-        """Wait, however long, for the next membership that this process is of; None where none ever comes.
-
-        The process that has the store waits until the last one has formed.
-        """
+        """Wait, however long, for the next membership that includes this process; None if there is none. The process
+        with the store waits until the last membership is formed."""
         while self._ahead:
             if not self._serves and not any(map(self._is_of, self._ahead)):
                 return None
@@ -90,7 +89,7 @@ class ScriptedHistory:
             self.store.set(_key(what, membership), word)
 
     def _heard(self, what: str, membership: NextMembership) -> str:
-        assert self.store is not None, "there are memberships to wait for"
+        assert self.store is not None, "no store: the schedule has no membership to wait for"
         key = _key(what, membership)
         while True:
             with contextlib.suppress(dist.DistStoreError):  # not yet

@@ -1,4 +1,4 @@
-"""Keeps the upstream log of a rank: as long as windows need it, dropped behind what is committed."""
+"""Keeps the upstream log of a rank as long as windows need it, and drops what is committed."""
 
 from typing import TYPE_CHECKING
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def keep_log(trainer: "Trainer") -> None:
-    """Drop iterations that no replay needs any more, make room for those that the plan in force needs, and report
-    an iteration for which there was no room.
+    """Drop iterations that no replay needs any more, provide space for the plan in force, and report an iteration that
+    was not logged for lack of space.
 
     Raises:
         ConfigError: see ``keep_room``; the same on every rank.
     """
     snapshots = trainer.snapshots
-    if not trainer.config.launch.keep_layout or snapshots is None or snapshots.plan is None:
+    if not trainer.config.recovery.keep_layout or snapshots is None or snapshots.plan is None:
         return
     keep_room(trainer, snapshots.plan)
     log, kept = trainer.engine.boundaries.log, snapshots.kept
-    assert log is not None, "there is room"
+    assert log is not None, "the upstream log has no memory"
     if kept is not None:
         # By the job's committed window, which all ranks learn from the same vote: no neighbour needs anything older.
         log.trim(kept.start_iteration)
@@ -44,21 +44,21 @@ def keep_log(trainer: "Trainer") -> None:
 
 
 def replay_window(trainer: "Trainer", restorer: SnapshotRestorer, window: LocalWindow) -> None:
-    """Replay ``window`` at a start, and log what is sent, as the replayed iterations did.
+    """Replay ``window`` at a start, and log the sent messages like those of the original iterations.
 
     Raises:
         RecoveryError: see ``SnapshotRestorer.replay``.
     """
-    if trainer.config.launch.keep_layout:
+    if trainer.config.recovery.keep_layout:
         keep_room(trainer, window.plan_in_force)
     restorer.replay(trainer.engine, window)
 
 
 def keep_room(trainer: "Trainer", plan: WindowPlan) -> None:
-    """Have a log that windows of ``plan`` can be replayed with; what is in it stays.
+    """Provide a log from which windows of ``plan`` can be replayed; its present content is kept.
 
     Raises:
-        ConfigError: logs take more than ``upstream_log.memory_limit_bytes`` on some node; nothing was taken.
+        ConfigError: logs need more than ``upstream_log.memory_limit_bytes`` on some node; nothing was allocated.
     """
     config, engine = trainer.config, trainer.engine
     needed = iterations_kept(plan.num_iterations, config.upstream_log.commit_lag_iterations, plan.interval_iterations)

@@ -1,43 +1,43 @@
-"""Connects a trainer to its node's snapshot server, for the restore at its start and captures while it trains."""
+"""Connects a trainer to its node's snapshot server: restore at its start, captures during training."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import Record, SnapshotProblem
 from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, SETTINGS
+from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.peers import PeerAssignment, assign_peers
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.run_settings import SETTINGS
+from megatron_ft.snapshot.storage.window_folder import open_windows, persist_url
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer
 
 SERVICE = "keeper"
-_FOLDER = "windows"
 
 
 def peer_assignment(config: JobConfig) -> PeerAssignment:
     """Choose the nodes that hold copies of each node, over the job's failure domains; present nodes count from 0.
 
-    Ranks capture disjoint parts: state that several ranks hold is divided over them. So no domain has a copy already.
+    State that several ranks hold is divided among them, so ranks capture disjoint parts and no domain has a copy
+    already.
     """
-    return assign_peers(config.launch.member_domains, config.snapshot.num_peer_copies)
+    return assign_peers(config.member_domains, config.snapshot.num_peer_copies)
 
 
 def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
-    """Connect to the snapshot server of this rank's node; None where the job takes no snapshots.
+    """Connect to the snapshot server of this rank's node; None if the job takes no snapshots.
 
     Raises:
-        ControlError: the server is not there, or refuses this rank.
+        ControlError: the server is missing, or refuses this rank.
     """
     config, context = trainer.config, trainer.context
     if config.snapshot.policy is None:
@@ -64,18 +64,12 @@ def open_snapshot_client(trainer: "Trainer") -> KeeperClient | None:
 def share_addresses(context: RankContext, collectives: Collectives) -> RankContext:
     """Add the addresses of the snapshot servers of all present nodes to ``context``; collective.
 
-    A node that joins later knows the nodes that were there before; they do not know its address.
+    A node that joins later knows the addresses of earlier nodes, but they do not know its address.
     """
     service = context.sidecars[SERVICE]
     gathered = collectives.gather([context.node, service["addresses"][str(context.node)]])
     addresses = {**service["addresses"], **{str(node): address for node, address in gathered}}
     return replace(context, sidecars={**context.sidecars, SERVICE: {**service, "addresses": addresses}})
-
-
-def persist_url(config: JobConfig, run_dir: Path) -> str:
-    """Return the path or URL for this run's persisted windows."""
-    url = config.snapshot.persist_url
-    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
 
 
 def open_restorer(
@@ -87,7 +81,6 @@ def open_restorer(
         region: ranks of a few pipeline stages that restore from memory while the others wait; None for the whole job.
     """
     config, run_dir = trainer.config, trainer.context.run_dir
-    has_folder = config.snapshot.persist_url is not None or (run_dir / _FOLDER).is_dir()
     return SnapshotRestorer(
         rank=trainer.context.rank,
         node=trainer.context.node,
@@ -97,7 +90,7 @@ def open_restorer(
         settings=trainer.replay_config(),
         collectives=trainer.collectives if region is None else region,
         client=client,
-        folder=WindowFolder(persist_url(config, run_dir)) if has_folder and region is None else None,
+        folder=open_windows(config, run_dir) if region is None else None,
         report=trainer.report_own if region is None else lambda record: _report_problem(trainer, record),
     )
 
@@ -111,10 +104,10 @@ def _report_problem(trainer: "Trainer", record: Record) -> None:
 def take_snapshots(
     trainer: "Trainer", client: KeeperClient, resumed: tuple[StoredWindow, WindowPlan] | None
 ) -> Snapshotter:
-    """Capture windows from now on.
+    """Begin to capture windows.
 
     Args:
-        resumed: the window that the job has continued from or could go back to, and the plan in force.
+        resumed: the window from which the job has continued, or to which it could return, and the plan in force.
     """
     snapshots = Snapshotter(
         trainer.config,
@@ -131,12 +124,12 @@ def take_snapshots(
 
 
 def restart_snapshots(trainer: "Trainer") -> None:
-    """Begin new windows in a membership that has formed, with copies on the nodes that are there; collective."""
+    """Begin new windows in a new membership, with copies on the present nodes; collective."""
     if trainer.config.snapshot.policy is None:
         return
     trainer.context = share_addresses(trainer.context, trainer.collectives)
     client = open_snapshot_client(trainer)
-    assert client is not None, "there is a policy"
+    assert client is not None, "snapshot.policy is not set"
     trainer.snapshots = take_snapshots(trainer, client, None)
 
 

@@ -1,4 +1,4 @@
-"""``LocalWindow``: one rank's part of a window to restore, and its replay into a dense state."""
+"""One rank's part of a window that is restored, and its replay into a dense state."""
 
 import json
 from collections.abc import Mapping
@@ -17,36 +17,33 @@ from megatron_ft.snapshot.storage.rejected_windows import window_digest
 from megatron_ft.snapshot.window import Window
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
-SETTINGS = "settings"
-"""Entries of a slice's header, as JSON text: a manifest is strict JSON, which has no NaN."""
+"""Entries of a slice's header beside ``SETTINGS``, as JSON text, because a manifest is strict JSON without NaN."""
 
 _REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
 _REPLAYED_PLACEMENT = ("algorithm", "num_slots_per_rank", "shares")
 _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
-"""Keys of ``training`` that change no iteration."""
+"""Keys of ``training`` that do not affect the results of iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalWindow:
-    """One rank's part of the window the job continues from; every byte is verified."""
+    """One rank's part of the window from which the job continues; every byte is verified."""
 
     window: Window
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Origin of the bytes. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory; otherwise
-    ``buffer`` is the
-    one of that memory that must not be overwritten yet, its newest committed window's.
-    """
+    """Origin of the bytes. ``where`` is ``own`` only if ``buffer`` is in this rank's present memory. Otherwise
+    ``buffer`` is the buffer of that memory that must not be overwritten yet, with its newest committed window."""
 
     @property
     def plan(self) -> WindowPlan:
-        """Plan it was captured by."""
+        """Plan of the window."""
         return WindowPlan.from_json(self.window.plan)
 
     @property
     def plan_in_force(self) -> WindowPlan:
-        """Plan of the windows after it: its own, unless it was captured whole after a recovery."""
+        """Plan of the windows after it: the same plan, unless the window was captured whole after a recovery."""
         content = self.header(0, PLAN)
         return self.plan if content is None else WindowPlan.from_json(content)
 
@@ -65,7 +62,7 @@ class LocalWindow:
 
         Args:
             until: last iteration to run again; None for the window's last.
-            votes: of iterations after the window.
+            votes: votes of the iterations after the window.
 
         Raises:
             RecoveryError: plan, votes or extras are missing or cannot be read.
@@ -81,22 +78,27 @@ class LocalWindow:
             raise RecoveryError(f"{where}: plan or headers cannot be read: {error!r}") from error
         num_slices = sum(step.load is not None for step in replay.steps)
         if num_slices != self.window.num_slices or not isinstance(extras, dict):
-            raise RecoveryError(f"{where}: its plan has {num_slices} slices, or slice 0 has no extras")
+            raise RecoveryError(
+                f"{where}: its replay plan has {num_slices} slices and the window {self.window.num_slices}, or "
+                "slice 0 has no train state"
+            )
         return replay
 
     def problem_in(self, view: OperatorView) -> str | None:
-        """Explain why the window cannot be loaded into the model and optimizer of ``view``; None if it can."""
+        """Return the reason why the window cannot be loaded into the model and optimizer of ``view``; None if it
+        can."""
         for index, part in enumerate(self.window.slices):
             if part.pieces != view.pieces(self.plan, index):
                 start = self.window.start_iteration
-                return f"slice {index} of window {start} was captured from other ranges of the state"
+                return f"slice {index} of window {start} was captured with other element ranges than this rank has now"
         return None
 
 
 def replay_config(config: JobConfig, fingerprint: str, *, device: str, transformer_impl: str) -> dict[str, Any]:
-    """Collect the keys that decide what an iteration computes, dotted, with their values; of the data its fingerprint.
+    """Collect the keys that determine the results of an iteration, dotted, with their values; for the data its
+    fingerprint.
 
-    A window is replayed with the values that it was trained with.
+    A window can only be replayed with the values with which it was captured.
 
     Args:
         device: ``cpu`` or ``cuda``: the resolved ``training.device``.

@@ -1,4 +1,4 @@
-"""``SnapshotRestorer``: finds with all other ranks the state the job continues from, verifies it, replays it."""
+"""Finds, together with all other ranks, the state from which the job continues; verifies and replays it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_ft.config.identity import JobIdentity, differences
+from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.recovery.replay import open_replay
-from megatron_ft.mcore.snapshot.local_window import CONFIG, SETTINGS, LocalWindow
+from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, choose_source
 from megatron_ft.planning.snapshot.plan import WindowKey
@@ -19,6 +19,7 @@ from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
 from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, add_rejected, read_rejected, window_digest
+from megatron_ft.snapshot.storage.run_settings import other_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
 from megatron_ft.strict_json import parse_json
@@ -30,12 +31,13 @@ class SnapshotRestorer:
     """Finds and restores the newest state. Public methods are collective over the ranks of ``collectives``.
 
     Args:
-        collectives: of all ranks, or of those of a few pipeline stages.
-        client: connection to the node's snapshot server; None where the job takes no snapshots.
-        folder: persisted windows; None where the run has none.
-        topology: parallel sizes, as manifests record them.
-        run_dir: the run's folder; rank 0 lists the rejected windows there.
-        identity: of this job; windows of other runs are not used, and newer ones with other settings end the start.
+        collectives: collectives of all ranks, or of those of a few pipeline stages.
+        client: connection to the node's snapshot server; None if the job takes no snapshots.
+        folder: persisted windows; None if the run has none.
+        topology: parallel sizes, as in manifests.
+        run_dir: the run's folder, in which rank 0 records the rejected windows.
+        identity: identity of this job; windows of other runs are not used, and newer ones with other settings end the
+            start.
         settings: ``local_window.replay_config`` of this job.
         report: takes records; called on every rank.
     """
@@ -72,16 +74,15 @@ class SnapshotRestorer:
         self._rejected: list[str] = []
         self._chosen_digest = ""
         self.chosen = RecoverySource(kind="nothing", iteration=0)
-        """Result of ``find``, with the reasons for everything that it has not used."""
+        """Result of ``find``, with the reasons for all sources that were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Reasons for windows with committed iterations that ``find`` could not use; the same on every rank, and empty
-        where ``find`` has found something.
-        """
+        """Reasons why ``find`` could not use windows with committed iterations; the same on every rank, and empty if
+        ``find`` has found a window."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """Find the newest window that every rank can load, verified; None where the checkpoint is at least as new.
+        """Find the newest window that every rank can load, verified; None if the checkpoint is at least as new.
 
-        Damaged windows, and those that were rejected before, are reported and left out.
+        Damaged and previously rejected windows are reported and skipped.
 
         Args:
             checkpoint: the newest dense checkpoint that verifies.
@@ -89,7 +90,7 @@ class SnapshotRestorer:
 
         Raises:
             CheckpointError: the list of rejected windows cannot be read; or a window newer than the found state was
-                captured by this run with other data, another model, optimizer or schedule.
+                captured by this run with other data, or with another model, optimizer or schedule.
         """
         if self._client is None and self._folder is None:
             return None
@@ -123,7 +124,7 @@ class SnapshotRestorer:
                     reasons.append(f"{source.kind} window, rank {rank}: {text}")
             if any(errors):
                 continue
-            assert window is not None, "without an error it was opened"
+            assert window is not None, "no window was opened, and no error was reported"
             # By content: a window that was captured again under the same name may be sound.
             self._chosen_digest = window_digest(self._collectives.gather(window.digest))
             rejection = rejected.get(self._chosen_digest)
@@ -132,18 +133,21 @@ class SnapshotRestorer:
                 return window
             for windows, place in zip(by_rank, source.places, strict=True):
                 windows.remove(place)
-            text = f"{source.kind} window of iteration {rejection.start_iteration}: refused before: {rejection.reason}"
+            text = (
+                f"{source.kind} window of iteration {rejection.start_iteration}: was rejected before: "
+                f"{rejection.reason}"
+            )
             if text not in self._rejected:  # each copy in memory is the same window
                 self._rejected.append(text)
                 reasons.append(text)
 
     def choose_nothing(self, reason: str) -> None:
-        """Note that the job starts at iteration 0, and why it continues nothing."""
+        """Record that the job starts at iteration 0, and the reason why it continues from no saved state."""
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report the state that ranks continue from, the chosen window or ``checkpoint``; nothing is reported of a new
-        run."""
+        """Report the state from which ranks continue, the chosen window or ``checkpoint``; a new run reports
+        nothing."""
         chosen, strategy, iteration = self.chosen, "nothing", 0
         if chosen.places:
             strategy, iteration = "window", chosen.iteration
@@ -161,11 +165,12 @@ class SnapshotRestorer:
             )
 
     def replay(self, engine: TrainingEngine, window: LocalWindow) -> None:
-        """Turn ``window`` into the dense state of ``engine``, which has just been built for its placement.
+        """Turn ``window`` into the dense state of ``engine``, which was just built for the window's placement.
 
         Raises:
-            RecoveryError: the window was captured from other ranges, or a replayed iteration differs. The state of
-                ``engine`` is not usable then. The window is listed as rejected: another start chooses an older source.
+            RecoveryError: the window was captured with other element ranges, or a replayed iteration differs. Then the
+                state of ``engine`` is unusable, and the window is recorded as rejected, so that another start chooses
+                an older source.
         """
         began = time.monotonic()
         try:
@@ -183,9 +188,8 @@ class SnapshotRestorer:
         )
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
-        """Rename persisted windows of other runs, and those after ``iteration`` that may be written again: by another
-        job, or by this one if it resumes from before a rejected window.
-        """
+        """Rename persisted windows of other runs, and windows after ``iteration`` that may be written again: by another
+        job, or by this one if it resumes from before a rejected window."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)
@@ -197,7 +201,7 @@ class SnapshotRestorer:
         self._on_first(lambda: None if folder is None else rename(folder))
 
     def _on_first(self, work: Callable[[], _Result]) -> _Result | None:
-        """Do ``work`` on rank 0 and return its result there; every rank raises its CheckpointError."""
+        # Do ``work`` on rank 0 and return its result there; its CheckpointError is raised on every rank.
         result = error = None
         if self._collectives.rank == 0:
             try:
@@ -223,7 +227,7 @@ class SnapshotRestorer:
         return {window.digest: window for window in map(RejectedWindow.from_json, known)}
 
     def _reject(self, window: LocalWindow, reason: str) -> None:
-        """List the window with the run, so that no later start tries it; no rank ends before that is on disk."""
+        # Record the window as rejected, so that no later start tries it; no rank ends before that is on disk.
         key = window.window.key
         if self._collectives.rank == 0:
             self._report_problem("replay", f"window of iteration {key.start_iteration}: {reason}")
@@ -232,7 +236,7 @@ class SnapshotRestorer:
             self._on_first(lambda: add_rejected(self._run_dir, rejection))
         except CheckpointError as error:
             raise CheckpointError(
-                f"{reason}; and the rejection of this window could not be written to the run folder: {error}"
+                f"{reason}; this rejection could not be recorded in the run folder: {error}"
             ) from error
 
     def _choose(self, source: RecoverySource) -> None:
@@ -243,11 +247,10 @@ class SnapshotRestorer:
         self._report(SnapshotProblem(iteration=0, node=self._node, what=what, error=error))
 
     def _held_windows(self) -> list[StoredWindow]:
-        """This rank's windows on this node, on its peers and on storage."""
         found = [] if self._client is None else self._client.inventory(self._rank, ask_peers=True)
         self._damaged = [
-            f"window of iteration {window.start_iteration} in memory of node {window.node}: committed, and not "
-            "all ranks have it any more"
+            f"window of iteration {window.start_iteration} in memory of node {window.node}: was committed, but "
+            "some ranks no longer have it"
             for window in found
             if window.committed
         ]
@@ -256,18 +259,18 @@ class SnapshotRestorer:
         return [*found, *self._persisted_windows()]
 
     def _is_in_arena(self, window: StoredWindow) -> bool:
-        """Return whether this rank's memory holds the window, not memory on a node that this one replaces."""
         return window.where == "own" and window.node == self._node
 
     def _persisted_windows(self) -> list[StoredWindow]:
-        """This rank's files that can be read and are of this job's layout; others are reported or noted."""
+        # Return this rank's readable files with this job's layout; others are reported or noted.
         found = []
         self._other_runs, self._other_settings = [], []
         for stored in [] if self._folder is None else self._folder.list_windows():
             try:
                 with self._folder.open(stored, self._rank) as opened:  # type: ignore[union-attr]
                     window = opened.window
-                other, settings = self._other_run(window), self._other_job(window, opened.path)
+                other = self._other_run(window)
+                settings = other_window(window, opened.path, self._identity.settings)
             except CheckpointError as error:
                 self._report_problem("load persisted", str(error))
                 if not isinstance(error.__cause__, FileNotFoundError):  # a missing file was perhaps never written
@@ -288,7 +291,7 @@ class SnapshotRestorer:
         return found
 
     def _open(self, source: RecoverySource) -> tuple[LocalWindow | None, str | None]:
-        """Open this rank's part, verified; or return the problem with it."""
+        # Open and verify this rank's part; return it, or the problem with it.
         place = source.places[self._collectives.rank]
         try:
             window = self._read(place) if place.where == "persisted" else self._fetch(place)
@@ -298,9 +301,9 @@ class SnapshotRestorer:
             return None, str(error)
 
     def _read(self, place: StoredWindow) -> LocalWindow:
-        assert self._folder is not None, "there are no persisted windows"
+        assert self._folder is not None, "there is no folder of persisted windows"
         if place.key not in self._folder.list_windows():
-            raise CheckpointError(f"persisted window of iteration {place.start_iteration}: has been deleted meanwhile")
+            raise CheckpointError(f"persisted window of iteration {place.start_iteration}: was deleted in the meantime")
         with self._folder.open(place.key, self._rank) as opened:
             self._check(opened.window, opened.path)
             opened.verify()
@@ -308,7 +311,7 @@ class SnapshotRestorer:
         return LocalWindow(window=opened.window, slices=slices, stored=replace(place, buffer=self._committed_buffer))
 
     def _fetch(self, place: StoredWindow) -> LocalWindow:
-        assert self._client is not None, "there is no snapshot server"
+        assert self._client is not None, "there is no snapshot client"
         window, payload = self._client.fetch(self._rank, place.key, node=place.node)
         where = f"window of iteration {place.start_iteration} on node {place.node}"
         self._check(window, where)
@@ -320,17 +323,17 @@ class SnapshotRestorer:
         return LocalWindow(window=window, slices=slices, stored=place)
 
     def _check(self, window: Window, where: str) -> None:
-        """Raises CheckpointError for a window that this job cannot replay exactly, with the difference."""
+        """Check that this job can replay a window exactly. Raises CheckpointError with the difference."""
         difference = self._difference(window) or self._other_key(window)
         if difference is not None:
             raise CheckpointError(f"{where}: {difference}")
 
     def _difference(self, window: Window) -> str | None:
-        """Difference of the window's run or layout from this job's; None without."""
+        # Return the difference in run or layout between the window and this job; None without.
         if (other := self._other_run(window)) is not None:
             return other
         if window.rank != self._rank:
-            return f"is of rank {window.rank}"
+            return f"belongs to rank {window.rank}"
         before, now = window.topology, self._topology
         changed = [
             f"{name} {before.get(name)}, now {now[name]}" for name in sorted(now) if before.get(name) != now[name]
@@ -338,28 +341,13 @@ class SnapshotRestorer:
         if not changed:
             return None
         return (
-            f"captured at another layout ({', '.join(changed)}); replay it at its own layout, on as few nodes as you "
-            "like, and continue from the dense checkpoint that this leaves"
+            f"was captured with another layout ({', '.join(changed)}); start the run once with that layout, on as "
+            "many nodes as you like, and continue from the dense checkpoint that it saves"
         )
 
     def _other_run(self, window: Window) -> str | None:
         run_id, version = window.run_id, window.format_version
         return self._identity.not_of_run(run_id=run_id, run_name="of another name", format_version=version)
-
-    def _other_job(self, window: Window, where: str) -> str | None:
-        # None without a difference, and in format 1, which has no settings.
-        if window.format_version == 1:
-            return None
-        try:
-            found = differences(parse_json(window.slices[0].header[SETTINGS]), self._identity.settings)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{where}: must have the settings it was captured with: {error!r}") from None
-        if not found:
-            return None
-        return (
-            f"{where}: was captured with other settings than this job has: {'; '.join(map(str, found))}. Give the run "
-            "its own settings, or begin another one"
-        )
 
     def _other_key(self, window: Window) -> str | None:
         # With another value of any of these keys a replay would compute another state.
@@ -369,4 +357,4 @@ class SnapshotRestorer:
         if not changed:
             return None
         key = changed[0]
-        return f"was trained with {key}={before.get(key)!r}, this job has {now.get(key)!r}"
+        return f"was trained with {key}={before.get(key)!r}, but this job has {now.get(key)!r}"

@@ -1,7 +1,7 @@
-"""Captures windows of state on one rank, synchronously with all others, while training continues.
+"""Captures windows on one rank, in step with all others, while training continues.
 
-The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Everything that ranks must
-agree on comes from the commit vote or from the same inputs on every rank.
+The policy decides, ``WindowCapture`` copies, the node's snapshot server owns and replicates. Values on which ranks must
+agree come from the commit vote or from the same inputs on every rank.
 """
 
 import json
@@ -38,10 +38,10 @@ from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
 from megatron_ft.snapshot.server.client import NUM_PROBLEMS, WAITING_BYTES, KeeperClient
 
 Rows = tuple[tuple[int, ...], ...]
-"""Tokens [layer][expert]."""
+"""Tokens by layer and expert."""
 
 Header = Callable[[int], dict[str, str]]
-"""Builds the header of slice ``index`` besides the vote: names to JSON text."""
+"""Function that builds the header of slice ``index``, except the vote: names to JSON text."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -49,7 +49,7 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """State that is valid while tensors stay where they are and the plan is in force."""
+    """Objects that are valid as long as tensors stay in place and the plan is in force."""
 
     view: OperatorView
     capture: WindowCapture
@@ -62,12 +62,12 @@ class _Opened:
 
 
 class Snapshotter:
-    """One rank's part in capturing windows; every rank calls all methods but ``settle`` alike.
+    """One rank's part in capturing windows; all ranks call all methods except ``settle`` in the same order.
 
     Args:
         client: the connection to this node's snapshot server.
-        assignment: which nodes hold copies for which.
-        header: header of a slice, besides the vote.
+        assignment: the nodes that hold copies of each node.
+        header: builds the header of a slice, except the vote.
         report: takes records; called on every rank.
     """
 
@@ -82,7 +82,7 @@ class Snapshotter:
         header: Header,
         report: Callable[[Record], None],
     ) -> None:
-        assert config.snapshot.policy is not None, "there is a policy to follow"
+        assert config.snapshot.policy is not None, "snapshot.policy is not set"
         self._config = config
         self._engine = engine
         self._client = client
@@ -112,7 +112,7 @@ class Snapshotter:
 
     @property
     def figures(self) -> CaptureFigures:
-        """Cost of capturing on this rank since the plan is in force."""
+        """Cost of capturing on this rank since the plan came into force."""
         return CaptureFigures() if self._opened is None else self._opened.capture.figures
 
     @property
@@ -125,7 +125,7 @@ class Snapshotter:
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
-        """Keep ``window``, which the job could go back to (``LocalWindow.stored``), until a newer one is committed."""
+        """Keep ``window``, to which the job could return (``LocalWindow.stored``), until a newer one is committed."""
         start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
@@ -136,18 +136,18 @@ class Snapshotter:
         self._opened = self._open(self._engine.iteration, is_resumed=is_here)
 
     def capture_whole(self, vote: Vote) -> None:
-        """Capture the present state at once, as a window of one slice: after a recovery the newest committed window is
-        far behind. Windows of the plan follow at their usual distance.
+        """Capture the present state at once, as a window of one slice, because after a recovery the newest committed
+        window is old. Windows of the plan follow at their usual interval.
 
         Args:
-            vote: of the newest iteration.
+            vote: vote of the newest iteration.
         """
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "resumed"
         shards, whole = opened.view.shards, whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
         # Both answers are gathered: a rank that captured alone would have a window that can never be committed.
         if self._collectives.any(window_bytes(whole, shards) > memory.arena.window_bytes):
-            return self._report_plan_problem(iteration, "the whole state does not fit the buffers, and is not captured")
+            return self._report_plan_problem(iteration, "the whole state is not captured: it does not fit the buffers")
         if not self._collectives.all(bool(self._window_report().has_free_buffer)):
             return self._report_delayed(iteration)
         capture = self._capture(whole, opened.view, memory)
@@ -170,7 +170,8 @@ class Snapshotter:
         return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
-        """Forget windows that are no longer needed, and start a slice of the complete state after ``iteration``."""
+        """Forget windows that are no longer needed, and start to copy a slice of the complete state after
+        ``iteration``."""
         self.settle()  # a skipped iteration made no update: its slice may still be under way
         self._iteration_seconds.append(seconds)
         self._apply_vote(iteration, vote)
@@ -183,7 +184,7 @@ class Snapshotter:
             has_buffer = self._collectives.all(bool(self._window_report().has_free_buffer))
         if self._start is None and not self._begin_window(iteration, self._opened, has_buffer=has_buffer):
             return
-        assert self._start is not None, "a window is under way"
+        assert self._start is not None, "no window has begun"
         failpoints.hit("capture", iteration)
         index = iteration - self._start
         header = {"vote": json.dumps(vote.to_record()), **self._header(index)}
@@ -192,12 +193,12 @@ class Snapshotter:
             self._start = None
 
     def settle(self) -> None:
-        """Wait for the slice under way; its tensors may change from then on."""
+        """Wait for the slice in progress; afterwards its tensors may change."""
         if self._opened is not None:
             self._opened.capture.settle()
 
     def pause(self) -> None:
-        """Abandon the window under way before tensors move; the next one begins from their new places."""
+        """Abandon the window in progress before tensors move; the next one begins with their new places."""
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)
@@ -205,21 +206,28 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request the newest committed window on storage; ``finish`` waits until it is there."""
-        if self._buffers.committed in self._lengths:
-            self._client.persist(self._buffers.committed)
+        """Request the newest committed window on storage; ``finish`` waits until it is there. Collective."""
+        start = self._buffers.committed
+        # One that the job went back to may lie with peers for some ranks: the parts of the others are no window.
+        is_here = self._collectives.gather(start in self._lengths)
+        if all(is_here):
+            self._client.persist(start)
+        elif any(is_here) and self._collectives.rank == 0:
+            lacking = [rank for rank, found in enumerate(is_here) if not found]
+            error = f"window {start} is not written: memory of their own nodes lacks the parts of ranks {lacking}"
+            self._report_problem(self._engine.iteration, "persist", error)
 
     def finish(self) -> None:
         """Wait at the end of a run until all requested windows are on storage."""
         self.settle()
         if not self._client.flush():
             self._report_problem(
-                self._engine.iteration, "persist", "timed out waiting for storage of the newest window"
+                self._engine.iteration, "persist", "timed out waiting until the newest window was written to storage"
             )
         self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Finish the slice under way; release tensors, memory and the connection. The server keeps all windows."""
+        """Finish the slice in progress; release tensors, memory and the connection. The server keeps all windows."""
         self.settle()
         self._copier.close()
         self._engine.before_update, self._engine.window_report = None, WindowReport
@@ -275,7 +283,7 @@ class Snapshotter:
         capture.begin_window(self._buffers.held[iteration], iteration)
 
     def _open(self, iteration: int, *, is_resumed: bool = False) -> _Opened:
-        """Plan unless there is a plan, allocate memory, lay out slices.
+        """Plan if there is no plan, allocate memory, lay out slices.
 
         Raises:
             ConfigError: windows need more than ``snapshot.host_memory_limit_bytes``; nothing was allocated.
@@ -304,7 +312,8 @@ class Snapshotter:
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
         """Allocate memory for windows of ``plan``, unless the present memory is large enough on every rank.
 
-        Memory that survived holds the window the job has just continued from: no more than needed is requested then.
+        Surviving memory holds the window from which the job has just continued, so then only the needed size is
+        requested.
         """
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
@@ -312,7 +321,10 @@ class Snapshotter:
         if self._memory is not None:
             if not self._collectives.any(exact > self._memory.arena.window_bytes):
                 return self._memory
-            self._report_plan_problem(iteration, "windows have outgrown their memory: those in it are abandoned")
+            self._report_plan_problem(
+                iteration,
+                "windows no longer fit the allocated memory and get new memory; windows in the old memory are lost",
+            )
             self._buffers = WindowBuffers(committed=self._buffers.committed)
             self._release_memory()
         # Also where it is still large enough: windows are on all ranks or on none.
@@ -364,7 +376,9 @@ class Snapshotter:
         if plan == opened.plan:
             return opened
         if self._collectives.any(window_bytes(plan, view.shards) > self._memory.arena.window_bytes):
-            self._report_plan_problem(iteration, f"does not fit the buffers and is not used: {plan.summary()}")
+            self._report_plan_problem(
+                iteration, f"a new snapshot plan is not used, because it does not fit the buffers: {plan.summary()}"
+            )
             return opened
         return self._lay_out(iteration, plan, view, self._memory, opened.host_bytes)
 

@@ -1,4 +1,4 @@
-"""``SnapshotStats``: cost of each committed window on one rank."""
+"""Cost of each committed window on one rank."""
 
 from megatron_ft.events import WindowCommitted
 from megatron_ft.snapshot.capture.capture import CaptureFigures
@@ -8,7 +8,7 @@ _NAMES = ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_by
 
 
 class SnapshotStats:
-    """Splits monotonic sums into the cost of each window, also where a sum restarts at 0."""
+    """Splits cumulative sums into the cost of each window, also if a sum restarts at 0."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = dict.fromkeys(_NAMES, 0)
@@ -16,12 +16,13 @@ class SnapshotStats:
         self._arena: Arena | None = None
 
     def end_captures(self, figures: CaptureFigures) -> None:
-        """Take the last ``figures`` of a capture: those of the next one start at 0."""
+        """Add the last ``figures`` of a capture; those of the next capture start at 0."""
         self._add(figures)
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
-        """Read the snapshot server's sums from ``arena``; what they are now belongs to other processes or memory."""
+        """Read the snapshot server's sums from ``arena``; their present values belong to earlier processes or
+        memory."""
         if arena is not self._arena:
             self._arena = arena
             self._seen |= self._server_sums()
@@ -29,7 +30,8 @@ class SnapshotStats:
     def record(
         self, iteration: int, *, start_iteration: int, num_iterations: int, figures: CaptureFigures
     ) -> WindowCommitted:
-        """The event of a window that the vote of ``iteration`` has committed, with all costs since the one before."""
+        """Return the event of a window that the vote of ``iteration`` has committed, with all costs since the previous
+        window."""
         self._add(figures)
         cost, self._unreported = self._unreported, dict.fromkeys(_NAMES, 0)
         return WindowCommitted(

@@ -1,4 +1,4 @@
-"""State that a rank carries from one membership to the next, and its transfer to joining ranks, which have none."""
+"""The state that a rank takes from one membership to the next, and the part that it sends to joining ranks."""
 
 import math
 import random
@@ -31,53 +31,47 @@ Shape = tuple[str, str, str, list[int]]
 """Name, dtype, kind of device and shape of a tensor."""
 
 _ITERATION_STRIDE = 1_000_003
-"""Distance of the seeds of joining ranks of one iteration and the next: more than ranks and pipeline stages add."""
+"""Distance between the seeds of joining ranks of consecutive iterations; larger than what ranks and pipeline stages
+add."""
 
 
 @dataclass(kw_only=True)
 class Carried:
-    """A rank's state, free of the groups that it was made with."""
+    """A rank's state, without references to the groups with which it was made."""
 
     holdings: tuple[Holding, ...]
-    """Oldest first; ``state`` has what each of them gives this rank."""
-    iteration: int
+    """Holdings, oldest first; ``state`` contains the tensors that each of them gives this rank."""
     state: NamedState
     host: TrainState
     """State besides tensors."""
     finished: IterationResult | None
-    """The iteration that was settled on the way out, until it is accounted for."""
+    """The iteration that was finished when the membership ended, until it is reported."""
     batch: BatchPlan
     """Batch plan of the finished iteration."""
-    unsaved: int | None
-    """Iteration of an abandoned save, until it is reported."""
     kept: WindowKey | None = None
     """The newest committed window that this rank knows of; None before the first."""
     plan: WindowPlan | None = None
-    """Plan that windows are captured by; None before the first."""
+    """Plan of windows; None before the first."""
     has_whole_weights: bool = True
-    """Whether weights are those of the iteration throughout: of one that was finished on the way out, a sharded
-    optimizer has brought this rank's own shard up to date only."""
+    """Whether all weights are those of the iteration. If a sharded optimizer finished it when the membership ended,
+    only this rank's own shard of the weights is up to date."""
 
     @classmethod
     def of(cls, trainer: "Trainer") -> "Carried":
-        """Capture a rank at an iteration boundary that every other rank has reached."""
+        """Capture the state of a rank at an iteration boundary that every other rank has reached."""
         engine = trainer.engine
         return cls(
             holdings=(_holding(trainer, None),),
-            iteration=engine.iteration,
             state=take_state(engine.model_chunks, engine.optimizer),
             host=replace(engine.train_state(), newest_vote=engine.newest_vote, rounded_off=trainer.rounded_off),
             finished=None,
             batch=engine.batch,
-            unsaved=None,
             **_windows(trainer),
         )
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Add what the rank carried into the membership that this was captured in: both are of the same iteration.
-
-        Reports and saves that were due then may still be due.
-        """
+        """Add what the rank carried into the membership of this capture, at the same iteration: reports that were due
+        then may still be due."""
         if before is None:
             return self
         return replace(
@@ -87,33 +81,32 @@ class Carried:
             host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,
-            unsaved=before.unsaved if self.unsaved is None else self.unsaved,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipStart:
-    """State that a membership began with, kept until it commits an iteration: it may break before."""
+    """State with which a membership began, kept until it commits an iteration, because it may break before."""
 
     iteration: int
     carried: Carried | None
     """None on a joining rank."""
     changes: tuple[str, ...] = ()
-    """Changes as in ``Holding``, with the one to this membership."""
+    """Changes as in ``Holding``, including the one to this membership."""
     is_formed: bool = False
     """Whether this rank has the state that the membership's placement gives it."""
 
     @property
     def has_state(self) -> bool:
-        """Whether the rank has state, by whatever placement."""
+        """Whether the rank has state, by any placement."""
         return self.is_formed or self.carried is not None
 
 
 def carry(trainer: "Trainer", target: Target) -> Carried | None:
-    """Take out this rank's state after ``target``, before its groups are dissolved; None on a rank that has none.
+    """Extract this rank's state after ``target``, before its groups are destroyed; None on a rank without state.
 
-    Where the membership has committed nothing, the state is still the one that it began with. A rank that had formed
-    it has its part by the placement of this membership, too; any other has what it carried into it, no more.
+    If the membership has committed nothing, the state is still the one with which it began. A rank that had formed the
+    membership then also has its part by the membership's placement; any other rank has only what it carried into it.
     """
     beginning, engine = trainer.membership_start, trainer.engine
     if beginning is None or beginning.iteration != target.iteration:
@@ -133,7 +126,7 @@ def _holding(trainer: "Trainer", placement: PlacementState | None, **more: Any) 
 
 
 def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carried:
-    """State of a rank that has formed its membership; ``changes`` of ``Holding``."""
+    # Return the state of a rank that has formed its membership; ``changes`` of ``Holding``.
     placement, engine = trainer.placement, trainer.engine
     finished = resolve_iteration(engine, target)
     # Ranks that completed the iteration have observed its loads: all plan the next placement from the same ones.
@@ -158,7 +151,6 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
     stops = finished is not None and finished.decision.action == "stop"
     return Carried(
         holdings=holdings,
-        iteration=target.iteration,
         state=state,
         host=replace(
             host,
@@ -168,25 +160,23 @@ def _take(trainer: "Trainer", target: Target, changes: tuple[str, ...]) -> Carri
         ),
         finished=finished,
         batch=engine.batch,
-        unsaved=trainer.checkpoints.pending_iteration,
         has_whole_weights=finished is None or not trainer.config.parallel.use_distributed_optimizer,
         **_windows(trainer),
     )
 
 
 def _windows(trainer: "Trainer") -> dict[str, Any]:
-    """Fields of ``Carried`` about this rank's windows."""
     snapshots = trainer.snapshots
     return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
 
 
 def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int | None], groups: Groups) -> NamedState:
-    """Send all state but experts to joining ranks, shared out over the ranks that have it; collective.
+    """Send all state except experts to joining ranks, shared among the ranks that have it; collective.
 
     Args:
-        state: this rank's; a joining rank's is filled.
-        shapes: name, dtype, kind of device and shape of the tensors of one rank that has state.
-        previous: None for each rank that has none.
+        state: this rank's state; that of a joining rank is filled.
+        shapes: name, dtype, kind of device and shape of the tensors of one rank with state.
+        previous: None for each rank without state.
 
     Returns:
         Tensors like those of one expert.
@@ -230,10 +220,8 @@ def _num_bytes(row: Sequence[Any]) -> int:
 
 
 def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
-    """Start the generators of a rank that joins after ``iteration``: a function of that, its rank and the run's seed.
-
-    Not of the generation: memberships that do not form leave no trace.
-    """
+    """Seed the generators of a rank that joins after ``iteration``, from the iteration, its rank and the run's seed.
+    The generation has no effect, because memberships that are not formed leave no trace."""
     own = seed + (iteration + 1) * _ITERATION_STRIDE
     random.seed(own + groups.vote.rank())
     np.random.seed((own + groups.vote.rank()) % 2**32)

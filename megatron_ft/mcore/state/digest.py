@@ -1,4 +1,4 @@
-"""Checksums of a rank's whole state, by global parameter name: equal digests, equal bits."""
+"""Checksums of a rank's whole state, by global parameter name; equal digests mean equal bits."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_ft.mcore.model.names import named_parameters, unwrap
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Hexadecimal xxh3_128 of the tensor's bytes, its dtype and its shape."""
+    """Return the hexadecimal xxh3_128 of the tensor's bytes, dtype and shape."""
     # Equal bytes are not equal tensors: zeros of two dtypes differ.
     digest = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -24,10 +24,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def named_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter, persistent buffer, master and moment on this rank.
+    """Yield (name, tensor) of every parameter, persistent buffer, master and moment on this rank.
 
-    Names are ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg``...; with the distributed
-    optimizer the latter are this rank's flat ranges.
+    Names are ``<parameter>``, ``<parameter>/master``, ``<parameter>/exp_avg``...; with the distributed optimizer
+    masters and moments are this rank's flat ranges.
     """
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
@@ -48,7 +48,7 @@ def named_state(
 
 
 def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """(model parameter, the tensor the inner optimizer updates for it)."""
+    """Yield (model parameter, the tensor that the inner optimizer updates for it)."""
     for parameters, masters in _group_pairs(member):
         for parameter, master in zip(parameters, masters, strict=True):
             # None with Megatron's precision-aware optimizer, which keeps masters in the inner one.
@@ -70,7 +70,7 @@ def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> str:
-    """One digest over all of :func:`tensor_digests`, independent of the order of iteration."""
+    """Return one digest over all of :func:`tensor_digests`, independent of the order of iteration."""
     total = xxhash.xxh3_128()
     for name, digest in sorted(tensor_digests(model_chunks, optimizer).items()):
         total.update(f"{name}={digest}\n".encode())
@@ -78,9 +78,9 @@ def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """Digest of every tensor of :func:`named_state` by name, to locate differences of two states.
+    """Return the digest of every tensor of :func:`named_state` by name, to locate differences of two states.
 
-    Moments that no update has created yet are created: they count as the zeros they will start from.
+    Moments that no update has created yet are created: they count as the zeros with which they will start.
     """
     allocate_state(optimizer)
     return {name: tensor_digest(tensor) for name, tensor in named_state(model_chunks, optimizer)}

@@ -1,7 +1,7 @@
 """Operators of one rank as element ranges of live tensors: the sources of captures, and the targets of restores.
 
-Weights, masters and moments are found through Megatron's own pairing of parameters with the tensors its optimizers
-update, so the view holds for every precision and for sharded and whole optimizer state alike.
+Weights, masters and moments are found through Megatron's own pairing of parameters with the tensors that its optimizers
+update. So the view works for every precision, and for sharded and whole optimizer state.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 
 def range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """(start, stop) in the flattened parameter; all of it where ``member`` is not sharded."""
+    """Return (start, stop) in the flattened parameter; all of it if ``member`` is not sharded."""
     if not isinstance(member, DistributedOptimizer):
         return 0, parameter.numel()
     found = member._get_model_param_range_map(parameter)["param"]
@@ -47,9 +47,9 @@ class _Held:
 
 
 class OperatorView:
-    """State that this rank holds and the part that it captures; built collectively over the whole job.
+    """The state of this rank, and the part that it captures; built collectively over the whole job.
 
-    Rebuild it whenever model or optimizer are. Moments that no update has made yet are allocated: zeros.
+    Build it again after model or optimizer were rebuilt. Moments that no update has made yet are allocated as zeros.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class OperatorView:
         return slice_pieces(plan, index, self.shards)
 
     def source(self, piece: Piece) -> torch.Tensor:
-        """Return the live elements of ``piece``: 1-D, no copy; one element where the component has one value for them
-        all."""
+        """Return the live elements of ``piece``: 1-D, no copy; one element if the component has one value for all."""
         return self.live((piece.parameter, piece.tensor_part), piece.component, piece.start, piece.stop)
 
     def live(self, part: Part, component: str, start: int, stop: int) -> torch.Tensor:
@@ -90,7 +89,7 @@ class OperatorView:
             if first <= start and stop <= last:
                 tensor = state[component]
                 return tensor if component == STEP else tensor[start - first : stop - first]
-        raise KeyError(f"{part}/{component}: elements {start} to {stop} are not on rank {self.rank}")
+        raise KeyError(f"{part}/{component}: rank {self.rank} does not have elements {start} to {stop}")
 
     def restore(self, plan: WindowPlan, index: int, payload: Payload) -> int:
         """Restore slice ``index`` on every rank that holds any of it; collective over the whole job.
@@ -99,7 +98,7 @@ class OperatorView:
         rounded from their masters, as the optimizer does.
 
         Returns:
-            Bytes this rank sent.
+            Bytes that this rank sent.
 
         Raises:
             RecoveryError: the payload is too small.
@@ -115,7 +114,7 @@ def _held(
     for chunk in model_chunks:
         for name, parameter in named_parameters(chunk):
             part = (name, tensor_part(name, parameter, pg_collection))
-            assert part not in found, f"{part} is on this rank twice"
+            assert part not in found, f"{part} occurs twice on this rank"
             parts[parameter], found[part] = part, _Held(weight=parameter.detach().view(-1))
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):

@@ -1,4 +1,4 @@
-"""State and placement of each rank, and the choice of the holding that all ranks continue from. Pure."""
+"""The state of each rank and its placement; choice of the holding from which all ranks continue. Pure."""
 
 import hashlib
 import json
@@ -10,37 +10,37 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.moe.placement_manager import PlacementState
 
 Key = tuple[int, bool]
-"""Generation, and whether experts have moved in it for the ranks that stay: later ones are greater."""
+"""Generation, and whether experts have moved in it for the ranks that stay; later keys are greater."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A rank has all the state that ``placement`` gives it.
+    """Record that a rank has all the state that ``placement`` gives it.
 
     A rank can have several holdings of one iteration: that of the membership that committed the iteration, one of each
-    membership that has formed since and broke before it committed another, and one of an evacuation.
+    membership that was formed since and broke before it committed another, and one of an evacuation.
     """
 
     generation: int
-    """Membership that the placement is of."""
+    """Membership of the placement."""
     is_evacuation: bool = False
-    """Whether the placement took over for the ranks that stay in the next membership."""
+    """Whether the placement was made for the ranks that stay in the next membership."""
     rank: int
     """Number of the rank in that membership."""
     nodes: tuple[int, ...]
     """Node of each rank of that membership."""
     placement: PlacementState | None
-    """None where experts stay where Megatron puts them."""
+    """None if experts stay where Megatron puts them."""
     changes: tuple[str, ...] = ()
-    """The memberships since the commit that led here, as entries of ``launch.membership_schedule``."""
+    """The memberships since the commit, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:
-        """The same on all ranks that have it."""
+        """Key that is the same on all ranks with this holding."""
         return self.generation, self.is_evacuation
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return JSON values."""
         return {
             "generation": self.generation,
             "is_evacuation": self.is_evacuation,
@@ -52,7 +52,7 @@ class Holding:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Holding":
-        """Inverse of ``to_json``."""
+        """Read the values of ``to_json``."""
         placement = content["placement"]
         lists = {name: tuple(content[name]) for name in ("nodes", "changes")}
         return cls(
@@ -61,15 +61,15 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Number of each rank of a membership in the holding that all continue from; None where it has no part of that."""
+"""Number of each rank of a membership in the holding from which all continue; None if it is not in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Holdings of a rank that has state, as it reports them to the others."""
+    """Holdings of a rank with state, as reported to the others."""
 
     holdings: tuple[tuple[Key, int, str], ...]
-    """Key of each holding, the rank's number in it, the digest of its placement."""
+    """Key of each holding, the rank's number in it, and the digest of its placement."""
 
     @classmethod
     def of(cls, holdings: Sequence[Holding]) -> "RankStatus":
@@ -77,21 +77,21 @@ class RankStatus:
         return cls(holdings=tuple((held.key, held.rank, digest_of(held.placement)) for held in holdings))
 
     def rank_in(self, key: Key) -> int | None:
-        """The rank's number in a holding; None where it does not have it."""
+        """Return the rank's number in a holding; None if it does not have it."""
         return next((rank for found, rank, _ in self.holdings if found == key), None)
 
     def to_json(self) -> list[Any]:
-        """Plain values."""
+        """Return JSON values."""
         return [[list(key), rank, digest] for key, rank, digest in self.holdings]
 
     @classmethod
     def from_json(cls, content: list[Any]) -> "RankStatus":
-        """Inverse of ``to_json``."""
+        """Read the values of ``to_json``."""
         return cls(holdings=tuple(((key[0], key[1]), rank, digest) for key, rank, digest in content))
 
 
 def digest_of(placement: PlacementState | None) -> str:
-    """Hexadecimal SHA-256 of a placement's JSON."""
+    """Return the hexadecimal SHA-256 of a placement's JSON."""
     content = None if placement is None else placement.to_json()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -103,24 +103,24 @@ def choose_holding(
     *,
     is_whole: Callable[[Key, Previous], bool],
 ) -> tuple[Key, Previous]:
-    """Choose the holding that a membership continues from; the same answer on every rank.
+    """Choose the holding from which a membership continues; the result is the same on every rank.
 
-    The newest that every rank with state has: then all of them had formed that membership. Where no holding is common
-    to all, some had formed the newest membership and others had not: all go back to the oldest, what they carried into
-    it. In either case a holding by which experts are missing is passed over for the next one by which none is.
+    It is the newest holding that every rank with state has: then all of them had formed that membership. If no holding
+    is common to all, some had formed the newest membership and others had not, and all return to the oldest, which they
+    carried into it. In both cases a holding with missing experts is skipped in favour of the next one without.
 
     Args:
-        present: report of each rank of membership ``generation``; None of joining ranks.
-        nodes: of each rank. A node of which a rank lacks a holding has no part in it.
-        is_whole: whether the ranks that have a holding hold every expert; asked of every rank alike, and only where
-            there is a choice.
+        present: status of each rank of membership ``generation``; None for joining ranks.
+        nodes: node of each rank. If a rank of a node lacks a holding, the whole node is not in it.
+        is_whole: whether the ranks with a holding hold every expert; called on every rank in the same order, and only
+            if there is a choice.
 
     Raises:
         RecoveryError: no rank has state, or ranks have different placements of one holding.
     """
     known = [presence for presence in present if presence is not None]
     if not known:
-        raise RecoveryError(f"generation {generation} has no rank with state: all that had any are lost")
+        raise RecoveryError(f"generation {generation}: every rank with state is lost")
     keys = sorted({key for presence in known for key, _, _ in presence.holdings})
     # Every rank with state has formed such a membership, so nothing that it transferred is missing.
     shared = [key for key in keys if all(presence.rank_in(key) is not None for presence in known)]
@@ -128,7 +128,7 @@ def choose_holding(
     found = {key: _previous(present, nodes, key) for key in order}
     order = [key for key in order if any(rank is not None for rank in found[key])]
     if not order:
-        raise RecoveryError(f"generation {generation} has no node whose ranks all have state")
+        raise RecoveryError(f"generation {generation}: on every node some rank has no state")
     # ``is_whole`` is collective: all ranks have the same reports, so they ask about the same holdings in order.
     if len(order) > 1:
         order = [key for key in order if is_whole(key, found[key])] or order

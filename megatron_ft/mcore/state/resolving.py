@@ -1,4 +1,4 @@
-"""Brings a rank whose membership broke to the iteration that all ranks continue after."""
+"""Brings a rank whose membership broke to the iteration after which all ranks continue."""
 
 from dataclasses import replace
 
@@ -9,17 +9,17 @@ from megatron_ft.planning.recovery.target import Position, Target
 
 
 def position_of(engine: TrainingEngine, rank: int) -> Position:
-    """Resolve the progress of ``engine``, that of rank ``rank`` of its membership, wherever an iteration broke.
+    """Return the position of ``engine``, which is rank ``rank`` of its membership, wherever an iteration broke.
 
     Raises:
-        RecoveryError: in the middle of the update: the state is that of no iteration.
+        RecoveryError: it broke in the middle of the update, so the state belongs to no iteration.
     """
     completed, contributed, vote = engine.iteration, engine.iteration, engine.newest_vote
     in_progress = engine.in_progress
     if in_progress is not None:
-        # Some masters are updated and others are not, and the rollback record has neither.
+        # Some masters are updated and others are not, and `TrainState` has neither.
         if in_progress.update == "begun":
-            raise RecoveryError(f"rank {rank}: iteration {in_progress.iteration} broke in the middle of its update")
+            raise RecoveryError(f"rank {rank}: iteration {in_progress.iteration} failed in the middle of its update")
         # Own state is complete; only parameters may not be gathered yet, which needs the others.
         if in_progress.update == "done":
             completed = in_progress.iteration
@@ -32,22 +32,26 @@ def position_of(engine: TrainingEngine, rank: int) -> Position:
 
 
 def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult | None:
-    """Finish the iteration under way from its kept gradients, or undo it: the state is that after ``target``.
+    """Finish the iteration in progress from its kept gradients, or roll it back, so that the state is that after
+    ``target``.
 
-    Nothing is sent. A sharded optimizer's parameters have to be gathered afterwards: the caller does that.
+    Nothing is sent. The caller gathers the parameters of a sharded optimizer afterwards.
 
     Returns:
-        The iteration that was finished, where ``run_iteration`` has not returned it.
+        The finished iteration, if ``run_iteration`` has not returned it.
     """
     in_progress = engine.in_progress
     if in_progress is None or in_progress.iteration != target.iteration:
-        assert engine.iteration == target.iteration, f"at iteration {engine.iteration}, not {target.iteration}"
-        if in_progress is not None:
-            engine.abort(in_progress)
+        assert engine.iteration == target.iteration, (
+            f"this rank is at iteration {engine.iteration}, the target is {target.iteration}"
+        )
+        engine.abort()
         return None
     # A target without a vote was completed by all, by this rank with its own vote.
     vote = target.vote or in_progress.vote
-    assert vote is not None and in_progress.contributed, f"no gradients or no vote of iteration {target.iteration}"
+    assert vote is not None and in_progress.contributed, (
+        f"this rank has no gradients or no vote of iteration {target.iteration}"
+    )
     result = replace(engine.decide(vote), pass_seconds=())  # ranks have other numbers when it is reported
     # A skip or a stop may have been applied before the break: both put back recorded values, so twice is once.
     if in_progress.update == "none":

@@ -1,4 +1,4 @@
-"""Restores captured bytes: each rank sends what it captured to all ranks that hold the same elements."""
+"""Restores captured bytes: each rank sends what it captured to all ranks that need the same elements."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,6 @@ def restore_slice(view: Holder, plan: WindowPlan, index: int, payload: Payload) 
 def _incoming(
     view: Holder, plan: WindowPlan, index: int, holders: dict[Part, dict[int, Holding]]
 ) -> list[Sequence[torch.Tensor]]:
-    """List the live tensors that each rank's pieces fill here, in the order that rank sends them."""
     incoming: list[Sequence[torch.Tensor]] = []
     for shards in view.shards_by_rank:
         shared = [s for s in shards if view.rank in holders[s.parameter, s.tensor_part]]
@@ -80,7 +79,7 @@ def _holders(holdings_by_rank: Sequence[Sequence[Holding]]) -> dict[Part, dict[i
 
 
 def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """List (component, ranks that get it). A master also gives the weight, on every rank that computes with it."""
+    """Yield (component, ranks that receive it). A master also gives the weight, on every rank that computes with it."""
     weight = next(iter(holders.values())).frozen[0]
     if piece.component in (WEIGHT, MASTER):
         yield WEIGHT, tuple(holders)
@@ -90,7 +89,6 @@ def _deliveries(piece: Piece, holders: dict[int, Holding]) -> Iterator[tuple[str
 
 
 def _rounded(captured: torch.Tensor, dtype: str, holding: Holding) -> torch.Tensor:
-    """Round a captured master to the optimizer's compute weight."""
     # A copy: ``view`` needs an offset that is a multiple of the dtype's size, and a piece may begin anywhere.
     master = captured.clone().view(getattr(torch, dtype))
     return master.to(getattr(torch, holding.frozen[0].dtype))
@@ -99,7 +97,10 @@ def _rounded(captured: torch.Tensor, dtype: str, holding: Holding) -> torch.Tens
 def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
     given = memoryview(payload).nbytes
     if given < num_bytes:
-        raise RecoveryError(f"slice {index}: {given} bytes were captured, {num_bytes} are needed: another layout?")
+        raise RecoveryError(
+            f"slice {index}: has {given} captured bytes, but {num_bytes} are needed; was it captured with another "
+            "layout?"
+        )
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.mcore.checkpoint import CheckpointManager
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.data.data_checks import check_known_data
 from megatron_ft.mcore.groups import Groups
-from megatron_ft.planning.commit import History
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer
@@ -27,13 +26,8 @@ def open_checkpoints(trainer: "Trainer", groups: Groups) -> CheckpointManager:
 
 
 def extra_state(trainer: "Trainer") -> dict[str, Any]:
-    """State besides tensors and the position that goes with a checkpoint, the same on all ranks."""
-    history = trainer.engine.history
-    extra: dict[str, Any] = {
-        "data_fingerprint": trainer.samples["train"].fingerprint(),
-        "losses": list(history.losses),
-        "num_consecutive_skips": history.num_consecutive_skips,
-    }
+    """Return data and placement that are saved with a checkpoint, the same on all ranks."""
+    extra: dict[str, Any] = {"data_fingerprint": trainer.samples["train"].fingerprint()}
     if trainer.placement is not None:
         extra["placement"] = trainer.placement.to_json()
     return extra
@@ -44,14 +38,10 @@ def load(trainer: "Trainer", directory: Path) -> None:
 
     Raises:
         CheckpointError: it is damaged, or does not fit.
-        DataError: it has no manifest of format 2, which could be compared before, and was trained on other data.
+        DataError: it has no manifest of format 2, so it could not be compared before, and was trained on other data.
     """
     state = trainer.state({})
     manifest = trainer.checkpoints.load(state, directory).manifest
     if manifest is None or manifest.format_version == 1:
         check_known_data(trainer.config, trainer.samples["train"], state.extra.get("data_fingerprint"), directory)
-    trainer.engine.iteration = state.iteration
-    trainer.engine.history = History(
-        losses=tuple(state.extra.get("losses", ())),
-        num_consecutive_skips=state.extra.get("num_consecutive_skips", 0),
-    )
+    trainer.engine.restore(state.host)

@@ -1,4 +1,4 @@
-"""Assigns every captured element to exactly one of the ranks that hold it."""
+"""Assigns every captured element to exactly one of the ranks that have it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,22 +13,22 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One rank's share of one part of a parameter: its compute weight whole, and optimizer state of ``ranges``."""
+    """One rank's share of one part of a parameter: the whole compute weight, and the optimizer state of ``ranges``."""
 
     part: Part
     num_elements: int
     ranges: tuple[tuple[int, int], ...]
-    """Elements (start, stop) of the flattened part whose master and moments are here."""
+    """Elements (start, stop) of the flattened part whose master and moments are on this rank."""
     full: tuple[Component, ...]
     frozen: tuple[Component, ...]
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether optimizer state of elements [start, stop) is here."""
+        """Whether the optimizer state of elements [start, stop) is on this rank."""
         return any(first <= start and stop <= last for first, last in self.ranges)
 
 
 def to_record(holdings: Iterable[Holding]) -> dict[str, Any]:
-    """Make a JSON object that ``from_record`` reads back; components, in which few parameters differ, appear once."""
+    """Make a JSON object for ``from_record``; components are stored once, because most parameters have the same."""
     kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
     rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
     return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}
@@ -67,7 +67,7 @@ def sizes(holdings_by_rank: Iterable[Iterable[Holding]]) -> dict[Part, int]:
 
 
 def _cut(by_rank: Mapping[int, Holding]) -> Iterable[tuple[int, int, int]]:
-    """(rank, start, stop); ranks may hold ranges that overlap in part, as stages do that share the embedding."""
+    # Yield (rank, start, stop); ranges of ranks may overlap in part, as for stages that share the embedding.
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
         # In rank order on every rank, so that all compute the same cut; even parts let holders capture in parallel.

@@ -1,4 +1,4 @@
-"""A rank's state by global name, extracted and restored around a rebuild of model and optimizer."""
+"""A rank's tensors by global name, saved and restored around a rebuild of model and optimizer."""
 
 from collections.abc import Iterator, Mapping
 
@@ -13,17 +13,17 @@ NamedState = dict[str, torch.Tensor]
 
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
-    """Copies of every parameter, buffer, master and moment of this rank."""
+    """Copy every parameter, buffer, master and moment of this rank."""
     return {name: tensor.detach().clone() for name, tensor in _distinct_state(model_chunks, optimizer)}
 
 
 def put_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill a freshly built model and optimizer; bit for bit.
+    """Fill a newly built model and optimizer, bit for bit.
 
     Raises:
-        KeyError: ``state`` lacks a tensor that this rank holds now.
+        KeyError: ``state`` lacks a tensor that this rank has now.
     """
     with torch.no_grad():
         for name, tensor in _distinct_state(model_chunks, optimizer):
@@ -34,7 +34,7 @@ def put_state(
 def _distinct_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return all named state, once: FP32 weights are their own masters."""
+    # Yield all named state, each tensor once: FP32 weights are their own masters.
     allocate_state(optimizer)
     own_masters: set[str] = set()
     for name, tensor in named_state(model_chunks, optimizer):

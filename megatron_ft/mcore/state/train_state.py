@@ -1,4 +1,4 @@
-"""``TrainState``: the one description of what a rank has at an iteration boundary besides its tensors."""
+"""The state of a rank at an iteration boundary besides its tensors."""
 
 import base64
 import json
@@ -23,33 +23,33 @@ _TENSOR = "tensor_base64"
 class TrainState:
     """A rank's state after an iteration, besides parameters and their optimizer state.
 
-    Tensors are copies on the device of the originals: a capture does not wait for a GPU. The first six fields are
-    captured from the model, the optimizer and the process; the others are set by their owners.
+    Tensors are copies on the device of the originals, so that a capture does not wait for a GPU. The first six fields
+    are captured from the model, the optimizer and the process; the others are set by their owners.
     """
 
     iteration: int
-    """Iterations done."""
+    """Number of completed iterations."""
     rng: Mapping[str, Any] | None = None
-    """Generators from ``capture_rng``. None in what other ranks receive: each rank has its own."""
+    """Generators from ``capture_rng``. None in state received from other ranks, because each rank has its own."""
     buffers: Mapping[str, torch.Tensor]
     """Buffers of the model by chunk and name: router bias and counters, in their own dtype and shape."""
     grad_scalers: tuple[Mapping[str, Any], ...]
-    """Loss scale and its counters, of each part of the optimizer that has one."""
+    """Loss scale and its counters, for each part of the optimizer that has one."""
     group_steps: tuple[Any, ...]
-    """Step count of each parameter group; None where the optimizer counts per tensor."""
+    """Step count of each parameter group; None if the optimizer counts per tensor."""
     history: History
     newest_vote: Vote | None = None
-    """Vote of the newest iteration; None before the first that this process has run."""
+    """Vote of the newest iteration; None before the first iteration of this process."""
     rounded_off: int = 0
-    """Newest iteration after which all evaluations, saves and digests that were due are done."""
+    """Newest iteration after which all due evaluations, saves and digests are done."""
     stopped: str | None = None
-    """Why a policy stops the run with the iteration that has just finished; None where it continues."""
+    """Reason why a policy stops the run with the iteration that has just finished; None if it continues."""
 
     @classmethod
     def capture(
         cls, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, *, iteration: int, history: History
     ) -> "TrainState":
-        """Copy the present state of this process, which has done ``iteration`` iterations."""
+        """Copy the present state of this process, which has completed ``iteration`` iterations."""
         return cls(
             iteration=iteration,
             rng=capture_rng(),
@@ -63,41 +63,49 @@ class TrainState:
         )
 
     def restore(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-        """Put back generators (unless there are none), buffers, loss scales and step counts.
+        """Restore generators (if there are any), buffers, loss scales and step counts.
 
         Raises:
-            RecoveryError: the model has other buffers, or the optimizer other parts; the same on no other rank.
+            RecoveryError: the model has other buffers, or the optimizer other parts; other ranks may not raise it.
         """
         buffers = dict(_buffers(model_chunks))
         if set(buffers) != set(self.buffers):
             raise RecoveryError(
-                f"buffers differ from the captured ones: {sorted(set(buffers) ^ set(self.buffers))[:5]}"
+                "the model has other buffers than were captured; they differ in "
+                f"{sorted(set(buffers) ^ set(self.buffers))[:5]}"
             )
         for name, value in self.buffers.items():
             # Megatron turns the router bias back into FP32 at the first forward only: the dtype is that of the capture.
             buffers[name].data = value.to(buffers[name].device, copy=True)
         if self.rng is not None:
-            restore_rng(dict(self.rng))
+            restore_rng(self.rng)
         scalers, groups = grad_scalers(optimizer), list(_groups(optimizer))
         if (len(scalers), len(groups)) != (len(self.grad_scalers), len(self.group_steps)):
             parts = f"{len(groups)} groups, {len(scalers)} scalers"
-            raise RecoveryError(f"captured from an optimizer of other parts: {parts}")
+            raise RecoveryError(f"was captured from an optimizer with other numbers of parts; this one has {parts}")
         for scaler, state in zip(scalers, self.grad_scalers, strict=True):
             scaler.load_state_dict(dict(state))
         for group, step in zip(groups, self.group_steps, strict=True):
             if step is not None:
                 group["step"] = _copied(step)
 
+    def restore_router_bias(self, model_chunks: list[torch.nn.Module]) -> None:
+        """Put back the router bias only: all that a skipped iteration has to undo."""
+        for name, buffer in _buffers(model_chunks):
+            if name.endswith(".expert_bias"):
+                buffer.copy_(self.buffers[name])
+
     def differences(self, other: "TrainState") -> list[str]:
-        """Names of captured fields whose bits differ from those of ``other``."""
+        """Return the names of captured fields whose bits differ from those of ``other``."""
         mine, theirs = self._captured(), other._captured()
         # As text: NaN equals NaN, and equal digits are equal bits.
         return [name for name in mine if json.dumps(mine[name]) != json.dumps(theirs[name])]
 
     def to_json(self, *, own: bool = True) -> dict[str, Any]:
-        """Plain values, tensors as base64 of their bytes; without ``own``, without this rank's generators.
+        """Return JSON values, tensors as base64 of their bytes; without ``own``, without this rank's generators.
 
-        A slice's header has this since version 1 of the format of windows: fields are added, none is renamed.
+        The header of a slice has contained this since version 1 of the format of windows: fields are added, but none is
+        renamed.
         """
         record = self._captured()
         if not own:
@@ -110,7 +118,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "TrainState":
-        """Inverse of ``to_json``.
+        """Read the values of ``to_json``.
 
         Raises:
             KeyError, TypeError, ValueError: a field is missing or of another type.
@@ -159,7 +167,7 @@ def _copied(value: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """Turn nested values with tensors into plain ones: dtype, shape and base64 of the bytes of each tensor."""
+    """Convert nested values with tensors to JSON: dtype, shape and base64 of the bytes of each tensor."""
     if torch.is_tensor(value):
         # Bytes, not numbers: JSON has no NaN, and a decimal number has no dtype.
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The training engine: one rank's model and optimizer, driven an iteration at a time up to its commit point."""
+"""The training engine: one rank's model and optimizer, run iteration by iteration up to the commit point."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.boundaries import Boundaries
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.forward import forward_step
-from megatron_ft.mcore.training.iteration import IterationResult, IterationState, Prepared, RollbackRecord
+from megatron_ft.mcore.training.iteration import IterationResult, IterationState
 from megatron_ft.mcore.training.reporting import StragglerTimer
 from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport, tally
 from megatron_ft.planning.placement.copies import StateCopyPlan
@@ -48,11 +48,11 @@ class TrainingEngine:
 
     Args:
         config: the job.
-        device: where this rank computes.
+        device: device of this rank.
         transformer_impl: ``local`` or ``transformer_engine``.
         vocab_size: padded vocabulary.
         samples: token sequences of the splits ``train`` and ``valid``.
-        stop_requested: whether this rank was asked to end the run; carried by the vote.
+        stop_requested: whether this rank was asked to end the run; sent with the vote.
     """
 
     model_chunks: list[torch.nn.Module]
@@ -79,15 +79,16 @@ class TrainingEngine:
         self.iteration = 0
         self.history = History()
         self.newest_vote: Vote | None = None
-        """Report of the newest iteration; None before the first that this process has run."""
+        """Vote of the newest iteration; None before the first iteration of this process."""
         self.in_progress: IterationState | None = None
-        """The iteration that has begun and is not carried out; or the one that stopped the run."""
+        """The iteration that has begun and is not finished, or the one that stopped the run."""
         self.wants_load: Callable[[int], bool] = lambda _: False
-        """Whether tokens per expert are to be summed over the job before the vote: who knows it knows them."""
+        """Whether tokens per expert are summed over the job before the vote; every rank with the vote then knows the
+        sums."""
         self.before_update: Callable[[], None] | None = None
         """Called before master weights, moments and compute weights change."""
         self.window_report: Callable[[], WindowReport] = WindowReport
-        """Returns the state of this rank's windows, for the vote."""
+        """Returns the state of this rank's windows for the vote."""
         self.boundaries = Boundaries()
         self.num_forward_passes = 0  # of a microbatch through a chunk
         self._router = router_builder(config)
@@ -97,9 +98,9 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
-        """Build model, optimizer and communication on ``groups``; weights are those of iteration 0.
+        """Build model, optimizer and communication on ``groups``; weights are the initial ones.
 
-        ``replicas`` places the experts of this stage; None leaves Megatron's own layout.
+        ``replicas`` places the experts of this stage; None uses Megatron's own layout.
         """
         failpoints.hit("build", self.iteration)
         self.groups = groups
@@ -109,12 +110,12 @@ class TrainingEngine:
 
     @property
     def is_built(self) -> bool:
-        """Whether there is a model, whose state can be carried elsewhere."""
+        """Whether there is a model whose state can be extracted."""
         # Of what carries state the scheduler is built last: where it is, model and optimizer are complete.
         return "scheduler" in self.__dict__
 
     def rebuild(self, replicas: Replicas | None) -> None:
-        """Build model and optimizer again on the same groups; the caller puts back weights and moments."""
+        """Build model and optimizer again on the same groups; the caller restores weights and moments."""
         state = self.train_state()
         self._release()
         failpoints.hit("migrate_build", self.iteration + 1)
@@ -146,7 +147,7 @@ class TrainingEngine:
         self._straggler_timer.watch(self.model_chunks)
 
     def keep_copies(self, plan: StateCopyPlan, placement: PlacementPlan) -> StateCopies:
-        """Have optimizer state kept on other ranks as ``plan`` says, from the present state on; collective."""
+        """Keep copies of optimizer state on other ranks by ``plan``, from the present state on; collective."""
         self.state_copies = StateCopies(
             self.model_chunks,
             self.optimizer,
@@ -158,12 +159,11 @@ class TrainingEngine:
         return self.state_copies
 
     def teardown(self) -> None:
-        """Let go of everything that holds the groups; the caller dissolves them next."""
+        """Release all objects that use the groups; the caller destroys the groups next."""
         failpoints.hit("teardown", self.iteration)
         self._release("pg", "groups")
 
     def _release(self, *others: str) -> None:
-        """Let go of the model and all that was built around it, and of ``others``."""
         forget_auxiliary_losses()
         release_caches()
         self.boundaries.release()
@@ -189,7 +189,7 @@ class TrainingEngine:
 
     def run_iteration(self, iteration: int) -> IterationResult:
         """Run iteration ``iteration`` (counted from 1) to its end, whatever the vote decides."""
-        # Until the vote is settled, nothing changes that the rollback record cannot put back.
+        # Until the vote is settled, nothing changes that ``IterationState.before`` cannot put back.
         vote = self.vote(self.prepare(iteration))
         result = self.decide(vote)
         self.apply(result)
@@ -200,7 +200,7 @@ class TrainingEngine:
         return result
 
     def decide(self, vote: Vote) -> IterationResult:
-        """Decide the fate of the iteration under way."""
+        """Decide about the iteration in progress."""
         return IterationResult(
             vote=vote,
             decision=self.policy.decide(vote, self.history),
@@ -211,15 +211,16 @@ class TrainingEngine:
         )
 
     def apply(self, result: IterationResult) -> None:
-        """Commit, skip or undo the iteration in this rank's own state."""
+        """Commit, skip or roll back the iteration in this rank's own state."""
         in_progress = self._of(result.vote.iteration)
         if result.decision.action == "commit":
             self.commit(result.vote)
         elif result.decision.action == "skip":
-            in_progress.undo.restore_expert_bias(self.model_chunks)
+            # Only the bias: the numbers that a skipped iteration drew stay drawn, and its loss scale holds.
+            in_progress.before.restore_router_bias(self.model_chunks)
         else:
             # Stopped: the state is that before the iteration, so that a checkpoint of it is one.
-            self._roll_back(in_progress.undo)
+            self._roll_back(in_progress)
 
     def _of(self, iteration: int) -> IterationState:
         in_progress = self.in_progress
@@ -227,7 +228,7 @@ class TrainingEngine:
         return in_progress
 
     def finish(self, vote: Vote, decision: Decision) -> None:
-        """Make the iteration of ``vote`` the newest, ``decision`` on it carried out."""
+        """Make the iteration of ``vote`` the newest, after ``decision`` about it was carried out."""
         self.history = self.history.after(vote, decision, self.config.training.loss_spike_window)
         self.iteration = vote.iteration
         self.newest_vote = vote
@@ -235,10 +236,10 @@ class TrainingEngine:
         # Only now may a replay read what was logged: an attempt that broke has sent a part of it.
         self.boundaries.commit(vote)
 
-    def prepare(self, iteration: int) -> Prepared:
-        """Forward, backward and gradient reduction of all microbatches; the norm; this rank's ballot."""
-        undo = RollbackRecord.take(self.model_chunks, self.optimizer)
-        self.in_progress = in_progress = IterationState(iteration=iteration, undo=undo)
+    def prepare(self, iteration: int) -> Ballot:
+        """Run forward, backward and gradient reduction of all microbatches, and the norm; make this rank's ballot."""
+        # Before the vote, Megatron updates the router bias with the gradients and the loss scale with their norm.
+        self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
         # Summed before the vote: a survivor that finishes the iteration later has no others to sum with, and all
         # survivors must plan placements from the same loads.
@@ -247,11 +248,11 @@ class TrainingEngine:
         # Read first: ``prepare`` updates the scale, and the vote logs the one that these gradients have.
         loss_scale = float(self.optimizer.get_loss_scale())
         found_inf, grad_norm = commit.prepare(self.optimizer)
-        ballot = self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
-        return Prepared(ballot=ballot, undo=undo)
+        return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
 
     def accumulate(self, iteration: int) -> list[torch.Tensor]:
-        """Forward, backward and gradient reduction of all microbatches: reports of the last stage, float64 [2] each."""
+        """Run forward, backward and gradient reduction of all microbatches; return reports of the last stage, float64
+        [2] each."""
         failpoints.hit("data", iteration)
         # A function of the iteration: a rank that has rolled back, replayed or joined gets the same learning rate.
         set_position(self.scheduler, (iteration - 1) * self.config.training.global_batch_size)
@@ -282,16 +283,16 @@ class TrainingEngine:
             **asdict(self.window_report()),
         )
 
-    def vote(self, prepared: Prepared) -> Vote:
-        """Settle the vote over the whole job."""
-        iteration = prepared.ballot.iteration
+    def vote(self, ballot: Ballot) -> Vote:
+        """Exchange ballots over the whole job and return the vote."""
+        iteration = ballot.iteration
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
         # Before the exchange: once the ballot may have left, others may settle the vote, and this rank must be able to
         # finish the iteration.
         in_progress.contributed = True
-        ballots = exchange(prepared.ballot, self.groups.vote)
-        in_progress.pass_seconds = tuple(ballot.pass_seconds for ballot in ballots)
+        ballots = exchange(ballot, self.groups.vote)
+        in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
         in_progress.vote = self.tally(ballots)
         failpoints.hit("vote_after", iteration)
         return in_progress.vote
@@ -316,7 +317,7 @@ class TrainingEngine:
             commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
-        """Bring every rank's compute weights up to date, and the copies of its optimizer state."""
+        """Update every rank's compute weights, and the copies of its optimizer state."""
         failpoints.hit("gather", self._current_iteration)
         commit.gather(self.optimizer, self.model_chunks)
         # Holders repeat the update from the clipped gradients, which are there until the next iteration begins.
@@ -324,27 +325,29 @@ class TrainingEngine:
             self.state_copies.follow(self._learning_rate())
 
     def train_state(self) -> TrainState:
-        """Copy what this rank has at this iteration boundary besides parameters and their optimizer state."""
+        """Copy the state of this rank at this iteration boundary besides parameters and their optimizer state."""
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
 
     def restore(self, state: TrainState) -> None:
-        """Put ``state`` back; raises RecoveryError where it is that of another model or optimizer."""
+        """Restore ``state``; raises RecoveryError if it belongs to another model or optimizer."""
         state.restore(self.model_chunks, self.optimizer)
         self.iteration, self.history = state.iteration, state.history
 
-    def abort(self, begun: Prepared | IterationState) -> None:
-        """Undo an iteration that is not committed."""
-        self._roll_back(begun.undo)
+    def abort(self) -> None:
+        """Roll back the iteration in progress, if there is one; it is not committed."""
+        if self.in_progress is not None:
+            self._roll_back(self.in_progress)
         self.in_progress = None
 
-    def _roll_back(self, undo: RollbackRecord) -> None:
-        undo.restore(self.model_chunks, self.optimizer)
+    def _roll_back(self, in_progress: IterationState) -> None:
+        # No weight has changed. Gradients may stay: the next iteration zeroes their buffers when it starts.
+        self.restore(in_progress.before)
         set_position(self.scheduler, self.iteration * self.config.training.global_batch_size)
 
     # -- reading ------------------------------------------------------------------------------------------
 
     def evaluate(self) -> tuple[float, int]:
-        """(mean loss per token, tokens) over ``training.eval_iterations`` batches of the validation split."""
+        """Return (mean loss per token, tokens) over ``training.eval_iterations`` batches of the validation split."""
         for chunk in self.model_chunks:
             chunk.eval()
         totals = torch.zeros(2, dtype=torch.float64)
@@ -360,7 +363,7 @@ class TrainingEngine:
         return float(totals[0] / totals[1]), int(totals[1])
 
     def expert_load(self) -> torch.Tensor:
-        """Tokens per expert over the job in the last iteration: int64 [num_layers, num_moe_experts], CPU."""
+        """Return tokens per expert over the job in the last iteration: int64 [num_layers, num_moe_experts], CPU."""
         model = self.config.model
         load = expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
@@ -374,7 +377,7 @@ class TrainingEngine:
             layer.start_iteration(iteration)
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
-        """Batch ``number`` of a split (that of iteration ``number``, for training) through the pipeline."""
+        """Run batch ``number`` of a split through the pipeline (for training, that of iteration ``number``)."""
         pg, batch = self.pg, self.batch
         reader = BatchReader.of(
             pg, samples=self.samples[split], plan=batch, seq_length=self.config.model.seq_length, device=self.device
@@ -404,7 +407,8 @@ class TrainingEngine:
             self.replica_gradients.sum()
 
     def _own_share(self, reports: list[torch.Tensor]) -> tuple[float, int]:
-        """(loss sum, tokens) this rank answers for: tensor-parallel ranks hold the same loss, one reports it."""
+        # Return the (loss sum, tokens) that this rank reports: tensor-parallel ranks have the same loss, so one reports
+        # it.
         if not reports or self.pg.tp.rank() != 0:
             return 0.0, 0
         loss_sum, num_tokens = torch.stack(reports).sum(dim=0).tolist()

@@ -1,4 +1,4 @@
-"""One microbatch through the model, as Megatron's schedules want it."""
+"""The forward step of one microbatch that Megatron's schedules call."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,10 +12,10 @@ LossResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def sum_of_losses(is_padding: bool, losses: torch.Tensor) -> LossResult:
-    """Loss of a microbatch from per-token ``losses`` [micro_batch_size, seq_length].
+    """Sum per-token ``losses`` [micro_batch_size, seq_length] of a microbatch.
 
     Returns:
-        (loss_sum, num_tokens int32, report float64 [2] of both): zero throughout for padding.
+        (loss_sum, num_tokens int32, report float64 [2] of both), all zero for padding.
     """
     num_tokens = 0 if is_padding else losses.numel()
     # Not a product with zero: a loss that is not finite must not get through.
@@ -39,7 +39,7 @@ def forward_step(
 
 
 def _padding_mask(batch: Microbatch) -> torch.Tensor | None:
-    """The router takes any mask as the word that this microbatch is padding; the embedding checks its shape."""
+    # Return the mask of a padding microbatch. The router takes any mask as padding; the embedding checks the shape.
     if not batch.is_padding:
         return None
     if batch.tokens is None:

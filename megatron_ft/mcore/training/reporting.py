@@ -1,4 +1,4 @@
-"""Records of a run's start and of its iterations; how fast a rank computes, without the time it waits."""
+"""Records of a run's start and its iterations; the compute time of a rank without waiting."""
 
 import hashlib
 import importlib.metadata
@@ -39,7 +39,7 @@ def config_digest(config: JobConfig) -> str:
 def planned_record(
     iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
 ) -> SnapshotPlanned:
-    """Event with the sizes of windows of ``plan``, in force after ``iteration``."""
+    """Return the event with the sizes of windows of ``plan``, in force after ``iteration``."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -54,7 +54,7 @@ def planned_record(
 def run_started(
     config: JobConfig, context: RankContext, device: torch.device, resumed: tuple[str, int] | None
 ) -> RunStarted:
-    """A run begins; ``resumed`` is what it continues from, and the last iteration of that."""
+    """Return the event of a run's start; ``resumed`` is its source and the last iteration in that."""
     return RunStarted(
         run_name=context.run_dir.name,
         model=config.model.name,
@@ -72,10 +72,10 @@ def run_started(
 def metrics_record(
     config: JobConfig, result: IterationResult, batch: BatchPlan, seconds: float, nodes: Sequence[int]
 ) -> Metrics:
-    """Figures of one iteration that took ``seconds``; names and units are in ``telemetry/metrics.py``.
+    """Return the figures of one iteration that took ``seconds``; names and units are in ``telemetry/metrics.py``.
 
     Args:
-        nodes: of the ranks, in their order.
+        nodes: nodes of the ranks, in order.
     """
     vote, model = result.vote, config.model
     values = {
@@ -101,7 +101,7 @@ def metrics_record(
 
 
 def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) -> ExpertLoad:
-    """Tokens per expert of the mixture layers, from ``load`` [num_layers, num_moe_experts] int64."""
+    """Return the tokens per expert of the MoE layers, from ``load`` [num_layers, num_moe_experts] int64."""
     layer_numbers = tuple(number for number, mixture in enumerate(moe_layer_pattern(config.model), 1) if mixture)
     rows = tuple(tuple(load[number - 1].tolist()) for number in layer_numbers)
     return ExpertLoad(iteration=iteration, layers=rows, layer_numbers=layer_numbers)
@@ -110,7 +110,7 @@ def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) ->
 def placement_record(
     iteration: int, placement: PlacementManager, reason: str, change: Change | None, seconds: float
 ) -> PlacementInForce:
-    """The placement that holds from ``iteration`` on."""
+    """Return the event of the placement in force from ``iteration`` on."""
     plans = placement.plans
     replicas = [count for plan in plans for layer in range(len(plan.slots)) for count in plan.replica_counts(layer)]
     in_force = PlacementInForce(
@@ -135,35 +135,35 @@ def placement_record(
 
 
 NUM_ITERATIONS = 16
-"""Newest iterations whose median counts."""
+"""Number of newest iterations in the median."""
 MIN_ITERATIONS = 8
-"""Fewer say little: the first ones of a process are slow, on each rank in its own way."""
+"""Smallest number of iterations for a median: the first ones of a process are slow, differently on each rank."""
 
 
 class Clock(Protocol):
-    """Takes marks in time, and measures the time between two of them."""
+    """Records times and measures the time between two of them."""
 
     def mark(self) -> Any:
-        """Now."""
+        """Return the present time."""
 
     def seconds(self, began: Any, ended: Any) -> float:
-        """Seconds from one mark to another."""
+        """Return the seconds between two times."""
 
 
 class WallClock:
-    """The time of the process: a CPU is done with a layer when its call returns."""
+    """The wall-clock time of the process: a CPU has finished a layer when its call returns."""
 
     def mark(self) -> float:
-        """Now."""
+        """Return the present time."""
         return time.perf_counter()
 
     def seconds(self, began: float, ended: float) -> float:
-        """Seconds from one mark to another."""
+        """Return the seconds between two times."""
         return ended - began
 
 
 class StreamClock:
-    """The time of the GPU's current stream; nothing waits before the marks are read."""
+    """The time of the GPU's current stream; nothing waits until times are read."""
 
     def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
@@ -172,7 +172,7 @@ class StreamClock:
         return event
 
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        """Seconds from one mark to another; waits until the stream has passed both."""
+        """Return the seconds between two events; waits until the stream has passed both."""
         ended.synchronize()  # type: ignore[no-untyped-call]
         return began.elapsed_time(ended) / 1e3  # type: ignore[no-untyped-call, no-any-return]
 
@@ -181,10 +181,10 @@ class StreamClock:
 # and where the context is not parallel there is no communication in it. The time of a whole iteration cannot show a
 # slow rank: it is the slowest rank's on all of them.
 class StragglerTimer:
-    """Times forward passes of a rank's training, iteration by iteration, whatever model it has.
+    """Times forward passes of a rank's training, iteration by iteration, also when its model is rebuilt.
 
     Args:
-        clock: what times them.
+        clock: clock for the measurement.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -199,10 +199,8 @@ class StragglerTimer:
         return cls(StreamClock() if device.type == "cuda" else WallClock())
 
     def watch(self, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """Time this model of the rank from now on, bottom first: what earlier ones took still counts.
-
-        Nothing is timed where attention waits for other ranks.
-        """
+        """Time this model of the rank from now on, bottom first; measurements of earlier models still count. Nothing is
+        timed if attention waits for other ranks."""
         self._began, self._passes = None, []
         layers = [layer for chunk in model_chunks for layer in unwrap(chunk).decoder.layers]  # type: ignore[union-attr, operator]
         if layers and layers[0].config.context_parallel_size == 1:
@@ -214,7 +212,8 @@ class StragglerTimer:
         module.register_forward_hook(self._end)
 
     def end_iteration(self) -> float:
-        """Seconds of a forward pass, median of the newest iterations' medians; 0.0 while there are too few of them.
+        """Return the seconds of a forward pass: the median of the newest iterations' medians, or 0.0 if there are too
+        few.
 
         An iteration without a forward pass does not count.
         """

@@ -2,8 +2,9 @@
 
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from megatron_ft.events import (
     SnapshotProblem,
     StateDigest,
 )
-from megatron_ft.mcore.checkpoint import CheckpointManager, TrainingState
+from megatron_ft.mcore.checkpoint.manager import CheckpointManager
+from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Groups
@@ -54,7 +56,7 @@ from megatron_ft.topology import Topology
 class Trainer:
     """Drives a ``TrainingEngine`` through a run.
 
-    Only rank 0 reports; what it reports, every rank knows from the vote.
+    Only rank 0 reports; every rank knows the reported values from the vote.
     """
 
     collectives: Collectives
@@ -62,14 +64,14 @@ class Trainer:
 
     def __init__(self, config: JobConfig, context: RankContext, *, device: torch.device, transformer_impl: str) -> None:
         self.job = config
-        """The job's configuration, for all nodes that it was started with."""
+        """The job's configuration, for all nodes at its start."""
         self.context = context
         self.nodes = context.nodes or tuple(rank // config.launch.ranks_per_node for rank in range(context.world_size))
-        """Node of each rank, by its number since the job began."""
+        """Node of each rank; node numbers never change."""
         is_told = bool(context.nodes) and not context.is_joining
         is_other = is_told and tuple(dict.fromkeys(self.nodes)) != tuple(range(config.launch.num_nodes))
         self.config = config = config_of(config, self.nodes) if is_other else config
-        """The same for the ranks there are now."""
+        """The configuration for the present ranks."""
         self.device = device
         self.samples = open_splits(config)
         self.identity = job_identity(config, context.run_dir, self.samples["train"])
@@ -83,24 +85,28 @@ class Trainer:
         )
         self.placement: PlacementManager | None = None  # from when this rank has state on
         self.membership_start: MembershipStart | None = None
-        """While a membership has not committed an iteration."""
+        """State at the begin of the membership, until it commits an iteration."""
         self.reporting_rank = 0
         self.hang_up: Abort = lambda _: None
-        """Breaks the connections to other ranks that there are."""
+        """Breaks the present connections to other ranks."""
         self.previous_placement: PreviousPlacement | None = None
-        """While the first iteration of a placement is not committed."""
+        """The previous placement, until the first iteration with the new one is committed."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
         """Whether the run has reached its end."""
         self.rounded_off = 0
-        """Newest iteration after which all is done that was due."""
+        """Newest iteration after which all due work is done."""
+        self.abandoned_saves: list[Path] = []
+        """Directories of saves that were abandoned with their membership and are not yet reported."""
+        self.is_save_due = False
+        """Whether a save was abandoned and no later one has begun."""
         self.engine.wants_load = self._wants_load
         self.engine.change_requested = context.worker.change_requested
 
     # -- life ---------------------------------------------------------------------------------------------
 
     def replay_config(self) -> dict[str, Any]:
-        """Settings that determine what an iteration of the present ranks computes."""
+        """Return the settings that determine the results of an iteration of the present ranks."""
         return replay_config(
             self.config,
             self.samples["train"].fingerprint(),
@@ -109,11 +115,11 @@ class Trainer:
         )
 
     def anew(self) -> "Trainer":
-        """Another of the same job, without state: a rank that has left joins with it later."""
+        """Make another trainer of the same job, without state, with which a rank that has left joins later."""
         return Trainer(self.job, self.context, device=self.device, transformer_impl=self.engine.transformer_impl)
 
     def build(self, groups: Groups) -> None:
-        """Build the engine on ``groups`` and load what the run continues from.
+        """Build the engine on ``groups`` and load the state from which the run continues.
 
         Raises:
             CheckpointError: there is no checkpoint to resume from, or it does not fit.
@@ -155,25 +161,26 @@ class Trainer:
         self.report(RanksReady(seconds=seconds, world_size=self.context.world_size, process_ids=process_ids))
 
     def use(self, groups: Groups) -> None:
-        """Agree, save and report as a rank of ``groups``."""
+        """Use ``groups`` for agreements, saves and reports."""
         self.topology_record = asdict(Topology.of(self.config.parallel, self.context.world_size))
         self.collectives = Collectives(groups.vote)
         self.checkpoints = open_checkpoints(self, groups)
         failpoints.watch(self._tell_phase)
 
     def break_with(self, hang_up: Abort) -> None:
-        """Let ``hang_up`` break the connections to other ranks, also for the control plane where others are lost."""
+        """Register ``hang_up`` to break the connections to other ranks, also for the control plane when others are
+        lost."""
         self.hang_up = hang_up
         if self.context.worker.can_survive:
             self.context.worker.on_break(hang_up)
 
     def run(self, *, before: int | None = None) -> None:
-        """Train to the end, or to the iteration at which the vote carries a stop; then ``ended`` says so.
+        """Train to the end, or to the iteration at which the vote orders a stop; ``ended`` is true then.
 
-        It returns earlier, with all that was due done, where the vote carries that nodes join or leave.
+        If the vote orders a change of nodes, it returns earlier, after all due work is done.
 
         Args:
-            before: iteration to return before, whose ranks are others.
+            before: iteration that belongs to the next membership; return before it.
 
         Raises:
             TrainingStopped: a policy stopped the run; the state before that iteration is saved.
@@ -204,7 +211,7 @@ class Trainer:
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self) -> None:
-        """Let go of everything that holds the groups, as far as it is there. Other ranks need not be there any more."""
+        """Release all existing objects that use the groups. Other ranks need not exist any more."""
         # First: a slice under way still reads tensors that the engine is about to free.
         if self.snapshots is not None:
             self.snapshots.close()
@@ -212,8 +219,10 @@ class Trainer:
         self.engine.teardown()
         failpoints.watch(None)
         checkpoints: CheckpointManager | None = self.__dict__.pop("checkpoints", None)
-        if checkpoints is not None:
-            checkpoints.abandon()
+        abandoned = None if checkpoints is None else checkpoints.abandon()
+        if abandoned is not None:
+            self.abandoned_saves.append(abandoned)
+            self.is_save_due = True
         self.__dict__.pop("collectives", None)
 
     def _tell_phase(self, iteration: int, phase: str) -> None:
@@ -223,7 +232,7 @@ class Trainer:
     # -- one iteration ------------------------------------------------------------------------------------
 
     def iterate(self, iteration: int) -> None:
-        """Run one iteration and what is due after it."""
+        """Run one iteration and the work that is due after it."""
         self._rebalance(iteration)
         began = time.perf_counter()
         result = self.engine.run_iteration(iteration)
@@ -241,7 +250,7 @@ class Trainer:
             self.snapshots.persist_newest()
 
     def round_off(self, iteration: int) -> None:
-        """Evaluate, save and compare where that is due after ``iteration``."""
+        """Evaluate, save and compare digests if due after ``iteration``."""
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
@@ -251,7 +260,7 @@ class Trainer:
         self.rounded_off = iteration
 
     def account(self, result: IterationResult, seconds: float, batch: BatchPlan | None = None) -> None:
-        """Report an iteration (run in ``batch``, if not as now); stop the run where the policy says so."""
+        """Report an iteration (run in ``batch``, if not the present one); stop the run if the policy says so."""
         iteration, vote, decision = result.vote.iteration, result.vote, result.decision
         if _due(iteration, self.config.telemetry.log_interval_iterations):
             self.report(metrics_record(self.config, result, batch or self.engine.batch, seconds, self.nodes))
@@ -267,7 +276,7 @@ class Trainer:
             self.stop(iteration, decision.reason)
 
     def stop(self, iteration: int, reason: str) -> None:
-        """Save the state as it is and end the run.
+        """Save the present state and end the run.
 
         Raises:
             TrainingStopped: always.
@@ -287,13 +296,12 @@ class Trainer:
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Report the iteration's loads to planners that need them."""
+        """Pass the iteration's loads to planners that need them."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)
 
     def _rebalance(self, iteration: int) -> None:
-        """Let another placement take over before ``iteration`` where one does."""
         change = None if self.placement is None else self.placement.change_before(iteration)
         if self.placement is None or change is None or iteration == 1:
             return
@@ -309,8 +317,9 @@ class Trainer:
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
     def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
-        """Move experts before ``iteration``; until one is committed after it, this rank can go back. Collective."""
-        assert self.placement is not None, "experts have places"
+        """Move experts before ``iteration``; this rank can return to the old placement until a later iteration is
+        committed. Collective."""
+        assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
         former = partial(PreviousPlacement, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
@@ -323,18 +332,23 @@ class Trainer:
         self.previous_placement = former(state=migrate(self.engine, replicas, migration, keep=keep))
 
     def keep_copies(self) -> None:
-        """Have copies of optimizer state kept where the configuration wants them, from the present state on."""
+        """Keep copies of optimizer state if configured, from the present state on."""
         plan = None if self.placement is None else self.placement.copy_plan()
         if plan is not None:
             self.engine.keep_copies(plan, self.placement.replicas().plan)
 
     def report_placement(self, reason: str, *, change: Change | None = None, seconds: float = 0.0) -> None:
-        """Say which placement is in force from the next iteration on, and keep it as a file."""
-        assert self.placement is not None, "there is a placement to report"
-        iteration = self.engine.iteration + 1
+        """Report the placement in force from the next iteration on, and write it to a file."""
+        assert self.placement is not None, "the job has no expert placement"
+        iteration, error = self.engine.iteration + 1, None
         if self.context.rank == 0:
-            self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
-        self.report(placement_record(iteration, self.placement, reason, change, seconds))
+            try:
+                self.placement.write(self.context.run_dir / "placements" / f"iter_{iteration:07d}.json")
+            except OSError as failure:
+                # Training continues: checkpoints and windows have the placement too, the file is for people and tools.
+                error = f"{type(failure).__name__}: {failure}"
+        record = placement_record(iteration, self.placement, reason, change, seconds)
+        self.report(replace(record, file_error=error))
 
     def _placement_manager(self) -> PlacementManager | None:
         if self.config.placement.algorithm is None:
@@ -360,7 +374,7 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the state as it is, unless that is saved already; a save of it that failed is tried again."""
+        """Save the present state unless that is done; a failed save of it is tried again."""
         iteration = self.engine.iteration
         # The same state is being written: only if that fails is it written again.
         if self.checkpoints.pending_iteration == iteration:
@@ -371,14 +385,14 @@ class Trainer:
         failpoints.hit("checkpoint", iteration)
         self.checkpoints.save(self.state(extra_state(self)), iteration)
 
-    def state(self, extra: dict[str, Any]) -> TrainingState:
-        """State that a checkpoint saves or a load fills; ``extra`` goes with it."""
+    def state(self, extra: dict[str, Any]) -> DenseState:
+        """Return the state that a checkpoint saves or a load fills, with ``extra``."""
         engine = self.engine
-        return TrainingState(
+        return DenseState(
             model_chunks=engine.model_chunks,
             optimizer=engine.optimizer,
             scheduler=engine.scheduler,
-            iteration=engine.iteration,
+            host=engine.train_state(),
             consumed_samples=engine.iteration * self.config.training.global_batch_size,
             extra=extra,
         )
@@ -386,18 +400,18 @@ class Trainer:
     # -- reports ------------------------------------------------------------------------------------------
 
     def report(self, record: Record) -> None:
-        """Report an event once for the job: from rank 0, or from the first rank with state after a recovery."""
+        """Report an event once for the job: from rank 0, or, after a recovery, from the first rank with state."""
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
-        """Report a problem of this node from any rank, any other event once for the job."""
+        """Report a problem of this node from any rank; report other events once for the job."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:
             self.report(record)
 
     def report_record(self, record: dict[str, Any]) -> None:
-        """Report a record that is plain values already."""
+        """Report a record that consists of JSON values."""
         if self.context.rank == self.reporting_rank:
             self.context.worker.report(record)
 

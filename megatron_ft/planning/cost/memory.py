@@ -18,7 +18,7 @@ PROCESS_BYTES = 450_000_000
 class RankMemory:
     """Bytes on one rank's device.
 
-    Weights, gradients, master weights and moments are exact up to the padding of Megatron's flat buffers;
+    Weights, gradients, master weights and moments are exact except for the padding of Megatron's flat buffers;
     activations are an estimate of the peak.
     """
 
@@ -42,10 +42,10 @@ class RankMemory:
 def memory_of_stage(
     config: JobConfig, parameters: RankParameters, topology: Topology, pipeline_stage: int, vocab_size: int
 ) -> RankMemory:
-    """Memory of each rank of a stage. ``vocab_size`` includes padding.
+    """Compute the memory of each rank of a stage. ``vocab_size`` includes padding.
 
-    FP32 weights are their own master weights. The distributed optimizer shards master weights and the two FP32
-    moments: dense ones over DP * CP ranks, those of experts over the expert-data-parallel ranks.
+    FP32 weights are their own master weights. The distributed optimizer shards master weights and the two FP32 moments:
+    those of dense parameters over DP * CP ranks, those of experts over the expert-data-parallel ranks.
     """
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     gradient_bytes = FP32_BYTES if config.precision.grad_reduce_in_fp32 else value_bytes
@@ -60,7 +60,7 @@ def memory_of_stage(
 
 
 def expert_state_bytes(config: JobConfig) -> int:
-    """Weights, master weights, moments and step counts of one routed expert of one layer."""
+    """Bytes of the weights, master weights, moments and step counts of one routed expert of one layer."""
     expert = next(operator for operator in operators_of(config.model, 1) if operator.id.kind == "expert")
     # PyTorch's Adam keeps one FP32 step count for each tensor.
     num_tensors = 2 if not config.model.add_bias_linear else 4
@@ -71,7 +71,6 @@ def expert_state_bytes(config: JobConfig) -> int:
 
 
 def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Number of parameters whose optimizer state one rank holds."""
     if not config.parallel.use_distributed_optimizer:
         return parameters.total
     dense_shards = topology.data_parallel_size * topology.context_parallel_size
@@ -81,8 +80,9 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 def activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:
     """Estimate the peak bytes of a rank's activations.
 
-    Sums what each layer keeps for its backward pass, times the microbatches that a stage of the 1F1B schedule has in
-    flight, plus the logits (in the compute format and in FP32) on the last stage. Assumes even loads of experts.
+    It is the sum of what each layer keeps for its backward pass, times the microbatches that a stage of the 1F1B
+    schedule has in flight, plus the logits (in the compute format and in FP32) on the last stage. Assumes even loads of
+    experts.
     """
     model, last = config.model, topology.pipeline_model_parallel_size - 1
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
@@ -113,7 +113,6 @@ def _microbatches_in_flight(topology: Topology, pipeline_stage: int) -> int:
 
 
 def _layer_values(model: ModelConfig, layer: int, recompute: str | None) -> int:
-    """Values per token that a layer keeps for its backward pass."""
     if recompute == "full":
         return model.hidden_size
     queries, keys = _attention_widths(model)

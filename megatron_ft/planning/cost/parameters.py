@@ -65,7 +65,6 @@ def _on_rank(operator: Operator, split_over: int) -> int:
 
 
 def _tied_copy(model: ModelConfig, operators: tuple[Operator, ...], topology: Topology, pipeline_stage: int) -> int:
-    """Count the second copy of the word embedding, which the last of several stages holds if embeddings are tied."""
     last = topology.pipeline_model_parallel_size - 1
     if model.untie_embeddings_and_output_weights or last == 0 or pipeline_stage != last:
         return 0

@@ -1,7 +1,7 @@
-"""Time of an iteration of a pipeline by a virtual clock, where each stage computes on its own device.
+"""Time of an iteration of a pipeline on a virtual clock, with one device per stage.
 
-A stage runs its passes in the order of ``planning.pipeline.order``, each as soon as the stage is free and its input has
-arrived. Stages that replay alone read their neighbours' tensors from a log and never wait for them; if all stages
+A stage runs its passes in the order of ``planning.pipeline.order``, each as soon as the stage is free and the input has
+arrived. Stages that replay alone read their neighbours' tensors from a log and never wait for them. If all stages
 replay, the pipeline fills and drains as in training (MoEvement, section 3.4, figure 9).
 """
 
@@ -20,7 +20,7 @@ class PassSeconds:
 
     forward_seconds: float
     backward_seconds: float
-    """Input gradients, and the weight gradients that are computed."""
+    """Time for input gradients, and for the weight gradients that are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class StageSeconds:
 
     chunks: tuple[PassSeconds, ...]
     update_seconds: float = 0.0
-    """Reduction of gradients and optimizer step, once an iteration after the last pass."""
+    """Time for reduction of gradients and optimizer step, once an iteration after the last pass."""
 
     def busy_seconds(self, num_microbatches: int) -> float:
         """Computing time of an iteration."""
@@ -46,7 +46,7 @@ class IterationSeconds:
     busy_seconds: float
     """Compute time, summed over the stages."""
     num_executions: int
-    """Microbatches times stages, each counted once for forward and backward passes of all chunks."""
+    """Number of microbatches times stages, each counted once for forward and backward passes of all chunks."""
 
     def __add__(self, other: "IterationSeconds") -> "IterationSeconds":
         # Stages synchronize at the end of each replayed iteration, so iterations do not overlap.
@@ -74,9 +74,11 @@ def run_iteration(
     """
     own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
     assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"stages {own} of {shape.num_stages}"
-    assert len(stages) == shape.num_stages, f"times of {len(stages)} stages for {shape.num_stages}"
+    assert len(stages) == shape.num_stages, f"{len(stages)} stages have times, the pipeline has {shape.num_stages}"
     for seconds in stages:
-        assert len(seconds.chunks) == shape.num_chunks, f"times of {len(seconds.chunks)} chunks for {shape.num_chunks}"
+        assert len(seconds.chunks) == shape.num_chunks, (
+            f"{len(seconds.chunks)} chunks have times, a stage has {shape.num_chunks}"
+        )
     run = _Run(shape, stages, frozenset(own), send_seconds)
     ends = run.to_the_end()
     return IterationSeconds(
@@ -105,7 +107,9 @@ class _Run:
                 while passes and (there := self._arrival(stage, passes[-1])) is not None:
                     free[stage] = self._compute(stage, passes.pop(), max(free[stage], there))
             # A round without any pass means a cycle of waits: the order of passes is not one that Megatron could run.
-            assert sum(map(len, waiting.values())) < before, f"stages {sorted(self._own)} wait for each other"
+            assert sum(map(len, waiting.values())) < before, (
+                f"stages {sorted(self._own)} wait for each other in a cycle"
+            )
         return free
 
     def _compute(self, stage: int, one: Pass, start: float) -> float:
@@ -116,7 +120,7 @@ class _Run:
         return end
 
     def _arrival(self, stage: int, one: Pass) -> float | None:
-        """Arrival time of the input of a pass; None while it is not known."""
+        # Arrival time of the input of a pass; None while it is not known.
         direction, microbatch, chunk = one
         source = origin(self._shape, stage, chunk, direction)
         if source is None:
@@ -127,7 +131,7 @@ class _Run:
         return self._logged[direction, microbatch, (stage, chunk)]
 
     def _log(self) -> Iterator[tuple[tuple[Direction, int, Place], float]]:
-        """Yield the arrival time of each logged tensor by the pass that needs it; each neighbour sends its own log."""
+        # Yield the arrival time of each logged tensor by the pass that needs it; each neighbour sends its own log.
         directions: tuple[Direction, ...] = ("forward", "backward")
         for stage in self._own:
             for direction in directions:

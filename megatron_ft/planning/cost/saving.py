@@ -15,7 +15,7 @@ OPTIMIZER_BYTES = 3 * FP32_BYTES
 """Bytes of master weight and two moments of a parameter."""
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Smallest size of Megatron's gradient buckets, in parameters, where reduction overlaps the backward pass."""
+"""Smallest size of Megatron's gradient buckets, in parameters, if reduction overlaps the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class SavingMemory:
     gathered_bytes: int
     """Master weights and moments of all parameters of the rank."""
     gathering_bytes: int
-    """Peak while they are gathered: what is gathered so far and the copies of one bucket."""
+    """Peak during gathering: everything gathered so far and the copies of one bucket."""
     snapshot_bytes: int
-    """Copy of what the rank writes, kept until it is written."""
+    """Copy of the part that the rank writes, kept until it is written."""
     device_bytes: int
     """One gathered bucket on the device; 0 on CPU, where ``gathering_bytes`` includes it."""
 
@@ -38,7 +38,7 @@ class SavingMemory:
 
 
 def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Topology, device: str) -> SavingMemory:
-    """Memory of each rank of a stage for a save; assumes that virtual chunks have buffers of equal size."""
+    """Compute the memory of each rank of a stage for a save; assumes that virtual chunks have buffers of equal size."""
     value_bytes = BYTES_PER_VALUE[config.precision.params_dtype]
     dense, expert = _shards(topology)
     written_dense, written_expert = (dense, expert) if config.checkpoint.fully_parallel else (1, 1)
@@ -58,7 +58,6 @@ def saving_of_stage(config: JobConfig, parameters: RankParameters, topology: Top
 
 
 def _shards(topology: Topology) -> tuple[int, int]:
-    """Ranks that one copy of the optimizer state is sharded over: of dense parameters, of experts."""
     return topology.data_parallel_size * topology.context_parallel_size, topology.expert_data_parallel_size
 
 

@@ -48,7 +48,7 @@ class PlacementAlgorithm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBase(ABC):
-    """Algorithms that decide how many replicas each failure domain gets; ``place`` is the same for all of them."""
+    """Base of algorithms that decide how many replicas each failure domain gets; ``place`` is the same for all."""
 
     name: ClassVar[str]
     """Name of the algorithm in plans."""
@@ -60,7 +60,8 @@ class PlacementBase(ABC):
         capacities: Sequence[int],
         loads: Sequence[Sequence[float] | None],
     ) -> list[Counts]:
-        """Replicas per domain ``[E, D]`` of each layer, from replica counts ``[L][E]`` and slots per domain ``[D]``."""
+        """Return replicas per domain ``[E, D]`` of each layer, from replica counts ``[L][E]`` and slots per domain
+        ``[D]``."""
 
     def place(
         self,
@@ -93,11 +94,12 @@ class PlacementBase(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerwisePlacement(PlacementBase):
-    """Algorithms that look at one layer at a time."""
+    """Base of algorithms that handle one layer at a time."""
 
     @abstractmethod
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """Replicas per domain ``[E, D]`` of one layer, from replica counts ``[E]`` and slots per domain ``[D]``."""
+        """Return replicas per domain ``[E, D]`` of one layer, from replica counts ``[E]`` and slots per domain
+        ``[D]``."""
 
     def assign_layers(
         self,
@@ -115,7 +117,7 @@ def _prepare(
     ranks: Sequence[int] | None,
     loads: Sequence[Sequence[float]] | None,
 ) -> tuple[Layout, list[Sequence[float] | None]]:
-    """Check counts and loads against the layout; return the layout and the loads of each layer."""
+    # Check counts and loads against the layout; return the layout and the loads of each layer.
     layout = Layout.of(cluster, num_slots_per_rank, ranks)
     if not replica_counts:
         raise ConfigError.of("replica_counts", "[]", "must have at least one layer")
@@ -140,10 +142,10 @@ def ascending(replica_counts: Sequence[int]) -> list[int]:
 def fill_vacancies(
     placed: Counts, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None
 ) -> Counts:
-    """Put the remaining replicas into free slots, as far as possible on domains without a replica of their expert.
+    """Put the remaining replicas into free slots, if possible on domains without a replica of their expert.
 
-    Experts with most remaining replicas come first, each taking the domains with most free slots, ties by smallest
-    load so far, then by position. For equal demands this order succeeds whenever any does. If no new domain is left, a
+    Experts with most remaining replicas come first. Each takes the domains with most free slots, ties by smallest load
+    so far, then by position. If a solution exists for equal demands, this order finds one. If no new domain is left, a
     replica goes to a domain that already has one of its expert.
     """
     result = placed.copy()
@@ -162,15 +164,16 @@ def fill_vacancies(
             vacant[chosen] -= 1
             sums[chosen] += weights[expert]
             left[expert] -= len(chosen)
-    assert vacant.min() >= 0, "more replicas than slots"
+    assert vacant.min() >= 0, "there are more replicas than slots"
     return result
 
 
 def spread_to_floor(counts: Counts, floor: int) -> Counts:
     """Swap replicas until every expert is on ``floor`` domains, or on as many as replicas and domains allow.
 
-    A replica that shares its domain with another one of the same expert is swapped with a replica in another domain
-    whose expert loses no domain by it, or can afford to. With domains of equal size such a partner always exists.
+    A replica that shares its domain with another one of the same expert is swapped with a replica in another domain.
+    The expert of that replica must lose no domain, or still have enough. With domains of equal size such a partner
+    always exists.
     """
     result = counts.copy()
     goals = np.minimum(np.minimum(result.sum(axis=1), floor), result.shape[1])
@@ -204,5 +207,5 @@ def swap(counts: Counts, expert: int, domain: int, other_expert: int, other_doma
 
 
 def domain_loads(counts: Counts, loads: Sequence[float] | None) -> np.ndarray:
-    """Tokens that each domain computes, ``[D]``."""
+    """Return the tokens that each domain computes, ``[D]``."""
     return per_replica_loads(counts, loads) @ counts

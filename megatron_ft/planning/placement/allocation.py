@@ -35,7 +35,7 @@ class Allocation:
     def summary(self) -> str:
         floor = f"at least {self.min_replicas}"
         if self.lowered:
-            floor += f" (lowered from {self.requested_min_replicas}: too few slots)"
+            floor += f" (lowered from {self.requested_min_replicas}, because there are too few slots)"
         counts = self.replica_counts
         return f"{sum(counts)} replicas of {len(counts)} experts, {floor}, at most {max(counts)}"
 

@@ -21,10 +21,10 @@ class Compact(LayerwisePlacement):
 
 
 def pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
-    """Replicas per domain of one layer, ``[E, D]``.
+    """Return replicas per domain of one layer, ``[E, D]``.
 
-    Experts by descending replicas. The remaining replicas of an expert go to the domain with the fewest free slots that
-    can take all of them; if none can, the domain with most free slots is filled.
+    Experts are taken by descending replicas. The remaining replicas of an expert go to the domain with the fewest free
+    slots that can take all of them; if none can, the domain with most free slots is filled.
     """
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)

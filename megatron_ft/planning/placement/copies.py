@@ -24,7 +24,7 @@ class OperatorCopies:
     expert: int
     """Expert id, or ``NON_EXPERT``."""
     num_bytes: int
-    """Optimizer state of the whole operator, one copy."""
+    """Bytes of one copy of the optimizer state of the whole operator."""
     owners: tuple[tuple[int, ...], ...]
     """Ranks that own each shard; shards have equal size up to a remainder."""
 
@@ -63,7 +63,7 @@ class StateCopyPlan:
                 whole = self.num_state_copies is None or len(owners) == len(distinct)
                 if len(distinct) < wanted or not whole:
                     where = f"owners of layer {operator.layer_number}, expert {operator.expert}, shard {shard}"
-                    raise ConfigError.of(where, list(owners), f"must lie on {wanted} distinct failure domains")
+                    raise ConfigError.of(where, list(owners), f"must be on {wanted} different failure domains")
 
     def bytes_per_rank(self) -> dict[int, int]:
         """Bytes of optimizer state that each rank owns."""
@@ -81,7 +81,7 @@ class StateCopyPlan:
 
     def summary(self) -> str:
         per_rank = self.bytes_per_rank().values()
-        computing = "every rank that computes with it"
+        computing = "every rank that computes with the expert"
         copies = computing if self.num_state_copies is None else f"{self.num_state_copies} failure domains"
         return f"optimizer state on {copies}: {self.num_bytes:,} bytes, at most {max(per_rank):,} on one rank"
 
@@ -96,9 +96,9 @@ def plan_copies(
     """Assign owners to the optimizer state of every expert and every non-expert part.
 
     The first owner of a shard is a rank that computes with the operator (for non-expert parts each rank in turn). The
-    others are on the next failure domains of a cycle that begins with those of computing ranks. So the loss of any
-    ``num_state_copies - 1`` domains leaves an owner, even if fewer ranks compute with the operator. With None every
-    computing rank owns all of it, as in Lazarus.
+    others are on the next failure domains of a cycle that begins with those of computing ranks. So after the loss of
+    any ``num_state_copies - 1`` domains an owner remains, even if fewer ranks compute with the operator. With None
+    every computing rank owns the whole state, as in Lazarus.
 
     Args:
         plan: placement of experts.
@@ -149,7 +149,7 @@ class _Ring:
         return OperatorCopies(layer_number=layer, expert=expert, num_bytes=num_bytes, owners=owners)
 
     def _cycle(self, holders: list[int], turn: int) -> list[str]:
-        """Domains of holders in order; if they are too few, followed by others, rotated by ``turn``."""
+        # Domains of holders in order; if they are too few, followed by others, rotated by ``turn``.
         assert self.num_copies is not None
         # Computing ranks come first: they have the state at hand, so their copies cost no transfer.
         own = list(dict.fromkeys(self.domains[position] for position in holders))

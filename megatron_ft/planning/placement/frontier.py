@@ -1,8 +1,8 @@
-"""Counting of losses that leave every set of domains a survivor, by dynamic programming over the domains.
+"""Counts the losses after which every set of domains has a survivor, by dynamic programming over the domains.
 
 Sets without a common domain are independent, so each connected component is counted alone and the results are
-convolved. The state after some domains is which sets have no survivor among them yet; its value is the weight of the
-losses that lead to it, by number of lost domains.
+convolved. After some domains, the state is the collection of sets that have no survivor among them yet. Its value is
+the weight of the losses that lead to it, by number of lost domains.
 """
 
 import math
@@ -28,7 +28,7 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 def surviving_weights(
     masks: Sequence[int], num_domains: int, max_lost: int, odds: Sequence[float] | None = None
 ) -> list[float]:
-    """Weights of the losses of 0 to ``max_lost`` domains that leave every set of ``masks`` a survivor.
+    """Return the weights of the losses of 0 to ``max_lost`` domains after which every set of ``masks`` has a survivor.
 
     The weight of a loss is the product of its domains' ``odds``; without odds, losses are counted in integers.
 
@@ -53,7 +53,6 @@ def surviving_weights(
 
 
 def _parts(masks: Sequence[int]) -> list[list[int]]:
-    """Connected components: sets of different components have no common domain."""
     parts: list[tuple[int, list[int]]] = []
     for mask in masks:
         union, members, apart = mask, [mask], []

@@ -12,7 +12,7 @@ from megatron_ft.topology import Cluster
 Counts = npt.NDArray[np.int64]
 """``[E, D]``: replicas of each expert in each failure domain."""
 Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""``[layer][rank]``: experts whose state each rank holds, ranks in a plan's order; a joining rank holds none."""
+"""Experts whose state each rank holds, as ``[layer][rank]`` in a plan's order of ranks; a joining rank holds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Layout:
         alive = [rank for node in sorted(cluster.alive) for rank in cluster.ranks_of(node)]
         chosen = tuple(alive if ranks is None else ranks)
         if not chosen:
-            raise ConfigError.of("ranks", "[]", "must name at least one rank on a node that is alive")
+            raise ConfigError.of("ranks", "[]", "must name at least one rank of a living node")
         for rank in chosen:
             if cluster.node_of(rank) not in cluster.alive:
                 raise ConfigError.of("ranks", rank, "must run on a node that is alive")
@@ -68,7 +68,7 @@ class Layout:
         return tuple(int(count) * self.num_slots_per_rank for count in np.bincount(self.domain_of))
 
     def check_counts(self, replica_counts: Sequence[int]) -> None:
-        """Raise ConfigError for counts that leave an expert without a replica or exceed the slots."""
+        """Check that counts give every expert a replica and do not exceed the slots. Raises ConfigError."""
         for expert, count in enumerate(replica_counts):
             if count < 1:
                 raise ConfigError.of(f"replica_counts[{expert}]", count, "must be at least 1: each expert needs a slot")
@@ -79,11 +79,11 @@ class Layout:
     def deal(
         self, counts: Counts, loads: Sequence[float] | None = None, held: Sequence[frozenset[int]] | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Assign the replicas of each domain to its ranks; returns expert ids by rank, ascending.
+        """Assign the replicas of each domain to its ranks; return expert ids by rank, ascending.
 
         The heaviest replicas come first, each to the rank of its domain with a free slot and the smallest load so far,
-        ties to the rank with the fewest replicas. Without ``loads`` all replicas weigh the same. A rank first takes
-        what it holds (``held``, by rank).
+        ties to the rank with the fewest replicas. Without ``loads`` all replicas have the same weight. A rank first
+        takes what it holds (``held``, by rank).
         """
         weights = per_replica_loads(counts, loads)
         members: list[list[int]] = [[] for _ in self.domains]

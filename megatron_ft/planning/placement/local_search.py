@@ -86,7 +86,6 @@ class Search:
         self._repeat(evened)
 
     def _repeat(self, attempt: Callable[[int, int], bool]) -> None:
-        """Try all pairs of domains in turn until none changes anything."""
         pairs = list(combinations(range(self.counts.shape[1]), 2))
         quiet = 0
         while quiet < len(pairs):
@@ -108,7 +107,6 @@ class Search:
         self._refresh()
 
     def _exchanges(self, left: int, right: int) -> tuple[Masks, Masks, Bools]:
-        """Experts in each of two domains, and which pairs of them may be exchanged."""
         ours, theirs = np.nonzero(self.counts[:, left])[0], np.nonzero(self.counts[:, right])[0]
         allowed = self._keeps_floor(ours, left, right)[:, None] & self._keeps_floor(theirs, right, left)[None, :]
         return ours, theirs, allowed & (ours[:, None] != theirs[None, :])
@@ -128,7 +126,7 @@ class Search:
         return change
 
     def _gains(self, left: int, right: int) -> tuple[Masks, Masks, Floats]:
-        """Experts in each of two domains, and the gain in score of each exchange; -inf where it is not allowed."""
+        # Experts in each of two domains, and the gain in score of each exchange; -inf where it is not allowed.
         ours, theirs, allowed = self._exchanges(left, right)
         change = self._moved(ours, left, right)[:, None] + self._moved(theirs, right, left)[None, :]
         gains = ((self.cover + change) == 0) @ self.losses.values - self.score
@@ -147,7 +145,7 @@ class Search:
         return True
 
     def _evener(self, ours: Masks, theirs: Masks, allowed: Bools, left: int, right: int) -> int | None:
-        """Flat index of the allowed exchange that lowers the sum of squared loads most; None if none does."""
+        # Flat index of the allowed exchange that lowers the sum of squared loads most; None if none does.
         if not allowed.any():
             return None
         moved = self.weights[ours][:, None] - self.weights[theirs][None, :]

@@ -45,7 +45,7 @@ class MigrationPlan:
         return dict(sorted(sums.items()))
 
     def validate(self) -> None:
-        """Check that every transfer brings an expert to a slot of the placement, once."""
+        """Check that every transfer brings an expert, once, to a slot of the placement."""
         wanted = set()
         for layer, by_rank in zip(self.placement.layer_numbers, self.placement.slots, strict=True):
             for rank, experts in zip(self.placement.ranks, by_rank, strict=True):
@@ -54,20 +54,22 @@ class MigrationPlan:
         for transfer in self.transfers:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
-                raise ConfigError.of("transfer", transfer, "must bring an expert to a rank that needs it, once")
+                raise ConfigError.of(
+                    "transfer", transfer, "must bring an expert, once, from another rank to a rank that needs it"
+                )
             seen.add(target)
 
     def summary(self) -> str:
         largest = max(self.sent_bytes().values(), default=0)
-        return f"{len(self.transfers)} expert states move, {self.num_bytes:,} bytes, at most {largest:,} from one rank"
+        return f"{len(self.transfers)} expert states move: {self.num_bytes:,} bytes, at most {largest:,} from one rank"
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:
-    """Holdings of ranks under ``plan``.
+    """Return the holdings of ranks under ``plan``.
 
     Args:
-        previous: rank under ``plan`` of each rank of the next membership, in order, None for a joining rank; without
-            it the ranks are those of ``plan``.
+        previous: rank under ``plan`` of each rank of the next membership, in order, None for a joining rank; by default
+            the ranks are those of ``plan``.
     """
     position = {rank: index for index, rank in enumerate(plan.ranks)}
     wanted: Sequence[int | None] = plan.ranks if previous is None else previous
@@ -80,7 +82,7 @@ def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) 
 def remap(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int] = 1) -> PlacementPlan:
     """Permute the ranks of ``plan`` so that as few bytes as possible move, over all layers together.
 
-    Only domains with equal numbers of ranks are exchanged, and ranks inside a domain, so that survival does not change.
+    Only domains with equal numbers of ranks, and ranks inside a domain, are exchanged, so survival does not change.
     Both levels are solved exactly as linear assignment problems.
     """
     mapping = _mapping(plan, held, expert_bytes)
@@ -115,7 +117,7 @@ def plan_migration(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequ
             for expert in sorted(set(experts) - has):
                 if not owners[expert]:
                     where = f"expert {expert} of layer {plan.layer_numbers[layer]}"
-                    raise ConfigError.of(where, "lost", "must be held by at least one surviving rank to be moved")
+                    raise ConfigError.of(where, "lost", "must be on at least one surviving rank")
                 counts = served[expert]
                 source = min(owners[expert], key=lambda owner: (counts[owner], sent[owner], owner))
                 counts[source] += 1
@@ -142,7 +144,6 @@ def _sizes(plan: PlacementPlan, expert_bytes: int | Sequence[int]) -> list[int]:
 
 
 def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> tuple[int, ...]:
-    """Position of the slots that each position takes over."""
     costs = _missing_bytes(plan, held, _sizes(plan, expert_bytes))
     members: dict[str, list[int]] = {}
     for position, name in enumerate(plan.domains):

@@ -12,7 +12,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
 
 NEGLIGIBLE = 1e-4
-"""Numbers of lost domains with a smaller weight, before normalization, are left out."""
+"""Numbers of lost domains with a smaller weight, before normalization, are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class SurvivalObjective:
     lost_weights: tuple[float, ...] = ()
     """Weight of losing 1, 2, ... domains; empty makes each further domain ``lost_ratio`` times as likely."""
     lost_ratio: float = 0.5
-    """Used where ``lost_weights`` is empty."""
+    """Factor for each further domain if ``lost_weights`` is empty."""
     failure_rates: tuple[float, ...] = ()
     """Failure probability of each domain, in order; empty if all are equal."""
 

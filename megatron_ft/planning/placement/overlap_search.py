@@ -1,4 +1,4 @@
-"""Placement by search: base copies for survival, at least as well as maximum rank overlap, extra copies by load."""
+"""Placement by search: base copies for survival, at least as often as maximum rank overlap, extra copies by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
-"""Sweeps of ``align`` over all layers."""
+"""Number of sweeps of ``align`` over all layers."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
 """``even_out`` makes no exchange that lowers the squared total load by less than this share."""
 Column = tuple[int, ...]
-"""Experts in the slots of one domain, ascending; the number of experts stands for an empty slot."""
+"""Experts in the slots of one domain, ascending; the number of experts represents an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class OverlapSearch(PlacementBase):
             base = match_domains(base, before, capacities)
         slots = []
         for position, (copies, counts, load) in enumerate(zip(base, replica_counts, loads, strict=True)):
-            assert load is not None, "base copies are told apart only with loads"
+            assert load is not None, "base copies are distinguished only with loads"
             chosen = layout.deal(add_extra_copies(copies, counts, capacities, load), load)
             if previous is not None and before is not None:
                 kept = add_extra_copies(copies, counts, capacities, load, before[position])
@@ -147,7 +147,6 @@ class OverlapSearch(PlacementBase):
     def _even_out(
         self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
     ) -> Counts:
-        """Make loads of domains even by exchanges that keep survival."""
         evened = even_out(counts, loads)
         if losses is None:
             return evened
@@ -168,7 +167,6 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float] | None,
         losses: Losses | None,
     ) -> Counts:
-        """Find the placement with the best survival, regardless of loads."""
         built = overlap(replica_counts, capacities, loads)
         start = spread_to_floor(built, floor)
         if self._known_best(replica_counts, capacities) and (start == built).all():
@@ -194,10 +192,10 @@ class OverlapSearch(PlacementBase):
         return equal and sum(capacities) <= self.num_exhaustive_slots
 
     def _solve(self, replica_counts: Sequence[int], capacities: Sequence[int], floor: int, start: Counts) -> Counts:
-        """Best of all placements; ``start`` if none is better."""
+        # Best of all placements; ``start`` if none is better.
         # All sets of lost domains: enumeration of placements is exact only if their scores are.
         losses = self._losses(len(capacities), limit=1 << len(capacities))
-        assert losses is not None, "a small layer has few losses"
+        assert losses is not None, "too many losses for a small layer"
         best, best_score = start, losses.score(start)
         for counts in placements(replica_counts, capacities[0], len(capacities), floor):
             score = losses.score(counts)
@@ -214,7 +212,6 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[float] | None,
         start: Counts,
     ) -> list[Counts]:
-        """Overlap placements with other group sizes, by falling score: short group in front, or equal groups."""
         full = group_sizes(len(replica_counts), min(capacities))
         size, longer = divmod(len(replica_counts), len(full))
         even = [size + 1] * longer + [size] * (len(full) - longer)
@@ -227,7 +224,6 @@ class OverlapSearch(PlacementBase):
         return sorted(starts, key=lambda counts: -round(self._score([counts]), 12))
 
     def _improve(self, starts: Sequence[Counts], capacities: Sequence[int], floor: int, losses: Losses) -> Counts:
-        """Best placement that exchanges find from any start, then from perturbed best placements."""
         weights = np.ones(len(starts[0]))
         # A generator of its own: every rank searches by itself and has to find the same placement.
         draw = random.Random(self.seed)
@@ -250,7 +246,7 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         losses: Losses,
     ) -> list[Counts]:
-        """Align the layers for joint survival; use maximum rank overlap in all layers if that survives better."""
+        # Align the layers for joint survival; use maximum rank overlap in all layers if that survives better.
         turned = align(layers, capacities, losses)
         plain = [
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
@@ -262,7 +258,7 @@ class OverlapSearch(PlacementBase):
         return [layer if load is None or not self.balance else even_out(layer, load) for layer, load in pairs]
 
     def _losses(self, num_domains: int, limit: int | None = None) -> Losses | None:
-        """Losses that guide a search; None if there would be too many beyond single domains."""
+        # Losses that guide a search; None if there would be too many beyond single domains.
         if num_domains > MAX_SEARCHED_DOMAINS:
             return None
         masks, values = self.objective.losses(num_domains, limit or self.num_losses)
@@ -271,7 +267,7 @@ class OverlapSearch(PlacementBase):
         return None if single_only or not len(masks) else Losses(masks=masks, values=values)
 
     def _score(self, layers: Iterable[Counts]) -> float:
-        """Joint survival under the objective; under the guiding losses if it cannot be counted."""
+        # Joint survival under the objective; under the guiding losses if it cannot be counted.
         kept = list(layers)
         num_domains = kept[0].shape[1]
         masks = [_mask(held) for counts in kept for held in counts > 0]
@@ -345,7 +341,6 @@ def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, 
 
 
 def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) -> Iterator[tuple[Column, ...]]:
-    """Yield columns in order, none before ``first``, that use exactly what is ``left``."""
     if not num_domains:
         yield ()
         return
@@ -367,7 +362,7 @@ def _fill(columns: list[Column], first: int, left: list[int], num_domains: int) 
 def align(layers: Sequence[Counts], capacities: Sequence[int], losses: Losses) -> list[Counts]:
     """Exchange domains of equal capacity, one layer at a time, as long as joint survival grows.
 
-    An exchange leaves the survival of its own layer alone, but a model survives only where all its layers do.
+    An exchange does not change the survival of its own layer, but a model survives only if all its layers do.
     """
     result = [layer.copy() for layer in layers]
     lethal = [_lethal(layer, losses) for layer in result]
@@ -396,7 +391,7 @@ def _lethal(counts: Counts, losses: Losses) -> Bools:
 def _turn(
     counts: Counts, others: Bools, pairs: Sequence[tuple[int, int]], losses: Losses
 ) -> tuple[Counts, Bools] | None:
-    """Exchange domains of a layer, each exchange as soon as it improves joint survival; None if none does."""
+    # Exchange domains of a layer, each exchange as soon as it improves joint survival; None if none does.
     values = np.where(others, losses.values, 0.0)
     best, best_lethal = counts, _lethal(counts, losses)
     score, changed, quiet = float(values[~best_lethal].sum()), False, 0
@@ -416,10 +411,11 @@ def _turn(
 
 
 def even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_EXCHANGES) -> Counts:
-    """Even out the loads of domains: exchange whole rows of ``counts`` ``[E, D]`` between experts of equal replicas.
+    """Even out the loads of domains: exchange whole rows of ``counts`` ``[E, D]`` between experts with equal numbers of
+    replicas.
 
-    Each exchange is the one that lowers the sum of squared loads most. The sets of domains that hold some expert stay
-    as they are, so the placement survives exactly as before, alone and jointly with other layers.
+    Each exchange is the one that lowers the sum of squared loads most. The sets of domains that hold some expert do not
+    change, so the placement survives exactly as before, alone and jointly with other layers.
     """
     weights = per_replica_loads(counts, loads)
     totals = counts.sum(axis=1)

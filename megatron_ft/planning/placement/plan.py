@@ -20,8 +20,8 @@ Slots = tuple[tuple[tuple[int, ...], ...], ...]
 class PlacementPlan:
     """Experts in the slots of every rank and layer.
 
-    Several slots of a rank may hold the same expert: they share one set of weights and take more of its tokens. The
-    plan is the same on every rank.
+    Several slots of a rank may hold the same expert: they share one set of weights, which processes more of its tokens.
+    The plan is the same on every rank.
     """
 
     num_experts: int
@@ -65,17 +65,19 @@ class PlacementPlan:
             ConfigError: naming layer, rank or expert.
         """
         if len(self.domains) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
-            raise ConfigError.of("ranks", list(self.ranks), "must be distinct, each with one failure domain")
+            raise ConfigError.of("ranks", list(self.ranks), "must be distinct, and each needs a failure domain")
         if len(self.layer_numbers) != len(self.slots):
-            raise ConfigError.of("layer_numbers", list(self.layer_numbers), f"must name {len(self.slots)} layers")
+            raise ConfigError.of("layer_numbers", list(self.layer_numbers), f"must have {len(self.slots)} entries")
         everyone = set(range(self.num_experts))
         for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True):
             if len(by_rank) != len(self.ranks):
-                raise ConfigError.of(f"slots of layer {layer}", len(by_rank), f"must be for {len(self.ranks)} ranks")
+                raise ConfigError.of(
+                    f"slot lists of layer {layer}", len(by_rank), f"must be {len(self.ranks)}, one for each rank"
+                )
             for rank, experts in zip(self.ranks, by_rank, strict=True):
                 if len(experts) > self.num_slots_per_rank:
                     where = f"slots of layer {layer}, rank {rank}"
-                    raise ConfigError.of(where, list(experts), f"must be at most {self.num_slots_per_rank}")
+                    raise ConfigError.of(where, list(experts), f"must be at most {self.num_slots_per_rank} experts")
             held = {expert for experts in by_rank for expert in experts}
             if foreign := sorted(held - everyone):
                 raise ConfigError.of(f"expert of layer {layer}", foreign[0], f"must be below {self.num_experts}")
@@ -93,7 +95,7 @@ class PlacementPlan:
         )
 
     def of_rank(self, position: int) -> frozenset[tuple[int, int]]:
-        """(layer number, expert) of all experts on the rank at ``position`` of the plan's order."""
+        """Return (layer number, expert) of all experts on the rank at ``position`` of the plan's order."""
         return frozenset(
             (layer, expert)
             for layer, by_rank in zip(self.layer_numbers, self.slots, strict=True)

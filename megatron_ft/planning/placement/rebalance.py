@@ -13,7 +13,8 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 def smooth(
     previous: Sequence[Sequence[float]] | None, newest: Sequence[Sequence[int]], weight: float
 ) -> list[list[float]]:
-    """Exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the newest."""
+    """Return exponentially smoothed loads [layers][experts], with ``weight`` for the past; without a past the
+    newest."""
     if previous is None:
         return [[float(tokens) for tokens in layer] for layer in newest]
     return [
@@ -23,9 +24,10 @@ def smooth(
 
 
 def fullest_tokens(plan: PlacementPlan, layer: int, load: Sequence[float], shares: str = BALANCED) -> float:
-    """Tokens of the fullest rank in the layer at this position of the plan, from tokens of each expert ``[E]``.
+    """Return the tokens of the fullest rank in a layer, from tokens of each expert ``[E]``.
 
     Args:
+        layer: position in the plan.
         shares: ``placement.shares``.
     """
     copies = plan.replicas_per_rank(layer)
@@ -35,7 +37,7 @@ def fullest_tokens(plan: PlacementPlan, layer: int, load: Sequence[float], share
 
 
 def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
-    """Tokens of the fullest rank, summed over layers.
+    """Return the tokens of the fullest rank, summed over layers.
 
     The all-to-all of a layer synchronizes all ranks, so each layer takes as long as its own fullest rank.
     """
@@ -77,19 +79,22 @@ class RebalancePolicy:
         saved = (before - after) * self.interval_iterations
         budget = saved * self.bytes_per_saved_token
         if gain < self.min_gain:
-            verdict, why = False, f"saves {gain:.1%} of the busiest ranks' tokens, less than {self.min_gain:.1%}"
+            verdict, why = (
+                False,
+                f"the busiest ranks would save {gain:.1%} of their tokens, less than {self.min_gain:.1%}",
+            )
         elif migration.num_bytes > budget:
-            verdict, why = False, f"moves {migration.num_bytes:,} bytes for {saved:,.0f} tokens saved"
+            verdict, why = False, f"too many bytes would move: {migration.num_bytes:,} for {saved:,.0f} saved tokens"
         else:
             verdict, why = (
                 True,
-                f"saves {gain:.1%} of the busiest ranks' tokens and moves {migration.num_bytes:,} bytes",
+                f"the busiest ranks save {gain:.1%} of their tokens, and {migration.num_bytes:,} bytes move",
             )
         return Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
-    """Largest ratio over all layers of the fullest rank's tokens to the mean; 1 for even loads."""
+    """Return the ratio of the fullest rank's tokens to the mean in the worst layer; 1 for even loads."""
     means = [sum(load) / len(plan.ranks) for load in loads]
     ratios = [
         fullest_tokens(plan, layer, load, shares) / mean

@@ -21,8 +21,8 @@ Domains = frozenset[str]
 class PlacementReport:
     """First placement of a job with replica slots.
 
-    Survival is the probability that all state of a kind survives (every expert of every layer, and all other state),
-    for losses of one failure domain up to as many as the requested replicas.
+    Survival is the probability that all state of a kind survives (every expert of every layer, and all other state). It
+    is computed for losses of one failure domain up to as many as the requested replicas.
     """
 
     min_replicas: int
@@ -55,7 +55,9 @@ class PlacementReport:
         for plan in self.stages:
             plan.validate()
         if self.kept_min_replicas < 1:
-            raise ConfigError.of("placement.min_replicas", self.kept_min_replicas, "must leave every expert a replica")
+            raise ConfigError.of(
+                "placement.min_replicas", self.kept_min_replicas, "must leave every expert at least one replica"
+            )
 
     @property
     def num_slots_per_rank(self) -> int:
@@ -68,16 +70,17 @@ class PlacementReport:
         if self.kept_min_replicas >= self.min_replicas:
             return ()
         requested = f"placement.min_replicas={self.min_replicas}"
-        return (f"{requested}: there are too few slots, the rarest expert has {self.kept_min_replicas} replicas",)
+        return (f"{requested}: there are too few slots; the rarest expert has {self.kept_min_replicas} replicas",)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain values, which are a valid file for ``placement.schedule``."""
+        """Return JSON values, which are also a valid file for ``placement.schedule``."""
         stages = [plan.to_json() for plan in self.stages]
         return {"num_slots_per_rank": self.num_slots_per_rank, **asdict(self), "stages": stages}
 
 
 def optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
-    """Optimizer state of one expert, and of all non-expert weights of a stage with ``num_dense`` on each rank."""
+    """Return the optimizer bytes of one expert, and of all non-expert weights of a stage with ``num_dense`` on each
+    rank."""
     full_precision = BYTES_PER_VALUE[config.precision.params_dtype] == FP32_BYTES
     state_bytes = (2 if full_precision else 3) * FP32_BYTES
     num_parts = config.parallel.tensor_model_parallel_size
@@ -200,7 +203,7 @@ class _Stage:
 
     def copies_bytes(self, *, experts: bool) -> int:
         """Bytes of the requested copies of optimizer state, of experts or of all other parameters."""
-        assert self.copies is not None, "state copies are requested"
+        assert self.copies is not None, "no state copies are requested"
         return sum(
             operator.shard_bytes(shard) * len(owners)
             for operator in self.copies.operators

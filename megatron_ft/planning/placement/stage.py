@@ -26,7 +26,7 @@ class StageRequest:
     ranks: tuple[int, ...]
     """Ranks of the stage, ascending."""
     layer_numbers: tuple[int, ...]
-    """Mixture layers of the stage, in Megatron's numbering, ascending."""
+    """MoE layers of the stage, in Megatron's numbering, ascending."""
     num_experts: int
     num_slots_per_rank: int
     min_replicas: int
@@ -70,10 +70,10 @@ def place_stage(
 
 
 def stage_requests(config: JobConfig, world_size: int) -> list[StageRequest]:
-    """Requests of all stages: ranks, mixture layers, slots."""
+    """Return a placement request for each stage: ranks, MoE layers and slots."""
     topology = Topology.of(config.parallel, world_size)
     launch, model = config.launch, config.model
-    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, launch.member_domains)
+    cluster = Cluster.of(launch.num_nodes, launch.ranks_per_node, config.member_domains)
     return [
         StageRequest(
             cluster=cluster,
@@ -103,7 +103,8 @@ def algorithm_of(config: JobConfig) -> PlacementAlgorithm:
 
 
 def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: JobInputs) -> list[PlacementPlan]:
-    """Plans of all stages at the start of a job: the schedule's for iteration 1, or from recorded or even loads.
+    """Return the plans of all stages at the start of a job: those scheduled for iteration 1, or plans from recorded or
+    even loads.
 
     Raises:
         ConfigError, DataError: recorded loads or a scheduled placement do not fit the job.
@@ -115,7 +116,7 @@ def first_plans(config: JobConfig, requests: Sequence[StageRequest], inputs: Job
 
 
 def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> Sequence[Sequence[float]]:
-    """Loads [layers][experts] of a stage at the start: recorded or even.
+    """Return the loads [layers][experts] of a stage at the start: recorded or even.
 
     Raises:
         ConfigError: the recorded loads do not fit the model.
@@ -130,20 +131,20 @@ def first_loads(config: JobConfig, request: StageRequest, inputs: JobInputs) -> 
             raise ConfigError.of(
                 "placement.loads_file",
                 config.placement.loads_file,
-                f"must have {request.num_experts} loads for each of {len(numbers)} mixture layers",
+                f"must have {request.num_experts} loads for each of {len(numbers)} MoE layers",
             )
     return [by_layer[number] for number in request.layer_numbers]
 
 
 def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlacement) -> list[PlacementPlan]:
-    """Plans of all stages from a file of ``placement.schedule``.
+    """Return the plans of all stages from a file of ``placement.schedule``.
 
     Raises:
         DataError: plans that are inconsistent or do not fit the job.
     """
     key = f"placement.schedule={scheduled.path}"
     if len(scheduled.stages) != len(requests):
-        constraint = f"must be {len(requests)}, the number of pipeline stages"
+        constraint = f"has {len(scheduled.stages)} stages: must have {len(requests)}, as the pipeline"
         raise DataError(f"{key}: stages={len(scheduled.stages)}: {constraint}")
     plans = []
     for stage, (content, request) in enumerate(zip(scheduled.stages, requests, strict=True)):
@@ -160,7 +161,8 @@ def scripted_plans(requests: Sequence[StageRequest], scheduled: ScheduledPlaceme
 
 
 def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
-    """Raise ConfigError if ranks, domains, layers, experts or slots differ, or a rank has no expert."""
+    """Check that ranks, domains, layers, experts and slots are equal and every rank has an expert. Raises
+    ConfigError."""
     domains = tuple(request.cluster.failure_domains[request.cluster.node_of(rank)] for rank in request.ranks)
     for name in ("ranks", "layer_numbers", "num_experts"):
         found, wanted = getattr(plan, name), getattr(request, name)
@@ -175,7 +177,7 @@ def check_fit(plan: PlacementPlan, request: StageRequest) -> None:
     for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
         for rank, experts in zip(plan.ranks, by_rank, strict=True):
             if not experts:
-                raise ConfigError.of(f"slots of layer {layer}, rank {rank}", [], "must hold at least one expert")
+                raise ConfigError.of(f"slots of layer {layer}, rank {rank}", [], "must contain at least one expert")
 
 
 def fits(plan: PlacementPlan, request: StageRequest) -> bool:

@@ -1,8 +1,9 @@
 """Probability that a model's state survives the loss of failure domains.
 
 State survives if every piece of it (an expert of a layer, a shard of non-expert state) has a holder left. A piece is
-given as the set of domains that hold it, for all layers together, because losses of layers on the same domains are not
-independent. Counting is exact; sampling is used only where counting would take too much memory, and results say so.
+represented by the set of domains that hold it. All layers are considered together, because layers on the same domains
+do not survive independently. Counting is exact; sampling is used only if counting would take too much memory, and
+results say so.
 """
 
 import math
@@ -71,15 +72,16 @@ def survival(
         if not 0 <= count <= len(index):
             raise ConfigError.of("lost domains", count, f"must be in 0..{len(index)}, the number of failure domains")
     if 0 in masks:
-        raise ConfigError.of("holders", "{}", "must name at least one failure domain for every piece of state")
+        raise ConfigError.of("holders", "{}", "must name at least one failure domain for each piece of state")
     return tuple(_survival(masks, len(index), count, odds, num_samples, seed) for count in wanted)
 
 
 def single_loss_survival(plans: Sequence[PlacementPlan], *, min_ranks: int = 0) -> float | None:
-    """Probability that a job continues by expert replicas when one failure domain, chosen at random, is lost.
+    """Return the probability that a job continues from expert replicas when one failure domain, chosen at random, is
+    lost.
 
-    It continues if every expert of all stages has a replica left and at least ``min_ranks`` ranks are left. None if
-    there is only one domain.
+    It continues if every expert of all stages has a replica left and at least ``min_ranks`` ranks remain. None if there
+    is only one domain.
     """
     num_ranks = Counter(domain for plan in plans for domain in plan.domains)
     alone = {next(iter(held)) for plan in plans for held in plan.all_expert_domains() if len(held) == 1}

@@ -1,1 +1,1 @@
-"""Recovery: the state that a job continues from after a failure, and how ranks reach it."""
+"""Recovery: the state from which a job continues after a failure, and how ranks reach it."""

@@ -43,14 +43,14 @@ class Attempt:
     hosts: tuple[str, ...]
     """Hosts of the allocation, in the order of node numbers."""
     exit_code: int | None
-    """Negative for the signal that ended it; None if its end was not seen, as when its node died."""
+    """Exit code; negative for the signal that ended it; None if its end was not seen, as when its node died."""
     asked: Asked | None
     iteration: int
     """Newest iteration that the run had reported at its end; 0 for none."""
     lost_hosts: tuple[str, ...] = ()
     """Hosts of nodes that were lost."""
     failed_hosts: tuple[str, ...] = ()
-    """Hosts on which a rank was the first to fail; may repeat."""
+    """Hosts on which a rank failed first; may contain a host several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class AttemptPolicy:
     max_fruitless: int = 3
     """Attempts in a row without progress after which the job gives up."""
     on_warning: Next = Next.REQUEUE
-    """Step after ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` where another job takes over."""
+    """Step after ``Asked.TO_GO_ON_LATER``: ``REQUEUE``, or ``END`` if another job takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
         hosts: present hosts of the allocation.
     """
     last = attempts[-1]
-    assert last.exit_code is not None, "the last attempt has ended"
+    assert last.exit_code is not None, "the last attempt has no exit code"
     if last.exit_code == EXIT_OK:
         return Verdict(Next.END, "the run has ended as planned", is_final=True)
     # Before anything else that could start it again: a configuration that is refused now is refused on every node.
     if last.exit_code in FINAL_EXIT_CODES:
-        return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end alike", is_final=True)
+        return Verdict(Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True)
     if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
         return Verdict(Next.END, "it was asked to end", is_final=True)
     # Also before a requeue: a job that fails at the same place each time would occupy the cluster without end.
@@ -95,27 +95,27 @@ def decide(attempts: Sequence[Attempt], policy: AttemptPolicy, hosts: Sequence[s
     if no_progress is not None:
         return Verdict(Next.END, no_progress, is_final=True)
     if last.asked is Asked.TO_GO_ON_LATER:
-        return Verdict(policy.on_warning, "it was warned that its nodes will be taken away")
+        return Verdict(policy.on_warning, "the nodes will be taken away (warning signal)")
     # ``hosts`` may still contain those that the last attempt lost.
     usable = len(set(hosts) - set(last.lost_hosts) - set(to_exclude(attempts)))
     how = f"exit code {last.exit_code}" if last.exit_code >= 0 else f"killed by signal {-last.exit_code}"
     if usable >= policy.num_nodes:
-        return Verdict(Next.AGAIN, f"{how}; {usable} nodes are left, {policy.num_nodes} needed")
-    lacking = f"{how}; {usable} nodes are left of {policy.num_nodes} needed"
+        return Verdict(Next.AGAIN, f"{how}; {usable} nodes remain, {policy.num_nodes} are needed")
+    lacking = f"{how}; only {usable} nodes remain, {policy.num_nodes} are needed"
     return Verdict(policy.on_warning, lacking)
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Reason to give up because of attempts without progress; None if another attempt is allowed."""
+    """Return a reason to give up because of attempts without progress; None if another attempt is allowed."""
     fruitless = num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
     newest = max(attempt.iteration for attempt in attempts)
-    return f"{fruitless} attempts in a row made no progress: none came beyond iteration {newest}"
+    return f"{fruitless} attempts in a row made no progress beyond iteration {newest}"
 
 
 def num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Number of last attempts without progress beyond any earlier one; the first one must complete an iteration."""
+    """Return the number of last attempts that made no progress; the first attempt must complete an iteration."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1
@@ -130,7 +130,7 @@ def to_exclude(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def in_order_of_trust(hosts: Sequence[str], attempts: Sequence[Attempt]) -> list[str]:
-    """Sort hosts by number of failures, in a stable order; those of nodes lost in the last attempt come last."""
+    """Sort hosts by number of failures, in a stable order; hosts of nodes lost in the last attempt come last."""
     failures = _failures(attempts)
     lost = set(attempts[-1].lost_hosts) if attempts else set()
     return sorted(hosts, key=lambda host: (host in lost, failures[host]))

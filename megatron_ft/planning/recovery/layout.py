@@ -1,7 +1,7 @@
-"""Parallel layout that the living processes take: the same one, or fewer or more lanes. TP, CP and PP degrees stay.
+"""Parallel layout of the living processes after a loss: the same, or with fewer or more lanes. TP, CP and PP stay.
 
-Processes have numbers that outlive a change of the membership: those of ``former`` for its members, others for
-processes that have come since.
+Processes have numbers that do not change with the membership: those in ``former`` for its members, others for processes
+that have joined since.
 """
 
 from bisect import bisect_left
@@ -18,15 +18,17 @@ class LaneLimits:
     """Numbers of lanes that a job may have."""
 
     most: int
-    """Lanes that it was configured for."""
+    """Number of lanes that was configured."""
     multiple: int = 1
-    """Lanes must be a multiple of it: those that Megatron's expert groups span, where experts have no slots."""
+    """The number of lanes must be a multiple of this: the lanes that Megatron's expert groups span, if experts have no
+    slots."""
     fewest: int = 1
-    """Lanes that give every expert a slot."""
+    """Smallest number of lanes with a slot for every expert."""
     num_expert_ranks: int | None = None
-    """EP times expert TP, where experts have no slots: ranks of a stage that differ by it hold the same experts."""
+    """EP times expert TP, if experts have no slots: ranks of a stage whose numbers differ by this hold the same
+    experts."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Optimizer state of a stage without its experts, and of its experts: their ratio decides between lanes."""
+    """Optimizer bytes of a stage without its experts, and of its experts; their ratio decides between lanes."""
 
     @classmethod
     def of(
@@ -39,11 +41,11 @@ class LaneLimits:
         num_slots_per_rank: int | None = None,
         optimizer_bytes: tuple[int, int] = (1, 1),
     ) -> "LaneLimits":
-        """Limits of a job with groups like those of ``layout``.
+        """Return the limits of a job with groups like those of ``layout``.
 
         Args:
-            num_expert_ranks: EP times expert TP, of a job without slots.
-            num_slots_per_rank: of a job whose experts are placed in slots.
+            num_expert_ranks: EP times expert TP, for a job without slots.
+            num_slots_per_rank: for a job whose experts are placed in slots.
         """
         size = layout.group_size
         if num_slots_per_rank is None:
@@ -58,7 +60,7 @@ class LaneLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A TP·CP group that can train, and where its ranks have state of."""
+    """A TP·CP group that can train, and the group whose state its ranks have."""
 
     ranks: Group
     stage: int | None = None
@@ -70,10 +72,10 @@ def choose_layout(
 ) -> ParallelLayout | Declined:
     """Choose the layout with which ``living`` continue.
 
-    Where enough processes stand by, they take the lost places and the layout stays. Otherwise there are as many lanes
-    as whole groups allow: groups whose members all live, and groups made of other living processes of one node. Groups
-    keep their stage and the experts of their lane as far as lanes go, and get lanes in the order they had, so that most
-    optimizer state stays where it is. Half groups and groups that are left over stand by as hot spares.
+    If there are enough hot spares, they take the lost places and the layout stays. Otherwise there are as many lanes as
+    whole groups allow: groups whose members all live, and groups made of other living processes of one node. Groups
+    keep their stage and the experts of their lane if possible, and get lanes in their previous order, so that most
+    optimizer state stays where it is. Incomplete and surplus groups become hot spares.
 
     Args:
         former: the layout that committed the newest iteration.
@@ -115,10 +117,8 @@ def _too_few(former: ParallelLayout, num_groups: int, num_alive: int, limits: La
 def _substitutes(
     former: ParallelLayout, alive: Collection[int], free: Sequence[int], node_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Choose the substitute of each lost rank: a process of the same node, else spare nodes, one for one lost node.
-
-    Without enough of them only processes of the same node complete their groups.
-    """
+    """Choose the replacement of each lost rank: a process of the same node, else spare nodes, one for each lost node.
+    If there are too few, only processes of the same node complete their groups."""
     lost = sorted((rank for rank in former.ranks if rank not in alive), key=lambda rank: (node_of[rank], rank))
     by_node: dict[int, list[int]] = {}
     for rank in free:
@@ -146,7 +146,6 @@ def _substitutes(
 
 
 def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, int]) -> list[_Group]:
-    """Groups of processes that are in no whole group, each inside one node where a node has room for a group."""
     places = former.places()
     size = former.group_size
     per_node: dict[int, int] = {}
@@ -176,7 +175,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
 def _arranged(
     former: ParallelLayout, groups: Sequence[_Group], num_lanes: int, limits: LaneLimits, alive: Collection[int]
 ) -> ParallelLayout:
-    """Groups at (stage, lane): where they were as far as lanes go, then where a group is missing."""
+    """Assign groups to (stage, lane): to their previous place if possible, then to places without a group."""
     stages: list[list[Group | None]] = []
     pool = [group for group in groups if group.stage is None]
     surplus: list[_Group] = []
@@ -195,10 +194,10 @@ def _arranged(
 
 
 def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Group | None], list[_Group]]:
-    """A stage's lanes with its own groups, and its groups that have no lane.
+    """Return a stage's lanes with its own groups, and its groups without a lane.
 
-    Lanes that differ by a multiple of the period hold the same experts: weights of experts weigh more than shards of
-    optimizer state, so groups stay in their class of lanes where they can.
+    Lanes that differ by a multiple of the period hold the same experts. Weights of experts have more bytes than shards
+    of optimizer state, so groups keep such a lane if they can.
     """
     num_lanes, period = overlap.num_lanes, overlap.limits.multiple
     lanes: list[Group | None] = [None] * num_lanes
@@ -220,10 +219,11 @@ def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Grou
 
 
 def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[int, int]:
-    """Lane by place in ``before`` (rising former lanes), rising too, so that most optimizer state stays.
+    """Return a lane for each place in ``before`` (ascending former lanes), ascending too, so that most optimizer state
+    stays.
 
-    A lane's optimizer shard is its fraction of each bucket, so lanes share state where their fractions overlap. Each
-    former lane overlaps with few new ones; among these the heaviest rising chain is found in O(n log n).
+    A lane's optimizer shard is its fraction of each bucket, so lanes share state if their fractions overlap. Each
+    former lane overlaps with few new ones; among these the heaviest ascending chain is found in O(n log n).
     """
     num_before, num_lanes, period = overlap.num_before, overlap.num_lanes, overlap.limits.multiple
     best = _PrefixMaximum(num_lanes)
@@ -251,7 +251,7 @@ def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[i
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """List the parts that a group of a former lane keeps of its optimizer shards at a new lane."""
+    """The parts of its optimizer shards that a group of a former lane keeps at a new lane."""
 
     num_before: int
     num_lanes: int
@@ -259,7 +259,7 @@ class _Overlap:
     limits: LaneLimits
 
     def weight(self, lane: int, new: int) -> int:
-        """Bytes that stay, up to one factor; a shard is the same fraction of every bucket."""
+        """Return the bytes that stay, up to a common factor; a shard is the same fraction of every bucket."""
         dense_bytes, expert_bytes = self.limits.optimizer_bytes
         dense = _shared(lane, self.num_before, new, self.num_lanes)
         every = self.limits.num_expert_ranks
@@ -275,13 +275,12 @@ class _Overlap:
 
 
 def _shared(part: int, num_parts: int, other: int, num_others: int) -> int:
-    """Overlap of one of ``num_parts`` equal parts with one of ``num_others``, times both numbers."""
     low, high = max(part * num_others, other * num_parts), min((part + 1) * num_others, (other + 1) * num_parts)
     return max(0, high - low)
 
 
 class _PrefixMaximum:
-    """Largest value below a place, with what it came from, in O(log n): values and places rise as lanes are tried."""
+    """Largest value below a place, with its source, in O(log n); values and places ascend as lanes are tried."""
 
     def __init__(self, size: int) -> None:
         self._places: list[int] = []
@@ -289,12 +288,12 @@ class _PrefixMaximum:
         self._size = size
 
     def below(self, place: int) -> tuple[int, int]:
-        """Largest value at a place before ``place``, and its source; (0, -1) where there is none."""
+        """Return the largest value at a place before ``place``, and its source; (0, -1) if there is none."""
         found = bisect_left(self._places, place)
         return self._values[found - 1] if found else (0, -1)
 
     def raise_to(self, place: int, value: int, source: int) -> None:
-        """Set a place's value where it is larger than all before it; smaller ones behind it go."""
+        """Set a place's value if it is larger than all before it, and remove smaller ones after it."""
         assert 0 <= place < self._size, f"place {place} of {self._size}"
         at = bisect_left(self._places, place + 1)
         if at and self._values[at - 1][0] >= value:

@@ -1,6 +1,6 @@
-"""Localized replay: which pipeline stages go back after a loss, and which stages send them their logged tensors.
+"""Localized replay: which pipeline stages replay after a loss, and which stages send them their logged tensors.
 
-A stage with a rank that lacks the state after the target goes back as a whole, to the newest committed window. Adjacent
+A stage with a rank that lacks the state after the target returns as a whole to the newest committed window. Adjacent
 stages replay jointly; separate regions replay at the same time. A healthy stage next to a region sends the tensors that
 it has logged; it keeps its state and computes nothing (MoEvement, section 3.4 and appendix A).
 """
@@ -19,7 +19,7 @@ RUNG = "localized"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """State that one rank reports when a membership in the same layout begins."""
+    """State that one rank reports when a membership with the same layout begins."""
 
     stage: int
     iteration: int | None
@@ -56,7 +56,7 @@ class LocalizedPlan:
     window: WindowKey | None
     """Newest committed window; None if there is none yet and no rank needs one."""
     target: int
-    """Iteration of the state that all ranks continue with."""
+    """Iteration of the state from which all ranks continue."""
     regions: tuple[tuple[int, ...], ...]
     """Groups of adjacent stages that replay jointly, ascending within each group; empty if all ranks have state."""
 
@@ -71,11 +71,11 @@ class LocalizedPlan:
         return next((region for region in self.regions if stage in region), None)
 
     def replays(self, stage: int) -> bool:
-        """Whether a stage goes back."""
+        """Whether a stage replays."""
         return self.region_of(stage) is not None
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
-        """Receiver of the tensors of ``stage``, by direction."""
+        """Return the stage that receives the tensors of ``stage``, by direction."""
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:
@@ -84,10 +84,19 @@ class LocalizedPlan:
             return ()
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
+    def voter(self, standings: Sequence[Standing]) -> int:
+        """Rank that sends votes and state besides tensors to all: of those with state the one that has kept most of the
+        votes that a replay needs, the first of several."""
+        # One rank alone: votes are the same on every rank, and one that has kept them all can share them.
+        able = [rank for rank, standing in enumerate(standings) if standing.has_state]
+        return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
+
     def validate(self) -> None:
         """Assert that regions are separate and that the window starts at or before the target."""
         stages = [stage for region in self.regions for stage in region]
-        assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), "a stage in two regions"
+        assert len(stages) == len(set(stages)) and set(stages) <= set(range(self.num_stages)), (
+            "a stage is in two regions, or unknown"
+        )
         assert self.window is not None or not stages, "stages replay without a window"
         assert self.window is None or self.target >= self.window.start_iteration, "the window starts after the target"
         for region in self.regions:
@@ -99,11 +108,13 @@ class LocalizedPlan:
             return f"all stages have the state after iteration {self.target}"
         regions = " and ".join(_named(region) for region in self.regions)
         first, count = self.window.start_iteration, len(self.iterations)
-        return f"{regions} of {self.num_stages} replay from window {first}: {count} iterations to {self.target}"
+        return (
+            f"{regions} of {self.num_stages} replay {count} iterations from window {first} to iteration {self.target}"
+        )
 
 
 def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: bool) -> LocalizedPlan | Declined:
-    """Decide which stages go back, or why none can.
+    """Decide which stages replay, or why none can.
 
     Args:
         standings: report of every rank; at least one rank has state.
@@ -126,15 +137,19 @@ def plan_localized(standings: Sequence[Standing], *, num_stages: int, is_ring: b
         target=target,
         regions=_regions(behind, num_stages, is_ring),
     )
-    # Votes are the same on every rank, so one that has kept them can share them with all.
-    unknown = sorted(set(plan.iterations).difference(*(standing.voted for standing in standings))) if behind else []
+    voter = plan.voter(standings)
+    unknown = sorted(set(plan.iterations) - set(standings[voter].voted)) if behind else []
     if unknown:
-        return Declined(rung=RUNG, reason=f"no rank has kept the votes of iterations {_span(unknown)}")
+        reason = f"no rank has kept all votes since the window: rank {voter} lacks those of iterations {_span(unknown)}"
+        return Declined(rung=RUNG, reason=reason)
     for rank, standing in enumerate(standings):
         # Only logs at the edges of a region are read; stages inside it send each other what they compute.
         lacking = sorted(set(plan.iterations) - set(standing.logged)) if plan.serves(standing.stage) else []
         if lacking:
-            reason = f"the upstream log of rank {rank} lacks iterations {_span(lacking)}, which an adjacent stage needs"
+            reason = (
+                f"an adjacent stage needs iterations {_span(lacking)} of the upstream log of rank {rank}, which "
+                "lacks them"
+            )
             return Declined(rung=RUNG, reason=reason)
     plan.validate()
     return plan

@@ -1,4 +1,4 @@
-"""``LossCost``: the recovery from a loss of nodes and its cost."""
+"""``LossCost``: the recovery from a loss of nodes, and its cost."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from megatron_ft.planning.recovery.replicas import Declined
 
 Rung = Literal["replicas", "localized", "memory", "persisted", "checkpoint", "nothing"]
 RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "checkpoint", "nothing")
-"""Recovery strategies in the order in which they are tried; ``localized`` only with ``launch.keep_layout``."""
+"""Recovery strategies in the order in which they are tried; ``localized`` only with ``recovery.keep_layout``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +24,26 @@ class LossCost:
     """Whether the job continues by itself, in its processes or new ones; otherwise it ends, and ``run.resume=auto``
     continues it on all nodes."""
     declined: tuple[Declined, ...]
-    """Why earlier strategies cannot recover, in order."""
+    """Reasons why earlier strategies cannot recover, in order."""
     lost_operators: tuple[OperatorId, ...]
     """Operators whose state is not complete on the surviving ranks."""
     max_iterations: int | None
-    """Upper bound of committed iterations that run again; None where the size of a window is measured first."""
+    """Upper bound of committed iterations that run again; None if the size of a window is not measured yet."""
     moved_bytes: int | None
     """Expert state that surviving ranks send; None if it was not planned or nothing moves."""
     is_bitwise: bool
     """Whether the run ends with the bits of an undisturbed run; otherwise sums have another order, and it agrees within
     a tolerance."""
     stages: tuple[int, ...] = ()
-    """Pipeline stages that go back while the others keep their state; empty if all or none do."""
+    """Pipeline stages that replay while the others keep their state; empty if all or none do."""
     restarted_by: str = "hand"
-    """Restart of a job that has ended: by ``hand``, or by ``Slurm``."""
+    """Restart of a job that has ended: by ``hand`` (the user) or by ``Slurm``."""
     max_windows: int = 2
     """Upper bound of windows of iterations that run again, where ``max_iterations`` is not known."""
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether any state is left to continue from."""
+        """Whether there is any state from which to continue."""
         return self.rung != "nothing"
 
     def validate(self) -> None:
@@ -53,10 +53,12 @@ class LossCost:
         found = tuple(declined.rung for declined in self.declined)
         # Jobs that do not keep their layout never try this one.
         without = tuple(rung for rung in earlier if rung != "localized")
-        assert found in (earlier, without), f"{self.rung} after {found}: every earlier strategy declines, in order"
+        assert found in (earlier, without), f"{self.rung}: the declined strategies before it are {found}"
         if self.rung == "replicas":
-            assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, "replicas lose nothing"
-        assert not (self.is_gone and self.rung == "memory"), "the memory of lost nodes is gone"
+            assert self.is_automatic and not self.lost_operators and self.max_iterations == 0, (
+                "recovery from replicas with a loss"
+            )
+        assert not (self.is_gone and self.rung == "memory"), "memory of lost nodes cannot be a source"
 
     def summary(self) -> str:
         nodes = ", ".join(map(str, self.lost_nodes))
@@ -67,7 +69,7 @@ class LossCost:
     def source(self) -> str:
         """Source of the state, as text."""
         if self.rung == "nothing":
-            return "starts over" if self.is_automatic else f"starts over, by {self.restarted_by}"
+            return "starts over" if self.is_automatic else f"starts over after {self.restarted_by}"
         where = f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
         return f"{self.rung}{where}" if self.is_automatic else f"{self.rung}, by {self.restarted_by}"
 

@@ -1,10 +1,11 @@
 """Cost of losing nodes: the strategy that recovers, why earlier ones cannot, and the iterations that run again.
 
-Strategies are those of the control plane. Continuing on fewer nodes needs a replica of everything (``replicas``). With
-``launch.keep_layout`` other nodes take the places of lost ones, and only the stages that lost a rank replay
-(``localized``). Otherwise all ranks restart. If only ranks died, they restart on all nodes, from windows in memory,
-persisted windows or a dense checkpoint. If nodes are lost, they restart on the remaining nodes, if there are enough,
-from a dense checkpoint: a window fits one number of ranks only. Otherwise the job ends and has to be started again.
+Strategies are those of the control plane. To continue on fewer nodes, the job needs a replica of everything
+(``replicas``). With ``recovery.keep_layout`` other nodes take the places of lost ones, and only the stages that lost a
+rank replay (``localized``). Otherwise all ranks restart. If only ranks died, they restart on all nodes, from windows in
+memory, persisted windows or a dense checkpoint. If nodes are lost, they restart on the remaining nodes, if there are
+enough, from a dense checkpoint, because a window can only be loaded by as many ranks as captured it. Otherwise the job
+ends and has to be started again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from megatron_ft.planning.recovery.replicas import NO_HOLDER, Declined, plan_rep
 NOT_RUNNING = "the job is not running"
 
 Place = Callable[[tuple[int, ...], Holdings], PlacementPlan]
-"""Plans the placement of the ranks of the given nodes, from the experts that they hold."""
+"""Function that plans the placement on the ranks of the given nodes, from the experts that they hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class RecoveryMeans:
     """Recovery capabilities of a job, made by ``means.means_of``."""
 
     nodes: tuple[int, ...]
-    """Present nodes, ascending, by their original numbers."""
+    """Present nodes, ascending; node numbers never change."""
     ranks_per_node: int
     failure_domains: tuple[str, ...]
     """Failure domain of each node that the job started with."""
@@ -65,7 +66,7 @@ class RecoveryMeans:
     operators: tuple[HeldOperator, ...]
     min_nodes: int | None
     uncovered: tuple[str, ...]
-    """Keys that keep ranks from continuing on fewer nodes, each with its value."""
+    """Keys that prevent ranks from continuing on fewer nodes, each with its value."""
     placement: PlacementPlan | None
     num_slots_per_rank: int
     expert_bytes: int
@@ -75,7 +76,7 @@ class RecoveryMeans:
     peers: tuple[tuple[int, ...], ...]
     """Nodes that hold the peer copies of each node that the job started with; empty without snapshots."""
     window_iterations: int | None
-    """W; None where it is measured first."""
+    """W; None if it is not measured yet."""
     interval_iterations: int | None
     persist_interval_windows: int
     save_interval_iterations: int
@@ -156,7 +157,7 @@ def cost_of_loss(
         if isinstance(found, _Served):
             break
         declined.append(found)
-    assert isinstance(found, _Served), "the last strategy never declines"
+    assert isinstance(found, _Served), "every strategy declined"
     cost = LossCost(
         lost_nodes=gone,
         is_gone=is_gone,
@@ -186,7 +187,7 @@ class _Served:
 def _restart(
     means: RecoveryMeans, lost: tuple[int, ...], remaining: tuple[int, ...], is_gone: bool
 ) -> Literal["all", "fewer"] | None:
-    """Nodes on which the job restarts its ranks by itself; None where it ends."""
+    # Nodes on which the job restarts its ranks by itself; None where it ends.
     if not means.is_running or not means.max_restarts:
         return None
     if not is_gone:
@@ -205,9 +206,9 @@ def _replicas(
     elif means.uncovered or means.placement is None:
         reason = "; ".join(means.uncovered) or "placement.algorithm=null: experts have no replicas"
     elif means.min_nodes is None:
-        reason = "launch.min_nodes=null: all nodes are needed"
+        reason = "recovery.min_nodes=null: all nodes are needed"
     elif len(remaining) < means.min_nodes:
-        reason = f"{len(remaining)} nodes are left, fewer than launch.min_nodes={means.min_nodes}"
+        reason = f"{len(remaining)} nodes are left, fewer than recovery.min_nodes={means.min_nodes}"
     elif not remaining:
         reason = "no node is left"
     if reason:
@@ -238,11 +239,11 @@ def _localized(
     if not means.is_running:
         reason = NOT_RUNNING
     elif not remaining:
-        reason = "no rank is left that has the votes"
+        reason = "no surviving rank has the votes"
     elif is_gone and not means.restarts_lost_nodes and len(lost) > means.num_spare_nodes:
-        reason = f"launch.num_spare_nodes={means.num_spare_nodes}: {len(lost)} nodes need a replacement"
+        reason = f"nodes.num_spare_nodes={means.num_spare_nodes}: too few spares, {len(lost)} nodes need a replacement"
     elif is_gone and alone:
-        reason = f"nodes {alone} are lost together with their peers, which held copies of their windows"
+        reason = f"nodes {alone} are lost, and so are the peers with copies of their windows"
     elif stored is not None and stored.memory_start is None:
         reason = "no window has been committed yet"
     if reason:
@@ -254,10 +255,8 @@ def _localized(
 
 
 def _has_unusable_windows(means: RecoveryMeans, stored: Stored | None) -> bool:
-    """Whether restarted ranks that can use no state find windows with committed iterations.
-
-    Ranks do not start at iteration 0 then, unless ``run.start_over=true``.
-    """
+    """Whether windows with committed iterations exist although restarted ranks can use no state; then ranks do not
+    start at iteration 0, unless ``run.start_over=true``."""
     if stored is None:
         return means.takes_snapshots
     return stored.memory_start is not None or stored.persisted_start is not None
@@ -270,7 +269,6 @@ def _stages_of(means: RecoveryMeans, nodes: tuple[int, ...]) -> tuple[int, ...]:
 def _store(
     means: RecoveryMeans, rung: Rung, restart: Literal["all", "fewer"] | None, *, is_gone: bool, stored: Stored | None
 ) -> _Served | Declined:
-    """Recover from saved state: windows in memory, persisted windows or a dense checkpoint."""
     match rung:
         case "memory":
             reason = _no_memory(means, restart, is_gone)
@@ -295,7 +293,7 @@ def _store(
     return _Served(max(0, stored.iteration - start))
 
 
-_OTHER_SIZE = "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
+_OTHER_SIZE = "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
 _NO_SNAPSHOTS = "snapshot.policy=null: nothing is captured"
 
 
@@ -307,10 +305,10 @@ def _no_memory(means: RecoveryMeans, restart: str | None, is_gone: bool) -> str:
     if restart == "fewer":
         return _OTHER_SIZE
     if is_gone and restart == "all":
-        return "the windows of lost nodes and their peer copies are lost, or no window has been committed"
+        return "windows and peer copies of the lost nodes are lost, or no window has been committed"
     if is_gone:
         return "the loss of a node ends the job, and windows in memory are lost with it"
-    return "" if restart else "launch.max_restarts=0: the job does not restart its ranks"
+    return "" if restart else "recovery.max_restarts=0: the job does not restart its ranks"
 
 
 def _no_persisted(means: RecoveryMeans, restart: str | None, *, is_there: bool) -> str:
@@ -330,9 +328,8 @@ def _persists(means: RecoveryMeans) -> int:
 
 
 def _window_bound(means: RecoveryMeans, num_windows: int) -> int | None:
-    """Iterations from the start of a window until the window ``num_windows`` later is complete."""
     if means.window_iterations is None:
         return None
-    assert means.interval_iterations is not None, "both are of the same plan"
+    assert means.interval_iterations is not None, "a plan with a window has an interval"
     # In the worst case the failure comes just before the commit of the window that would have served.
     return num_windows * means.interval_iterations + means.window_iterations

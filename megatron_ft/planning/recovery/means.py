@@ -18,7 +18,8 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
 MAX_PLANNED_NODES = 16
-"""Number of nodes whose loss is planned with the survivors' placement; others are listed without bytes that move."""
+"""Largest number of nodes whose loss is planned with the survivors' placement; with more, moved bytes are not
+listed."""
 
 
 def means_of(
@@ -36,7 +37,7 @@ def means_of(
         snapshot: estimate of its windows; None without snapshots.
         nodes: present nodes, ascending; all nodes if None.
     """
-    launch = config.launch
+    launch, recovery = config.launch, config.recovery
     present = tuple(range(launch.num_nodes) if nodes is None else nodes)
     size = launch.ranks_per_node
     # A job that has lost nodes already holds its state on fewer ranks than it was configured for.
@@ -48,13 +49,13 @@ def means_of(
         failure_domains=_domains(config, range(max(launch.num_nodes, *(node + 1 for node in present)))),
         stages=tuple(_stages(topology, range(place * size, (place + 1) * size)) for place in range(len(present))),
         operators=tuple(_held(of_present, topology, plans)),
-        min_nodes=launch.min_nodes if launch.may_lose_nodes else None,
+        min_nodes=recovery.min_nodes if config.may_lose_nodes else None,
         uncovered=_uncovered(config),
         # Continuing by replicas needs one pipeline stage.
         placement=plans[0] if len(plans) == 1 else None,
         num_slots_per_rank=config.placement.num_slots_per_rank or 0,
         expert_bytes=expert_state_bytes(config) if config.model.num_moe_experts else 0,
-        max_restarts=launch.max_restarts,
+        max_restarts=recovery.max_restarts,
         takes_snapshots=snapshot is not None,
         peers=() if snapshot is None else snapshot.peers,
         window_iterations=None if snapshot is None else snapshot.window_iterations,
@@ -62,57 +63,57 @@ def means_of(
         persist_interval_windows=config.snapshot.persist_interval_windows,
         save_interval_iterations=config.checkpoint.save_interval_iterations,
         train_iterations=config.training.train_iterations,
-        keeps_layout=launch.keep_layout and not unmet(config, KEPT_LAYOUT),
+        keeps_layout=recovery.keep_layout and not unmet(config, KEPT_LAYOUT),
         commit_lag_iterations=config.upstream_log.commit_lag_iterations,
-        num_spare_nodes=launch.num_spare_nodes,
-        restarts_lost_nodes=launch.restart_lost_nodes,
+        num_spare_nodes=config.nodes.num_spare_nodes,
+        restarts_lost_nodes=config.nodes.restart_lost_nodes,
         runs_in_slurm=launch.node_launcher != "local",
     )
 
 
 def why_no_replicas(config: JobConfig) -> str:
-    """Why no lost node is survived by expert replicas; empty where one can be.
+    """Return the reason why no lost node can be recovered from expert replicas; empty if it is possible.
 
     Args:
         config: with ``training.device`` resolved.
     """
     if config.placement.algorithm is None:
         return "placement.algorithm=null"
-    if config.launch.min_nodes is None or not config.launch.may_lose_nodes:
-        return "launch.min_nodes=null: the loss of a node ends the job"
+    if config.recovery.min_nodes is None or not config.may_lose_nodes:
+        return "recovery.min_nodes=null: the loss of a node ends the job"
     return "; ".join(_uncovered(config))
 
 
 def idle_copies(config: JobConfig) -> tuple[str, ...]:
-    """Notes on copies that a job keeps on other nodes although no recovery from a lost node reads them."""
-    launch, notes = config.launch, []
+    """Return notes on copies that a job keeps on other nodes although no recovery from a lost node uses them."""
+    notes = []
     if config.placement.state_copies is not None:
         copies = f"placement.state_copies={config.placement.state_copies}"
-        notes.append(f"{copies}: no recovery reads these copies, which cost memory and time")
-    if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not launch.keep_layout:
+        notes.append(f"{copies}: no recovery uses these copies; they only cost memory and time")
+    if config.snapshot.policy is not None and config.snapshot.num_peer_copies and not config.recovery.keep_layout:
         after = "the loss of a node ends the job, and windows in memory are lost with it"
         if not why_no_replicas(config):
-            after = "after the loss of a node the job continues by replicas, or from a dense checkpoint"
+            after = "after the loss of a node the job continues from replicas, or from a dense checkpoint"
         copies = f"snapshot.num_peer_copies={config.snapshot.num_peer_copies}"
-        notes.append(f"{copies}: peer copies are read only where a node's own window is damaged; {after}")
+        notes.append(f"{copies}: peer copies are only used if a node's own window is damaged; {after}")
     return tuple(notes)
 
 
 def windows_serve(config: JobConfig) -> str:
-    """Failures that the windows of a job's snapshots are used for, as text."""
-    launch, snapshot = config.launch, config.snapshot
+    """Describe the failures from which the windows of a job's snapshots can recover."""
+    recovery, snapshot = config.recovery, config.snapshot
     served = []
-    if launch.keep_layout:
-        served.append("the loss of a rank or a node (launch.keep_layout=true)")
-    if launch.max_restarts:
-        served.append(f"the death of ranks on running nodes (launch.max_restarts={launch.max_restarts})")
+    if recovery.keep_layout:
+        served.append("the loss of a rank or a node (recovery.keep_layout=true)")
+    if recovery.max_restarts:
+        served.append(f"the death of ranks on running nodes (recovery.max_restarts={recovery.max_restarts})")
     if snapshot.persist_interval_windows:
-        served.append("run.resume on the same number of ranks, from persisted windows")
-    return "; ".join(served) or "no failure: launch.max_restarts=0 and snapshot.persist_interval_windows=0"
+        served.append("run.resume with the same number of ranks, from persisted windows")
+    return "; ".join(served) or "no failure: recovery.max_restarts=0 and snapshot.persist_interval_windows=0"
 
 
 def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -> tuple[LossCost, ...]:
-    """Cost of losing each present node alone and, where ranks are restarted, of the death of all ranks."""
+    """Compute the cost of losing each present node alone and, if ranks are restarted, of the death of all ranks."""
     wanted = placer(config, inputs)
     gone = tuple(
         cost_of_loss(means, [node], place=wanted if position < MAX_PLANNED_NODES else None)
@@ -134,7 +135,7 @@ def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]
 
 
 def _domains(job: JobConfig, nodes: Iterable[int]) -> tuple[str, ...]:
-    names = job.launch.failure_domains
+    names = job.topology.failure_domains
     return tuple(names[node] if node < len(names) else f"node{node}" for node in nodes)
 
 
@@ -149,7 +150,6 @@ def _stages(topology: Topology, ranks: range) -> tuple[int, ...]:
 
 
 def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan]) -> Iterator[HeldOperator]:
-    """Yield every operator with the ranks that hold its state: weights, moments and master weights together."""
     sharded = config.parallel.use_distributed_optimizer
     stage_of = _stage_of_layers(config, topology)
     # The size of the vocabulary changes how much state there is, not which ranks hold it.
@@ -166,14 +166,13 @@ def _held(config: JobConfig, topology: Topology, plans: Sequence[PlacementPlan])
 
 
 def _stage_of_layers(config: JobConfig, topology: Topology) -> dict[int, int]:
-    """Stage of each layer number; the embedding is in the first stage, the head in the last."""
+    # Stage of each layer number; the embedding is in the first stage, the head in the last.
     num_layers, num_stages = config.model.num_layers, topology.pipeline_model_parallel_size
     found = {layer: stage for stage in range(num_stages) for layer in topology.stage_layers(num_layers, stage)}
     return {**found, 0: 0, num_layers + 1: num_stages - 1}
 
 
 def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
-    """Ranks that hold the same tensor-parallel part."""
     ranks = topology.stage_ranks(stage)
     return [
         frozenset(rank for rank in ranks if topology.coordinates(rank).tp == part)
@@ -184,7 +183,6 @@ def _dense_groups(topology: Topology, stage: int) -> list[frozenset[int]]:
 def _expert_groups(
     config: JobConfig, topology: Topology, stage: int, operator: OperatorId, plans: Sequence[PlacementPlan]
 ) -> list[frozenset[int]]:
-    """Ranks that hold the same part of an expert, by the placement or in Megatron's own layout."""
     assert operator.expert is not None, f"{operator} is not an expert"
     if plans:
         plan = plans[stage]

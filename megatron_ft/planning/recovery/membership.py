@@ -1,4 +1,4 @@
-"""``NextMembership``: the ranks of the next membership, their order, and the iteration that they continue after."""
+"""``NextMembership``: the ranks of the next membership, their order, and the iteration after which they continue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from megatron_ft.planning.recovery.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextMembership:
-    """The membership of ``generation``. Ranks are numbered again, without gaps, in the order of their nodes.
+    """The membership of ``generation``. Ranks are renumbered, without gaps, in the order of their nodes.
 
-    With ``launch.keep_layout`` surviving ranks keep their numbers, and joining ranks take the numbers of those that
+    With ``recovery.keep_layout`` surviving ranks keep their numbers, and joining ranks take the numbers of those that
     they replace.
     """
 
@@ -20,14 +20,14 @@ class NextMembership:
     previous_ranks: tuple[int | None, ...]
     """Previous rank of each new rank, in order; None for a *joining* rank, which has no state of the run."""
     nodes: tuple[int, ...]
-    """Node of each new rank, by its original number: ascending, or in the order of the kept layout. Ranks of a node
-    are adjacent, in the order of local ranks."""
+    """Node of each new rank: ascending, or in the order of the kept layout. Ranks of a node are adjacent, in the order
+    of local ranks. Node numbers never change."""
     target: Target
     master_addr: str
     master_port: int
     """Port of the store of this generation, on its rank 0."""
     reason: str
-    """Why the previous membership ended."""
+    """Reason for the end of the previous membership."""
 
     @property
     def world_size(self) -> int:
@@ -44,12 +44,14 @@ class NextMembership:
         staying = [previous for previous in self.previous_ranks if previous is not None]
         assert staying, "no rank has state"
         # Sums are taken in rank order: a scheduled history repeats one of failures only if nodes decide that order.
-        assert staying == sorted(set(staying)), "ranks keep their order"
-        assert len(self.nodes) == self.world_size, "a node for each rank"
+        assert staying == sorted(set(staying)), "ranks changed their order"
+        assert len(self.nodes) == self.world_size, "not every rank has a node"
         together = [node for node, _ in groupby(self.nodes)]
-        assert len(together) == len(set(together)), "ranks of a node are adjacent"
+        assert len(together) == len(set(together)), "ranks of a node are not adjacent"
         keeps_ranks = all(previous in (None, rank) for rank, previous in enumerate(self.previous_ranks))
-        assert keeps_ranks or together == sorted(together), "nodes are ascending, or ranks keep their numbers"
+        assert keeps_ranks or together == sorted(together), (
+            "nodes are not ascending, although ranks change their numbers"
+        )
         self.target.validate()
 
     def new_rank(self, previous: int) -> int | None:

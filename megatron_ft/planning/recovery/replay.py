@@ -1,4 +1,4 @@
-"""``ReplayPlan``: conversion of a window to dense state by loading slices and running iterations again."""
+"""``ReplayPlan``: turns a window into dense state by loading slices and running iterations again."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_ft.planning.snapshot.plan import WindowPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStep:
-    """Loading of a slice, then another run of an iteration."""
+    """A step loads a slice, then runs an iteration again."""
 
     load: int | None
     """Slice to load; None after the last one, when the state is dense."""
@@ -31,7 +31,7 @@ class ReplayPlan:
     """
 
     start_iteration: int
-    """Iteration whose state slice 0 was captured from."""
+    """Iteration after which slice 0 was captured."""
     steps: tuple[ReplayStep, ...]
 
     @property
@@ -46,19 +46,21 @@ class ReplayPlan:
 
     def validate(self) -> None:
         """Assert that slices are loaded in order, iterations are consecutive, and no operator stays frozen."""
-        assert self.steps, "a replay has at least one slice"
+        assert self.steps, "the replay has no slice"
         loads = [step.load for step in self.steps if step.load is not None]
-        assert loads and loads == list(range(len(loads))), "slices are loaded in order"
-        assert all(step.load is None for step in self.steps[len(loads) :]), "slices are loaded one after the other"
+        assert loads and loads == list(range(len(loads))), "slices are not loaded in order"
+        assert all(step.load is None for step in self.steps[len(loads) :]), "slices are not loaded in consecutive steps"
         expected = tuple(range(self.start_iteration + 1, self.final_iteration + 1))
         assert self.iterations == expected, f"replays {self.iterations}, not {expected}"
-        assert all(step.vote is not None for step in self.steps[:-1]), "only the last step may have no iteration"
-        assert not self.steps[len(loads) - 1].frozen, "the last slice makes the state dense"
+        assert all(step.vote is not None for step in self.steps[:-1]), "a step before the last has no iteration"
+        assert not self.steps[len(loads) - 1].frozen, "operators are frozen after the last slice"
         for before, after in self._pairs():
-            assert set(before.active) <= set(after.active), f"slice {after.load} freezes what was active"
+            assert set(before.active) <= set(after.active), f"slice {after.load} freezes an active operator"
             everything = set(before.active) | set(before.frozen)
-            assert everything == set(after.active) | set(after.frozen), f"slice {after.load} has other operators"
-            assert not set(before.active) & set(before.frozen), f"slice {before.load} has an operator twice"
+            assert everything == set(after.active) | set(after.frozen), (
+                f"slice {after.load} has other operators than the one before"
+            )
+            assert not set(before.active) & set(before.frozen), f"slice {before.load} contains an operator twice"
 
     def summary(self) -> str:
         frozen = sum(len(step.frozen) for step in self.steps if step.vote is not None)
@@ -89,13 +91,16 @@ def plan_replay(
     last = dense if until is None else until
     if last < dense:
         raise RecoveryError(
-            f"window of iteration {start_iteration}: its state is dense after iteration {dense}, later than {last}"
+            f"window of iteration {start_iteration}: its state is complete only after iteration {dense}, not "
+            f"after {last}"
         )
     steps = []
     for index in range(max(window.num_iterations, last - start_iteration)):
         iteration, slice_index = start_iteration + index + 1, min(index, window.num_iterations - 1)
         if iteration <= last and iteration not in votes:
-            raise RecoveryError(f"vote of iteration {iteration} is not logged; logged are iterations {sorted(votes)}")
+            raise RecoveryError(
+                f"the vote of iteration {iteration} is not in the log, which has iterations {sorted(votes)}"
+            )
         active = {unit.operator for unit in window.active(slice_index)}
         # Parts are ranges of the same tensors: an operator with one captured part computes all its gradients.
         frozen = {unit.operator for unit in window.frozen(slice_index)} - active

@@ -13,7 +13,7 @@ NO_HOLDER = "no surviving rank holds"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Why a recovery strategy cannot be used."""
+    """A recovery strategy cannot be used."""
 
     rung: str
     """Name of the strategy."""
@@ -27,7 +27,7 @@ class Declined:
 
 
 def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> tuple[OperatorId, ...]:
-    """Experts that no rank in ``previous_ranks``, the surviving ranks of ``plan``, holds."""
+    """Return the experts that no surviving rank of ``plan`` (``previous_ranks``) holds."""
     return tuple(
         OperatorId(layer=layer, kind="expert", expert=expert)
         for layer, of_layer in zip(plan.layer_numbers, holdings(plan, previous_ranks), strict=True)
@@ -43,9 +43,9 @@ def plan_replicas(
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
 ) -> MigrationPlan | Declined:
-    """Plan the migration to a placement of the next membership, or say why it cannot continue.
+    """Plan the migration to a placement of the next membership, or explain why it cannot continue.
 
-    Only experts move: every rank holds all other state.
+    Only experts move, because every rank holds all other state.
 
     Args:
         plan: present placement.
@@ -77,7 +77,7 @@ def plan_drain(
 ) -> MigrationPlan | None:
     """Plan the migration before ranks leave, after which the ranks that stay hold every expert.
 
-    None if they hold every expert already: further moves can follow once the others have left.
+    None if they hold every expert already: other moves can be made after the leaving ranks have left.
 
     Args:
         plan: present placement.

@@ -1,4 +1,4 @@
-"""Memberships of ``launch.membership_schedule``: a pure function of the configuration, the same on every rank."""
+"""Memberships of ``testing.membership_schedule``: a pure function of the configuration, the same on every rank."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ from megatron_ft.planning.recovery.target import Target
 def scripted_memberships(
     changes: Sequence[MembershipChange], num_nodes: int, ranks_per_node: int
 ) -> tuple[NextMembership, ...]:
-    """Memberships after generation 0, which has all nodes. They share one store, so none has its own address."""
+    """Return the memberships after generation 0, which has all nodes. All use one store, so none has its own
+    address."""
     nodes = list(nodes_over_time(num_nodes, changes))
     return tuple(
         _following(generation, change, nodes[generation - 1], nodes[generation], ranks_per_node)

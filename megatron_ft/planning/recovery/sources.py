@@ -1,7 +1,7 @@
-"""State that a restarted job of the same layout continues from: the newest one that is available to every rank.
+"""State from which a restarted job of the same layout continues: the newest that is available to every rank.
 
-Candidates are windows in memory, persisted windows and the newest dense checkpoint; the one with most iterations is
-chosen, and a reason is given for every other one.
+Candidates are windows in memory, persisted windows and the newest dense checkpoint. The candidate with most iterations
+is chosen, and a reason is given for every other one.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class StoredWindow:
     committed: bool = False
     """Whether all ranks have replicated it."""
     buffer: int | None = None
-    """Buffer that holds it, of the rank's own memory, or of the memory for its copies; None elsewhere."""
+    """Buffer of the window in the rank's own memory or in the memory for its copies; None elsewhere."""
 
     @property
     def key(self) -> WindowKey:
@@ -50,7 +50,7 @@ class StoredWindow:
 
     @classmethod
     def from_json(cls, content: JsonValue) -> "StoredWindow":
-        """Inverse of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        """Read the values of ``dataclasses.asdict``. Raises ValueError for anything else."""
         # Inventories come from other nodes: every field is checked before it is used.
         names = {entry.name: entry.type for entry in fields(cls)}
         if not isinstance(content, dict) or content.keys() != names.keys() or content["where"] not in get_args(Where):
@@ -61,7 +61,7 @@ class StoredWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverySource:
-    """State that the job continues from."""
+    """State from which the job continues."""
 
     kind: Literal["memory", "persisted", "checkpoint", "nothing"]
     iteration: int
@@ -72,11 +72,11 @@ class RecoverySource:
     """Reasons why other candidates are not used."""
 
     def validate(self) -> None:
-        """Assert that ranks have one and the same window where the kind is a window."""
+        """Assert that, if the kind is a window, all ranks have the same one."""
         assert bool(self.places) == (self.kind in ("memory", "persisted")), (
             f"{self.kind} with {len(self.places)} places"
         )
-        assert len({place.key for place in self.places}) <= 1, "ranks take different windows"
+        assert len({place.key for place in self.places}) <= 1, "ranks load different windows"
 
     def summary(self) -> str:
         declined = f"; not used: {'; '.join(self.declined)}" if self.declined else ""
@@ -89,7 +89,8 @@ def choose_source(
     *,
     reasons: Sequence[str] = (),
 ) -> RecoverySource:
-    """Choose the newest state that is available to all ranks; of equals a checkpoint, which needs no replay.
+    """Choose the newest state that is available to all ranks; if a checkpoint is as new as a window, it is chosen,
+    because it needs no replay.
 
     Args:
         windows_by_rank: stored windows of each rank.
@@ -110,7 +111,7 @@ def choose_source(
             last = places[0].last_iteration
             # A checkpoint is dense already; a window would have to be replayed first.
             if checkpoint_iteration is not None and checkpoint_iteration >= last:
-                declined.append(f"{kind} window of iteration {start}: the checkpoint is as new")
+                declined.append(f"{kind} window of iteration {start}: the checkpoint is at least as new")
                 continue
             return RecoverySource(kind=kind, iteration=last, places=places, declined=tuple(declined))
     if checkpoint_iteration is not None:
@@ -121,7 +122,7 @@ def choose_source(
 def _places(
     windows_by_rank: Sequence[Sequence[StoredWindow]], key: WindowKey, kind: str
 ) -> tuple[tuple[StoredWindow, ...] | None, str]:
-    """Stored window of each rank; None and a reason if a rank has none."""
+    # Stored window of each rank; None and a reason if a rank has none.
     found, missing = [], []
     for rank, windows in enumerate(windows_by_rank):
         same = [window for window in windows if window.key == key and window.complete]
@@ -134,5 +135,5 @@ def _places(
     if not found:
         return None, ""
     if missing:
-        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, rank {missing[0]} lacks it"
+        return None, f"{kind} window of iteration {key.start_iteration}: incomplete, missing on rank {missing[0]}"
     return tuple(found), ""

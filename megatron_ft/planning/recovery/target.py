@@ -1,7 +1,9 @@
-"""Iteration that a job continues after when ranks are lost: the newest one whose vote any survivor has settled.
+"""Iteration after which a job continues when ranks are lost: the newest one that any survivor knows to have a complete
+vote.
 
-A vote is settled only after every rank has contributed, so every survivor has kept its reduced gradients and can finish
-the iteration with the values of the vote. If no survivor has settled it, all go back to the state before it.
+A vote is complete only after every rank has contributed. So every survivor has kept its reduced gradients and can
+finish the iteration with the values of the vote. If no survivor has the complete vote, all return to the state before
+the iteration.
 """
 
 from collections.abc import Sequence
@@ -22,12 +24,12 @@ class Position:
     completed: int
     """Newest iteration that this rank has committed or skipped; 0 before the first."""
     contributed: int
-    """Newest iteration whose vote has this rank's ballot, and whose gradients it keeps: ``completed`` or the one after
-    it."""
+    """Newest iteration to whose vote this rank has contributed, and whose gradients it keeps: ``completed`` or the next
+    one."""
     vote: Vote | None
-    """Newest settled vote, of ``completed`` or the iteration after it; None before the first."""
+    """Newest complete vote, of ``completed`` or the next iteration; None before the first."""
     has_state: bool = True
-    """False on a joining rank that has not received its state in the membership that ends."""
+    """False on a joining rank that did not receive its state in the membership that ends."""
 
     def validate(self) -> None:
         """Check that the fields are consistent.
@@ -39,8 +41,8 @@ class Position:
         in_order = self.completed <= self.contributed <= self.completed + 1 and settled <= self.contributed
         if not in_order or (self.vote is not None and settled < self.completed):
             raise RecoveryError(
-                f"rank {self.rank} reports impossible progress: completed iteration {self.completed}, contributed to "
-                f"{self.contributed}, settled {settled}"
+                f"rank {self.rank} reports an impossible position: completed iteration {self.completed}, "
+                f"contributed to {self.contributed}, vote complete for {settled}"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Iteration whose state every survivor continues with."""
+    """Iteration from whose state every survivor continues."""
 
     iteration: int
     vote: Vote | None
@@ -63,10 +65,10 @@ class Target:
 
     def validate(self) -> None:
         """Assert that the vote is of the iteration."""
-        assert self.vote is None or self.vote.iteration == self.iteration, "the vote of another iteration"
+        assert self.vote is None or self.vote.iteration == self.iteration, "the vote is of another iteration"
 
     def summary(self) -> str:
-        how = "all ranks have completed it" if self.vote is None else "its vote was settled"
+        how = "all ranks completed it" if self.vote is None else "its vote was complete"
         return f"continue after iteration {self.iteration}: {how}"
 
     def to_json(self) -> dict[str, Any]:
@@ -99,8 +101,8 @@ def choose_target(positions: Sequence[Position]) -> Target:
         # Positions that contradict this come from different histories: continuing would mix them.
         if position.completed < target and position.contributed != target:
             raise RecoveryError(
-                f"rank {position.rank} has completed iteration {position.completed} and has no gradients of iteration "
-                f"{target}, whose vote another rank has settled"
+                f"rank {position.rank} has completed iteration {position.completed} and has no gradients of "
+                f"iteration {target}, but another rank has the complete vote of {target}"
             )
     votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
     # As text, which is exact for floats and equal for NaN.
@@ -112,4 +114,4 @@ def choose_target(positions: Sequence[Position]) -> Target:
 
 def _check_alike(name: str, values: Sequence[object]) -> None:
     if any(value != values[0] for value in values):
-        raise RecoveryError(f"survivors disagree about the {name}: {sorted(set(map(str, values)))}")
+        raise RecoveryError(f"surviving ranks have different values of the {name}: {sorted(set(map(str, values)))}")

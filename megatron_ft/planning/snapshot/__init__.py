@@ -1,1 +1,1 @@
-"""Snapshots: which operators are captured at which iteration, and where copies go."""
+"""Snapshots: which operators are captured in which iteration, and which nodes keep copies."""

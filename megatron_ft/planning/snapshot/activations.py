@@ -1,4 +1,4 @@
-"""Activation counts of experts, and when their change calls for another order of operators."""
+"""Activation counts of experts, and the change that requires another order of operators."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Activations:
 
     def validate(self) -> None:
         """Assert that every record has a row of counts for each layer, all of equal length."""
-        assert self.tokens, "activations have at least one record"
+        assert self.tokens, "there is no record of activations"
         width = len(self.tokens[0][0]) if self.layers else 0
         for rows in self.tokens:
             assert len(rows) == len(self.layers), f"{len(rows)} rows of activations for {len(self.layers)} layers"
             assert all(len(row) == width for row in rows), "layers have different numbers of experts"
-            assert all(value >= 0 for row in rows for value in row), "activations are counts"
+            assert all(value >= 0 for row in rows for value in row), "a count is negative"
 
     @property
     def totals(self) -> tuple[tuple[int, ...], ...]:
@@ -56,8 +56,8 @@ class Activations:
 class ReorderTrigger:
     """Decides when the popularity of experts has changed so much that operators are ordered again (MoEvement, 3.5).
 
-    The frequency of an expert is its share of its layer's tokens. It is compared with the popularity that the present
-    order was made from, not with the previous value, so that oscillation does not trigger and slow drift does.
+    The frequency of an expert is its share of its layer's tokens. It is compared with the frequency for which the
+    present order was made, not with the previous value: so slow drift triggers a new order, and oscillation does not.
     """
 
     min_change: float = 0.10

@@ -1,4 +1,4 @@
-"""Triple buffering of windows: which buffer the next window is captured into, the same on every rank."""
+"""Triple buffering of windows: the buffer for the next window, the same on every rank."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ class BufferStates:
     given_up: Mapping[int, int] = field(default_factory=dict)
     """Start iteration of the window in each buffer that some peer will never receive."""
     pinned: frozenset[int] = frozenset()
-    """Buffers that storage reads: they must not be changed or reused."""
+    """Buffers that are being written to storage: they must not be changed or reused."""
     knows_commits: bool = True
-    """Whether the server has processed every commit; one that it has not may still pin a buffer."""
+    """Whether the server has processed every commit; a commit that it has not processed may still pin a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class WindowBuffers:
     """Windows of a rank by buffer: one committed, one being replicated, one being captured."""
 
     held: dict[int, int] = field(default_factory=dict)
-    """Buffer of each kept window, by start iteration."""
+    """Buffer of each window that is kept, by start iteration."""
     committed: int = -1
     """Start iteration of the newest committed window; -1 before the first."""
 
@@ -47,7 +47,7 @@ class WindowBuffers:
         """Return the windows after a vote.
 
         The newest window that every rank has replicated is committed, and older ones are released. A newer one that
-        some rank has given up cannot be committed and is released as well.
+        some rank has given up can never be committed and is released as well.
         """
         # Bits of the vote count the held windows. These change by votes and by iterations alone, so they are the same
         # on every rank; buffers are each rank's own.

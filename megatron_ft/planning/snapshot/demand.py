@@ -63,7 +63,7 @@ class Demand:
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """[operators, ranks]: largest excess of a part of an operator over an equal share of its full state.
+        """Return the largest excess [operators, ranks] of a part of an operator over an equal share of its full state.
 
         Ranges are rounded to whole elements, and components without elements are captured with every part.
         """

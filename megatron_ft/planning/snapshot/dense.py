@@ -29,7 +29,7 @@ class DenseInterval:
         if self.interval_iterations < 1:
             raise ConfigError.of("snapshot.policy.interval_iterations", self.interval_iterations, "must be at least 1")
         context.validate()
-        return _dense(demand, context, self.interval_iterations, "dense, at a given interval")
+        return _dense(demand, context, self.interval_iterations, "dense, fixed interval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class OverheadBounded:
         context.validate()
         stall = context.stall_seconds(_peak_bytes(demand))
         interval = max(1, math.ceil(stall / (self.max_overhead * context.iteration_seconds)))
-        return _dense(demand, context, interval, f"dense, stalls at most {self.max_overhead:.1%} of the time")
+        return _dense(demand, context, interval, f"dense, stalls take at most {self.max_overhead:.1%} of the time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class GeminiStyle:
     """Dense snapshots at the interval with the largest share of useful time for a given MTBF.
 
     MoEvement, section 2.4: ``ETTR = 1 / (1 + stall / (n * T)) * 1 / (1 + n * T / (2 * MTBF))`` for an interval of n
-    iterations of T seconds, half of which a failure costs on average. The product of the two denominators is convex in
-    n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In section
-    5.2 the paper gives Gemini the interval that is best in hindsight; this one is known in advance.
+    iterations of T seconds; a failure costs half an interval on average. The product of the two denominators is convex
+    in n with its minimum at ``n = sqrt(2 * stall * MTBF) / T``; the better of the two nearest integers is used. In
+    section 5.2 the paper gives Gemini the interval that is best in hindsight; this one is known in advance.
     """
 
     mtbf_seconds: float
@@ -90,7 +90,7 @@ class GeminiStyle:
         around = (max(1, math.floor(best)), max(1, math.ceil(best)))
         interval = max(around, key=lambda n: useful_time_ratio(n, stall, iteration, self.mtbf_seconds))
         ratio = useful_time_ratio(interval, stall, iteration, self.mtbf_seconds)
-        reason = f"dense, useful time {ratio:.1%} at a failure every {self.mtbf_seconds:g} s"
+        reason = f"dense, {ratio:.1%} useful time with a failure every {self.mtbf_seconds:g} s"
         return _dense(demand, context, interval, reason)
 
 

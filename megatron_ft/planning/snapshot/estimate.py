@@ -61,7 +61,6 @@ def _shard(
 def _groups(
     config: JobConfig, topology: Topology, operators: Sequence[Operator]
 ) -> Iterator[tuple[Sequence[int], list[Span]]]:
-    """Yield ranks that share the state of the same elements, with these elements in the order of their buffer."""
     for stage in range(topology.pipeline_model_parallel_size):
         ranks = topology.stage_ranks(stage)
         for chunk in range(topology.virtual_pipeline_model_parallel_size):
@@ -93,7 +92,6 @@ def _expert_groups(
 
 
 def _in_one_buffer(config: JobConfig, topology: Topology) -> bool:
-    """True where Megatron, without expert parallelism, keeps experts in the buffer of the dense parameters."""
     same_cut = topology.expert_tensor_parallel_size == topology.tensor_model_parallel_size
     return config.placement.algorithm is None and topology.expert_model_parallel_size == 1 and same_cut
 
@@ -101,7 +99,6 @@ def _in_one_buffer(config: JobConfig, topology: Topology) -> bool:
 def _spans_of_chunk(
     config: JobConfig, topology: Topology, operators: Sequence[Operator], stage: int, chunk: int
 ) -> list[Span]:
-    """Elements of a chunk of a stage, last parameter first as in Megatron's buffers."""
     model = config.model
     last_stage, last_chunk = (
         topology.pipeline_model_parallel_size - 1,
@@ -130,7 +127,6 @@ def _part(spans: Iterable[Span], part: int, num_parts: int) -> list[Span]:
 
 
 def _deal(config: JobConfig, ranks: Sequence[int], spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Distribute spans over the ranks that share them."""
     if config.parallel.use_distributed_optimizer:
         bucket_size = sum(stop - start for _, start, stop in spans)
         if config.parallel.overlap_grad_reduce:
@@ -143,7 +139,6 @@ def _deal(config: JobConfig, ranks: Sequence[int], spans: Sequence[Span]) -> Ite
 
 
 def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
-    """Group spans into buckets of at least ``bucket_size`` elements, which end with an operator."""
     bucket: list[Span] = []
     size = 0
     for operator, start, stop in spans:
@@ -157,7 +152,6 @@ def _buckets(spans: Sequence[Span], bucket_size: int) -> Iterator[list[Span]]:
 
 
 def _cut_evenly(ranks: Sequence[int], bucket: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Split the concatenated elements of a bucket into equal ranges, one for each rank."""
     total = sum(stop - start for _, start, stop in bucket)
     # Bounds may lie inside operators, as those of the distributed optimizer do.
     bounds = [total * place // len(ranks) for place in range(len(ranks) + 1)]

@@ -18,7 +18,7 @@ STATUS_BYTES = 4096
 _PAGE_BYTES = 4096
 # A buffer that is too small for the next plan is replaced, and the windows in it are lost.
 _MARGIN_FOR_OTHER_PLANS = (5, 4)
-"""Size of a buffer over the size of a window, where later plans may have another order of operators."""
+"""Ratio of the size of a buffer to the size of a window, if later plans may order operators differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class NodeMemory:
     """Bytes of windows on one node."""
 
     own_bytes: int
-    """Windows of its own ranks."""
+    """Windows of the node's own ranks."""
     copies_bytes: int
     """Copies for other nodes."""
     device_bytes: int = 0

@@ -26,8 +26,8 @@ class Packing:
 def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None:
     """Pack the units of ``table``, in order; None if that takes more than ``max_slices`` or a unit does not fit.
 
-    Every slice holds the frozen bytes of all units that are captured later. It takes each remaining unit that keeps
-    every rank within the budget: the first ones in order, and later ones on ranks with budget left.
+    Every slice holds the frozen bytes of all units that are captured later. It takes each remaining unit with which
+    every rank stays within the budget: the first ones in order, and later ones on ranks with budget left.
     """
     extra = table.full - table.frozen
     remaining: Rows = np.arange(len(extra))
@@ -45,7 +45,6 @@ def pack(table: UnitBytes, budget_bytes: int, max_slices: int) -> Packing | None
 
 
 def _fill(extra: Matrix, remaining: Rows, room: Matrix) -> Rows:
-    """Units of one slice. ``room`` is the remaining budget of each rank and is reduced in place."""
     if (room < 0).any():
         return remaining[:0]
     taken = []
@@ -97,10 +96,10 @@ def least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
 
 
 def num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
-    """Number of equal parts of each unit such that one part fits a slice with all other units frozen.
+    """Return the number of equal parts of each unit such that one part fits a slice with all other units frozen.
 
     If frozen bytes leave less room than an eighth of themselves, parts are sized for that eighth: such windows stall
-    anyway, and smaller parts would make them longer.
+    training anyway, and smaller parts would make them longer.
 
     Args:
         rounding_bytes: [units, ranks], largest excess of a part over an equal share.

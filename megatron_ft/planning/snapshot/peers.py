@@ -17,7 +17,7 @@ class PeerAssignment:
     failure_domains: tuple[str, ...]
     """Failure domain of each node."""
     num_copies: int
-    """Number of other failure domains that must hold what a node captures."""
+    """Number of other failure domains that must hold the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
     """Nodes that capture the same bytes as each node; empty if no node does."""
 
@@ -30,8 +30,8 @@ class PeerAssignment:
         return self.already_held[node] if self.already_held else ()
 
     def validate(self) -> None:
-        """Assert that ``num_copies`` other domains hold what every node captures, with one copy in each."""
-        assert len(self.peers) == len(self.failure_domains), "every node has peers and a failure domain"
+        """Assert that ``num_copies`` other domains hold the windows of every node, with one copy in each."""
+        assert len(self.peers) == len(self.failure_domains), "a node has no peers or no failure domain"
         domains = self.failure_domains
         for node, peers in enumerate(self.peers):
             chosen = [domains[peer] for peer in peers]
@@ -127,7 +127,6 @@ class _Ring:
         return peers
 
     def _shift_one(self, start: int) -> bool:
-        """Move one copy from ``start`` along the shortest chain to a node with at least two fewer copies."""
         # A move lowers the sum of squares only if the last node of the chain has at least two copies fewer; those
         # between keep their number.
         limit = self._kept[start] - 2
@@ -168,7 +167,7 @@ class _Ring:
 
 
 def _alternating(domains: Sequence[str]) -> list[int]:
-    """Order nodes so that those of every domain are evenly spaced."""
+    # Order nodes so that those of every domain are evenly spaced.
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)

@@ -1,4 +1,4 @@
-"""``WindowPlan``: units of state that are captured in full at each iteration of a window; ``WindowKey``."""
+"""``WindowPlan``: the units of state that are captured in full in each iteration of a window; ``WindowKey``."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ class WindowKey:
 
     start_iteration: int
     generation: int
-    """Membership that captured it: windows of two generations are never mixed."""
+    """Generation of the membership that captured the window. Windows of two generations are never mixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -40,14 +40,14 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBasis:
-    """Values that a plan was made from; later values are compared with them before another plan is made."""
+    """Inputs of a plan; present values are compared with them to decide whether another plan is made."""
 
     budget_bytes: int
     """Bytes that a rank can capture within one iteration."""
     peak_bytes: int
     """Bytes of the largest slice on any rank."""
     activations: Activations | None = None
-    """Activations as one record; None where the order does not depend on them."""
+    """Activations as one record; None if the order does not depend on them."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "PlanBasis":
@@ -87,7 +87,7 @@ class WindowPlan:
 
     def validate(self, operators: Iterable[OperatorId]) -> None:
         """Assert that every part of every operator is captured exactly once, and that windows do not overlap."""
-        assert self.slices and all(self.slices), "a window has slices, and each captures something"
+        assert self.slices and all(self.slices), "a slice captures nothing, or there is none"
         # A rank fills one window at a time: the snapshot server forgets an incomplete one when the next begins.
         assert self.interval_iterations >= self.num_iterations, f"windows of {self.num_iterations} slices overlap"
         parts: dict[OperatorId, list[Unit]] = {}
@@ -96,14 +96,15 @@ class WindowPlan:
         for operator, units in parts.items():
             found = sorted((unit.part, unit.num_parts) for unit in units)
             wanted = [(part, len(units)) for part in range(len(units))]
-            assert found == wanted, f"{operator} is captured in parts {found}"
+            assert found == wanted, f"{operator} is captured in the parts {found}"
         missing = set(operators) ^ set(parts)
-        assert not missing, f"operators not captured, or unknown: {sorted(map(str, missing))[:5]}"
+        assert not missing, f"operators are not captured, or are unknown: {sorted(map(str, missing))[:5]}"
 
     def summary(self) -> str:
         sizes = " ".join(str(len(units)) for units in self.slices)
         return (
-            f"window of {self.num_iterations} iterations every {self.interval_iterations}: units {sizes}; {self.reason}"
+            f"window of {self.num_iterations} iterations every {self.interval_iterations}: "
+            f"operators or parts per slice {sizes}; {self.reason}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class SnapshotContext:
 
 
 class SnapshotPolicy(Protocol):
-    """Policy: a frozen dataclass, built from ``snapshot.policy``, that decides what is captured at which iteration."""
+    """Protocol of a snapshot policy: a frozen dataclass, built from ``snapshot.policy``, that plans the windows."""
 
     @property
     def replan_drift(self) -> float:
@@ -109,7 +109,7 @@ def make_plan(
         if stall
         else "no stall"
     )
-    largest = f"largest slice {peak:,} of {context.budget_bytes:,} bytes"
+    largest = f"largest slice {peak:,} bytes, budget {context.budget_bytes:,} bytes"
     return WindowPlan(
         slices=bare.slices,
         interval_iterations=interval_iterations,
@@ -129,14 +129,14 @@ def _outdated(policy: SnapshotPolicy, demand: Demand, context: SnapshotContext, 
     # The comparison is with what the plan was made from, not with the last check: slow changes add up.
     basis = previous.basis
     if basis is None:
-        return "the present plan has no basis"
+        return "no inputs of the present plan are known"
     if _drift(context.budget_bytes, basis.budget_bytes) > policy.replan_drift:
-        return f"bytes per iteration went from {basis.budget_bytes:,} to {context.budget_bytes:,}"
+        return f"the budget of an iteration changed from {basis.budget_bytes:,} to {context.budget_bytes:,} bytes"
     peak = int(demand.slice_bytes(previous).max())
     if _drift(peak, basis.peak_bytes) > policy.replan_drift:
-        return f"the largest slice went from {basis.peak_bytes:,} to {peak:,} bytes"
+        return f"the largest slice changed from {basis.peak_bytes:,} to {peak:,} bytes"
     if policy.trigger is not None and policy.trigger.fires(basis.activations, context.activations):
-        return "activation frequencies have changed"
+        return "experts are activated with other frequencies"
     return None
 
 

@@ -23,7 +23,7 @@ class SnapshotReport:
 
     policy: str
     window_iterations: int | None
-    """W; None where bandwidth or iteration time is measured first, and sizes are those of a dense window."""
+    """W; None if bandwidth or iteration time is not measured yet; sizes are then those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
     """Bytes of a window on the rank that captures most."""
@@ -54,13 +54,13 @@ class SnapshotReport:
 
 
 def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Raise ConfigError where windows take more than ``snapshot.host_memory_limit_bytes``."""
+    """Check that windows do not take more than ``snapshot.host_memory_limit_bytes``. Raises ConfigError."""
     within_limit(
         limit_bytes,
         "snapshot.host_memory_limit_bytes",
         needed_bytes,
-        "the bytes of windows and peers' copies on the largest node; lower snapshot.num_peer_copies, spread the model "
-        "over more nodes, or choose snapshot=none",
+        "the memory of windows and peer copies on the largest node; lower snapshot.num_peer_copies, spread the "
+        "model over more nodes, or choose snapshot=none",
     )
 
 
@@ -85,7 +85,7 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
             iteration_seconds=snapshot.iteration_seconds,
         )
         plan, is_known = policy.plan(demand, context), True
-    assignment = assign_peers(launch.member_domains, snapshot.num_peer_copies)
+    assignment = assign_peers(config.member_domains, snapshot.num_peer_copies)
     plans_again = snapshot.replan_interval_windows > 0
     report = SnapshotReport(
         policy=type(policy).__name__,
@@ -97,7 +97,7 @@ def report_snapshots(config: JobConfig, tokenizer_vocab_size: int | None) -> Sna
         peers=assignment.peers,
         nodes=host_bytes(plan, demand.shards_by_rank, launch.ranks_per_node, assignment, plans_again=plans_again),
         host_memory_limit_bytes=snapshot.host_memory_limit_bytes,
-        reason=plan.reason if is_known else "bandwidth and iteration time are measured before the first window",
+        reason=plan.reason if is_known else "unknown until bandwidth and iteration time are measured",
     )
     report.validate()
     return report
@@ -107,7 +107,9 @@ def whole_plan(shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterat
     """The whole state of the job as one slice."""
     operators = sorted({shard.operator for shards in shards_by_rank for shard in shards}, key=str)
     units = tuple(Unit(operator=operator) for operator in operators)
-    return WindowPlan(slices=(units,), interval_iterations=interval_iterations, reason="whole, after a recovery")
+    return WindowPlan(
+        slices=(units,), interval_iterations=interval_iterations, reason="whole state at once, after a recovery"
+    )
 
 
 def dense_plan(shards: tuple[StateShard, ...]) -> WindowPlan:

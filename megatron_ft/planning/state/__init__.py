@@ -1,1 +1,1 @@
-"""State by element range: who holds it, who needs it, what moves."""
+"""State by element range: which ranks have it, which need it, what moves."""

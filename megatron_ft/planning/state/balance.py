@@ -1,9 +1,9 @@
-"""Divides bytes that several ranks hold among them as senders: the busiest sender has as little as possible.
+"""Shares the sending of bytes among the ranks that hold them, so that the busiest sender has as little as possible.
 
-The bound. Let ``t`` be ``Shares.slack``. No rank sends bytes of a set while another rank of that set sends
-more than ``t`` bytes less altogether. From that follows: the busiest of ``m`` senders sends at most ``(m - 1) * t``
-bytes more, and for every ``e > 0`` at most a factor ``1 + e`` and ``t * log(m) / log(1 + e)`` bytes more, than the
-busiest one of the best assignment there is. Ranks that are the only ones to hold something are counted in.
+The bound: let ``t`` be ``Shares.slack``. No rank sends bytes of a set while another rank of that set sends more than
+``t`` bytes less in total. It follows that, compared with the busiest sender of the best assignment, the busiest of
+``m`` senders sends at most ``(m - 1) * t`` bytes more. For every ``e > 0`` it also sends at most a factor ``1 + e`` and
+``t * log(m) / log(1 + e)`` bytes more. Ranks that alone hold something are included.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,18 @@ import numpy as np
 from megatron_ft.planning.state.tensors import Column
 
 RELATIVE_SLACK = 0.01
-"""Part of the busiest sender's bytes by which senders of a set may differ: less is not worth a further pass."""
+"""Largest difference between senders of a set, as a share of the busiest sender's bytes; a smaller one is not worth a
+further pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shares:
-    """Bytes that each rank sends of each set's demand."""
+    """Bytes that each rank sends for each set."""
 
     senders: tuple[Column, ...]
     """Sending ranks of each set, ascending."""
     amounts: tuple[Column, ...]
-    """Their bytes, all above 0, which add up to the demand."""
+    """Bytes of these ranks, all above 0; they add up to the demand."""
     slack: int
     """Bytes by which two senders of a set may differ."""
 
@@ -32,14 +33,14 @@ class Shares:
 def share(demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> Shares:
     """Share each set's demand among its ranks.
 
-    A set's demand goes to at most ``demand // min_piece_bytes`` of its ranks, one at least: many small pieces cost more
-    than a busier sender. Sets with one rank come first; then every demand is spread over its least busy ranks, and
-    again, as long as two senders of a set differ by more than the slack and spreading lowers the sum of squares. Every
-    pass lowers that whole number, so passes end.
+    A set's demand is sent by at most ``demand // min_piece_bytes`` of its ranks, but at least by one: many small pieces
+    cost more than a busier sender. Sets with one rank come first. Then every demand is spread over its least busy
+    ranks, repeatedly, as long as two senders of a set differ by more than the slack and spreading lowers the sum of
+    squares. Every pass lowers this integer, so the passes end.
 
     Args:
-        demands: bytes to be sent of each set.
-        sets: ranks, ascending; a set may have the pseudo rank of storage alone.
+        demands: bytes to be sent for each set.
+        sets: ranks, ascending; a set may consist of the pseudo rank of storage.
     """
     highest = max((int(ranks[-1]) for ranks in sets if len(ranks)), default=0)
     loads = [0] * (highest + 2)  # index -1 is storage
@@ -94,7 +95,7 @@ def _add(loads: list[int], ranks: Sequence[int], amounts: Sequence[int], sign: i
 def _spread(
     demand: int, ranks: Sequence[int], loads: Sequence[int], min_piece_bytes: int
 ) -> tuple[list[int], list[int]]:
-    """Fill up the least busy ranks to one level; ranks ascending with their bytes, all above 0."""
+    # Fill up the least busy ranks to one level; ranks ascending with their bytes, all above 0.
     most = max(1, demand // max(1, min_piece_bytes))
     # In whole bytes, ties by rank: every rank computes the same shares.
     by_load = sorted(ranks, key=lambda rank: (loads[rank], rank))[:most]

@@ -10,7 +10,7 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingState:
-    """Elements [start, stop) of a tensor that a rank needs and none has."""
+    """Elements [start, stop) of a tensor that a rank needs and no rank has."""
 
     tensor: StateTensor
     start: int
@@ -27,14 +27,14 @@ class MissingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Explanation why the request cannot be met."""
+    """A request cannot be met, and the reason."""
 
     reason: str
-    """A clause."""
+    """Reason, as a clause."""
     missing: tuple[MissingState, ...] = ()
 
     def summary(self) -> str:
-        """One log line."""
+        """Return one line for a log."""
         if not self.missing:
             return self.reason
         operators = list(dict.fromkeys(str(item.tensor.operator) for item in self.missing))

@@ -1,6 +1,7 @@
-"""``Holdings`` and ``Needs``: who has, and who must have, which elements of which tensor of which iteration.
+"""``Holdings`` and ``Needs``: the elements of tensors at iterations that ranks have, and that they must have.
 
-Both are columns, for a job of thousands of ranks has a million of them. ``Holding`` and ``Need`` are single rows.
+Both are stored as columns, because a job of thousands of ranks has a million of them. ``Holding`` and ``Need`` are
+single rows.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +16,11 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 STORAGE = -1
-"""Rank of what lies on storage, which every rank reads by itself."""
+"""Rank number of storage, which every rank reads by itself."""
 
 
 class Medium(IntEnum):
-    """Places of held elements, fastest first."""
+    """Places of elements, fastest first."""
 
     LIVE = 0
     """Tensors that a rank trains with: its own part, a data-parallel peer's, an expert replica's."""
@@ -37,7 +38,7 @@ class Medium(IntEnum):
 class Need:
     """Elements [start, stop) of one tensor, of one iteration, that a rank must have.
 
-    Ranks of holdings and needs are numbered alike, each living process once: spares and leaving ranks included.
+    Holdings and needs number ranks in the same way, each living process once, spares and leaving ranks included.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Needs:
-    """Needs as columns of equal length, in any order. What a rank names twice it needs once."""
+    """Needs as columns of equal length, in any order. Elements that a rank names twice are needed once."""
 
     index: TensorIndex
     rank: Column
@@ -75,14 +76,14 @@ class Needs:
 
     @classmethod
     def of(cls, index: TensorIndex, rows: Iterable[Need]) -> "Needs":
-        """Build from single rows."""
+        """Build the columns from single rows."""
         numbers = index.number_of
         table = [(row.rank, numbers[row.tensor.key], row.start, row.stop, row.iteration) for row in rows]
         return cls(index=index, **_columns(("rank", "tensor", "start", "stop", "iteration"), table))
 
     @classmethod
     def concatenate(cls, index: TensorIndex, parts: Sequence[Mapping[str, Column]]) -> "Needs":
-        """Build from columns by name, part after part."""
+        """Join columns, part after part."""
         names = ("rank", "tensor", "start", "stop", "iteration")
         if not parts:
             return cls.of(index, ())
@@ -128,7 +129,7 @@ class Holdings:
 
     @classmethod
     def of(cls, index: TensorIndex, rows: Iterable[Holding]) -> "Holdings":
-        """Build from single rows."""
+        """Build the columns from single rows."""
         numbers, domains, table = index.number_of, {}, []
         for row in rows:
             domains[row.rank] = row.domain
@@ -139,7 +140,7 @@ class Holdings:
 
     @classmethod
     def of_needs(cls, needs: Needs, domain_of: Mapping[int, str], medium: Medium = Medium.LIVE) -> "Holdings":
-        """Holdings of ranks once ``needs`` are met."""
+        """Return the holdings of ranks after ``needs`` are met."""
         return cls(
             index=needs.index,
             rank=needs.rank,
@@ -168,22 +169,23 @@ class Holdings:
             )
 
     def and_also(self, other: "Holdings") -> "Holdings":
-        """These and the rows of ``other``, which has the same index."""
+        """Join these rows and those of ``other``, which has the same index."""
         # Columns hold numbers of one index; those of another one would name other tensors.
-        assert self.index is other.index, "holdings of two indices"
+        assert self.index is other.index, "holdings have different indices"
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         columns = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Holdings(index=self.index, domain_of={**self.domain_of, **other.domain_of}, **columns)
 
     def without(self, *, ranks: Collection[int] = (), domains: Collection[str] = ()) -> "Holdings":
-        """Holdings after ``ranks`` and every rank of ``domains`` are lost; storage stays."""
+        """Return the holdings after ``ranks`` and every rank of ``domains`` are lost; storage stays."""
         lost = {rank for rank, domain in self.domain_of.items() if domain in domains} | set(ranks)
         # Storage is no rank: it survives every loss of ranks.
         lost.discard(STORAGE)
         return self.take(~np.isin(self.rank, sorted(lost)))
 
     def renumbered(self, new_ranks: Mapping[int, int]) -> "Holdings":
-        """The same under other numbers of ranks; rows of ranks that ``new_ranks`` lacks are left out, storage stays."""
+        """Return the holdings with other numbers of ranks; rows of ranks that are not in ``new_ranks`` are left out,
+        storage stays."""
         numbers = {**new_ranks, STORAGE: STORAGE}
         kept = self.take(np.isin(self.rank, sorted(numbers)))
         old = np.array(sorted(numbers), dtype=np.int64)
@@ -192,14 +194,14 @@ class Holdings:
         return replace(kept, rank=new[np.searchsorted(old, kept.rank)], domain_of=domains)
 
     def take(self, rows: npt.NDArray[Any]) -> "Holdings":
-        """Rows by number or by mask."""
+        """Return rows by number or by mask."""
         if rows.dtype == np.bool_ and rows.all():
             return self
         names = ("rank", "tensor", "start", "stop", "iteration", "medium")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def validate(self) -> None:
-        """Check that every row lies inside its tensor, and that storage and only storage has no rank.
+        """Check that every row lies inside its tensor, and that exactly the rows on storage have no rank.
 
         Raises:
             ConfigError: naming the row.
@@ -208,7 +210,9 @@ class Holdings:
         wrong = np.flatnonzero((self.rank == STORAGE) != (self.medium == int(Medium.STORAGE)))
         if len(wrong):
             row = next(iter(self.take(wrong[:1])))
-            raise ConfigError.of(f"holding of {row.tensor}", row.rank, "must be of a rank, or of storage on storage")
+            raise ConfigError.of(
+                f"holding of {row.tensor}", row.rank, "must name a rank, or storage with the medium storage"
+            )
 
 
 def _columns(names: Sequence[str], table: Sequence[Sequence[int]]) -> dict[str, Column]:
@@ -222,5 +226,5 @@ def _check_rows(rows: Needs | Holdings, *, lowest_rank: int) -> None:
         tensor = rows.index.tensors[rows.tensor[row]]
         value = f"elements {rows.start[row]} to {rows.stop[row]} on rank {rows.rank[row]}"
         raise ConfigError.of(
-            str(tensor), value, f"must lie in 0 to {tensor.num_elements}, on a rank from {lowest_rank}"
+            str(tensor), value, f"must be within 0 to {tensor.num_elements}, on a rank from {lowest_rank}"
         )

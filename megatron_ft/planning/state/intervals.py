@@ -9,14 +9,14 @@ Rows = npt.NDArray[np.intp]
 
 
 def expand(counts: Column) -> tuple[Rows, Column]:
-    """Row number and place inside the row of ``counts[row]`` entries for each row, in order."""
+    """Return row number and position inside the row of ``counts[row]`` entries for each row, in order."""
     rows = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
     return rows, np.arange(len(rows), dtype=np.int64) - np.repeat(ends - counts, counts)
 
 
 def distinct(values: Column) -> Column:
-    """The values, ascending, once each."""
+    """Return the distinct values, ascending."""
     values = np.sort(values)
     is_first = np.ones(len(values), dtype=np.bool_)
     is_first[1:] = values[1:] != values[:-1]
@@ -24,7 +24,7 @@ def distinct(values: Column) -> Column:
 
 
 def union(starts: Column, stops: Column) -> tuple[Column, Column]:
-    """The elements that any interval has, as disjoint intervals in order. Neighbours that only touch stay apart."""
+    """Return the elements that any interval has, as disjoint intervals in order. Adjacent intervals are not joined."""
     starts, stops = np.sort(starts), np.sort(stops)
     # The i-th start begins an interval where the i intervals that start before it have all ended.
     is_first = np.ones(len(starts), dtype=np.bool_)
@@ -37,10 +37,10 @@ def union(starts: Column, stops: Column) -> tuple[Column, Column]:
 def split(
     starts: Column, stops: Column, cover_starts: Column, cover_stops: Column
 ) -> tuple[tuple[Rows, Column, Column], tuple[Rows, Column, Column]]:
-    """Cut intervals by a cover: (row, start, stop) of what lies inside of it, and of what lies outside.
+    """Cut intervals by a cover: (row, start, stop) of the parts inside of it, and of the parts outside.
 
     Args:
-        cover_starts: of disjoint intervals in order, as ``union`` gives them.
+        cover_starts: starts of disjoint intervals in order, as ``union`` returns them.
     """
     first = np.searchsorted(cover_stops, starts, side="right")
     last = np.maximum(np.searchsorted(cover_starts, stops, side="left"), first)

@@ -1,6 +1,6 @@
-"""The state of a model, and which of it every rank of a parallel layout must have.
+"""The state of a model, and the part of it that every rank of a parallel layout must have.
 
-The same function says what the next layout needs and what a rank of the former one holds: holdings are the needs of the
+The same function gives the needs of the next layout and the holdings of the former one: holdings are the needs of the
 layout that has just committed an iteration.
 """
 
@@ -23,8 +23,8 @@ WEIGHT = "weight"
 """Kind of the compute weights."""
 ADAM_KINDS = (("adam", 12),)
 """State that a mixed-precision AdamW updates, with its bytes per element: ``master``, ``exp_avg`` and ``exp_avg_sq``.
-The three lie side by side on every rank, so they are planned as one kind and moved as three tensors. Step counts are
-the same for all elements: host state."""
+All three are in the same place on every rank, so they are planned as one kind and moved as three tensors. Step counts
+are the same for all elements and belong to the host state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,13 @@ class Parameter:
     num_elements: int
     """Elements of one tensor-parallel part."""
     is_split: bool
-    """Whether tensor parallelism (that of experts, for experts) splits it; otherwise every part is the whole."""
+    """Whether tensor parallelism (that of experts, for experts) splits it; otherwise every part is the whole
+    parameter."""
     dtype: str = "bfloat16"
-    """Type of the compute weight: each type has buffers of its own."""
+    """Type of the compute weight; each type has separate buffers."""
     weight_bytes: int = 2
     is_shared_embedding: bool = False
-    """Whether two stages hold it: it has a bucket of its own."""
+    """Whether two stages hold it; it then has a separate bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class ModelState:
 
 
 BufferKey = tuple[int, int, bool, str]
-"""Stage, chunk, whether it is of experts, dtype of the weights."""
+"""Stage, chunk, whether the parameters belong to experts, dtype of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,22 +87,23 @@ class Sharding:
     """Division of state over the ranks of a stage."""
 
     is_distributed: bool = True
-    """Whether the distributed optimizer cuts optimizer state over data-parallel ranks; else every rank has it whole."""
+    """Whether the distributed optimizer cuts optimizer state over data-parallel ranks; otherwise every rank has all of
+    it."""
     bucket_size: int | None = None
     """Elements of a bucket in the first chunk of the first stage; all others have one bucket, as in Megatron."""
     padded_for_lanes: tuple[int, ...] = ()
-    """Numbers of lanes that buckets can be cut for besides the one in force: buffers then never change."""
+    """Further numbers of lanes for which buckets can be cut; buffers then do not change with the number of lanes."""
     buffers: Mapping[BufferKey, BufferLayout] | None = None
-    """Layouts read from living buffers; those that are missing are computed."""
+    """Layouts read from living buffers; missing ones are computed."""
     expert_parallel_size: int = 1
-    """Megatron's EP, where there are no ``placements``."""
+    """Megatron's EP, if there are no ``placements``."""
     placements: tuple[PlacementPlan, ...] | None = None
     """Placement of each stage over its ranks: experts in slots, with replicas."""
     num_state_copies: int = 1
     """Owners of every optimizer shard, on distinct failure domains."""
     cuts_replicas: bool = True
-    """Whether the replicas of an expert share its optimizer state, ``num_state_copies`` owners to each part; otherwise
-    each has it whole."""
+    """Whether the replicas of an expert share its optimizer state, with ``num_state_copies`` owners of each part;
+    otherwise each has all of it."""
 
 
 def state_needs(
@@ -116,7 +118,7 @@ def state_needs(
     """List the needs of every rank of ``layout`` to train after ``iteration``.
 
     Args:
-        has_copies: also the copies that ranks keep for others. Training need not wait for those.
+        has_copies: include the copies that ranks keep for others; training need not wait for those.
 
     Raises:
         ConfigError: sizes that do not divide each other, or fewer failure domains than copies.
@@ -129,8 +131,7 @@ def state_needs(
 def state_holdings(
     model: ModelState, layout: ParallelLayout, sharding: Sharding, *, iteration: int, domain_of: Mapping[int, str]
 ) -> Holdings:
-    """List the holdings of every rank of ``layout`` after it has committed ``iteration``; lost ranks are still to be
-    left out."""
+    """List the holdings of every rank of ``layout`` after it has committed ``iteration``, lost ranks included."""
     rows = _Rows(model, iteration)
     rows.add_layout(layout, sharding, domain_of)
     live = Holdings.of_needs(Needs.concatenate(model.index, rows.live), domain_of)
@@ -139,7 +140,7 @@ def state_holdings(
 
 
 class _Rows:
-    """Columns while they are collected: what ranks train with, and copies of others' optimizer state."""
+    """Columns under construction: state with which ranks train, and copies of others' optimizer state."""
 
     def __init__(self, model: ModelState, iteration: int) -> None:
         self.model, self.iteration = model, iteration
@@ -149,7 +150,9 @@ class _Rows:
     def add_layout(self, layout: ParallelLayout, sharding: Sharding, domain_of: Mapping[int, str]) -> None:
         layout.validate()
         if len(self.model.chunks) != layout.num_stages or self.model.tensor_size != layout.tensor_size:
-            raise ConfigError.of("layout", layout.summary(), "must have the stages and TP degree of the model")
+            raise ConfigError.of(
+                "layout", layout.summary(), "must have as many stages and the same TP degree as the model"
+            )
         num_groups = layout.num_stages * layout.tensor_size
         for stage, chunks in enumerate(self.model.chunks):
             ranks = layout.stage_array(stage)
@@ -176,12 +179,12 @@ class _Rows:
         sharding: Sharding,
         domain_of: Mapping[int, str],
     ) -> None:
-        """Megatron's expert groups: expert TP counts fastest, then EP, then expert DP."""
         parts, size = self.model.expert_tensor_size, sharding.expert_parallel_size
         num_local, rest = divmod(self.model.num_experts, size)
         if rest or ranks.size % (parts * size):
             constraint = (
-                f"must divide {self.model.num_experts} experts and, times {parts}, {ranks.size} ranks of a stage"
+                f"must divide {self.model.num_experts} experts; {parts} times it must divide the {ranks.size} "
+                "ranks of a stage"
             )
             raise ConfigError.of("parallel.expert_model_parallel_size", size, constraint)
         grid = ranks.reshape(-1, size, parts)
@@ -201,7 +204,6 @@ class _Rows:
         domain_of: Mapping[int, str],
         spares: Sequence[int],
     ) -> None:
-        """Parameters of one data-parallel group: weights whole, optimizer state by its buffers."""
         # Parameters are gathered before an iteration is complete: at its boundary every rank has the whole weights.
         self._add_whole(parameters, part, ranks, (WEIGHT,))
         if not buffers.sharding.is_distributed:
@@ -255,7 +257,7 @@ class _Rows:
             self.live.append(self._columns(np.tile(ranks, len(parameters)), tensor, np.zeros_like(stop), stop))
 
     def _add_owned(self, owners: Column, shard: Column, tensor: Column, start: Column, stop: Column) -> None:
-        """Rows of every shard for its owners: the first trains with it, the others keep a copy."""
+        # Rows of every shard for its owners: the first trains with it, the others keep a copy.
         for copy in range(owners.shape[1]):
             rows = self._columns(owners[shard, copy], tensor, start, stop)
             (self.copies if copy else self.live).append(rows)
@@ -267,15 +269,15 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Buffers of one stage's chunk, dense ones or those of experts."""
+    """Buffers of one stage's chunk, of dense parameters or of experts."""
 
     sharding: Sharding
     where: tuple[int, int, bool]
     sizes: set[int]
-    """Data-parallel sizes they are padded for."""
+    """Data-parallel sizes for which the buffers are padded."""
 
     def layout(self, parameters: Sequence[Parameter], dtype: str) -> BufferLayout:
-        """Layout of the buffer of ``parameters``, in the order of the module."""
+        """Return the layout of the buffer of ``parameters``, in the order of the module."""
         given = (self.sharding.buffers or {}).get((*self.where, dtype))
         if given is not None:
             return given
@@ -290,7 +292,6 @@ class _Buffers:
 
 
 def _holders(plan: PlacementPlan, layers: Iterable[int]) -> Iterator[tuple[int, list[list[int]]]]:
-    """Ranks that hold each expert of each layer, ascending, once however many slots they give it."""
     wanted = set(layers)
     for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True):
         if layer in wanted:
@@ -304,7 +305,7 @@ def _holders(plan: PlacementPlan, layers: Iterable[int]) -> Iterator[tuple[int, 
 def _of_other_domains(
     holders: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], count: int, *, turn: int
 ) -> list[int]:
-    """One rank of each of ``count`` domains without a holder; which ones moves with ``turn``."""
+    # One rank of each of ``count`` domains without a holder; which ones moves with ``turn``.
     if count <= 0:
         return []
     taken = {domain_of[rank] for rank in holders}

@@ -1,6 +1,6 @@
 """Elements that the distributed optimizer updates on each data-parallel rank: Megatron-Core's buffers, in numbers.
 
-Parameters lie in a buffer last one first. A buffer is a row of buckets, and every bucket is cut into one equal part for
+A buffer contains parameters in reverse order. It consists of buckets, and every bucket is cut into equal parts, one for
 each data-parallel rank (``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range``, 0.16.1).
 """
 
@@ -16,9 +16,9 @@ from megatron_ft.planning.state.tensors import Column
 
 # Both are Megatron's: buckets begin at multiples of 256 bytes and parameters of 128, for values of at least 16 bits.
 BUCKET_MULTIPLE = 128
-"""Elements of which every bucket is a multiple, besides the number of data-parallel ranks."""
+"""The size of every bucket is a multiple of this and of the number of data-parallel ranks."""
 PARAMETER_MULTIPLE = 64
-"""Elements at a multiple of which every parameter starts."""
+"""Every parameter starts at a multiple of this number of elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,9 +28,9 @@ class ShardRanges:
     shard: Column
     """Data-parallel rank."""
     parameter: Column
-    """Place among the buffer's parameters, in the order of the module."""
+    """Position among the buffer's parameters, in the order of the module."""
     start: Column
-    """First element, inside the flattened parameter."""
+    """First element, in the flattened parameter."""
     stop: Column
 
 
@@ -55,13 +55,13 @@ class BufferLayout:
         bucket_size: int | None = None,
         alone: Collection[int] = (),
     ) -> "BufferLayout":
-        """The layout that Megatron-Core gives to parameters.
+        """Return the layout that Megatron-Core gives to parameters.
 
         Args:
             sizes: elements of each parameter, in the order of the module.
-            padded_for: data-parallel sizes that every bucket can be cut for; Megatron's own is the one in force.
+            padded_for: data-parallel sizes for which every bucket can be cut; Megatron uses only the present one.
             bucket_size: elements after which a bucket is full; None for one bucket.
-            alone: places of parameters with a bucket of their own: embeddings that two stages share.
+            alone: positions of parameters with a separate bucket: embeddings that two stages share.
         """
         # Padding for further sizes lets a buffer stay as it is when the number of lanes changes.
         multiple = math.lcm(*padded_for, BUCKET_MULTIPLE)
@@ -93,12 +93,12 @@ class BufferLayout:
         """Cut every bucket for ``num_shards`` data-parallel ranks.
 
         Raises:
-            ConfigError: a bucket that is no multiple of them.
+            ConfigError: the size of a bucket is not a multiple of it.
         """
         for start, stop in self.buckets:
             if (stop - start) % num_shards:
                 raise ConfigError.of(
-                    "num_shards", num_shards, f"must divide every bucket; one has {stop - start} elements"
+                    "num_shards", num_shards, f"must divide the size of every bucket; one has {stop - start} elements"
                 )
         buckets = np.array(self.buckets, dtype=np.int64).reshape(-1, 2)
         steps = (buckets[:, 1] - buckets[:, 0]) // num_shards
@@ -108,7 +108,7 @@ class BufferLayout:
 
 
 def cut_evenly(sizes: Sequence[int], num_shards: int) -> ShardRanges:
-    """Cut parameters of ``sizes`` elements, end to end, into parts that are equal to within one element."""
+    """Cut the concatenated parameters of ``sizes`` elements into parts that are equal to within one element."""
     stops = np.cumsum(np.array(sizes, dtype=np.int64))
     ranges = np.stack([stops - sizes, stops], axis=1) if len(sizes) else np.zeros((0, 2), dtype=np.int64)
     total = int(stops[-1]) if len(sizes) else 0
@@ -116,7 +116,7 @@ def cut_evenly(sizes: Sequence[int], num_shards: int) -> ShardRanges:
 
 
 def _cut(ranges: Column, edges: Column, num_shards: int) -> ShardRanges:
-    """Cut ``[parameters, 2]`` at ``edges``, where one shard after the other begins, round and round."""
+    """Cut ``[parameters, 2]`` at ``edges``; shards begin at the edges, cyclically."""
     places = np.argsort(ranges[:, 0], kind="stable")
     ranges = ranges[places]
     points = distinct(np.concatenate([edges, ranges.ravel()]))

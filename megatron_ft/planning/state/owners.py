@@ -1,4 +1,4 @@
-"""Chooses the ranks that own each optimizer shard, so that losses of failure domains leave every shard an owner."""
+"""Chooses the owners of each optimizer shard so that every shard has an owner left after losses of failure domains."""
 
 import heapq
 from collections import Counter
@@ -13,18 +13,18 @@ from megatron_ft.planning.state.tensors import Column
 def assign_owners(
     members: Sequence[int], domain_of: Mapping[int, str], num_copies: int, others: Sequence[int] = ()
 ) -> Column:
-    """Owners of each member's shard: the member, and ``num_copies - 1`` ranks on other failure domains.
+    """Return the owners of each member's shard: the member, and ``num_copies - 1`` ranks on other failure domains.
 
-    Ranks stand in a row, domain by domain, and copies of each shard go a fixed number of places further: as many as the
-    largest domain has ranks. So no two owners of a shard share a domain, and no rank keeps more than
-    ``num_copies - 1`` shards of others: every member as many, where there are no ``others``. Where one domain has more
-    than a part of ``1 / num_copies`` of all ranks, that cannot be; then each copy goes to the rank that keeps least.
-    Domains stand in the order of their first members: where a node takes another one's place, no copy of others moves.
+    Ranks are arranged in a row, domain by domain. The copies of a shard are on ranks at a fixed distance, which is the
+    size of the largest domain. So no two owners of a shard share a domain, and no rank keeps more than ``num_copies -
+    1`` shards of others; without ``others``, every member keeps as many. If one domain has more than ``1 / num_copies``
+    of all ranks, this is impossible; then each copy goes to the rank that keeps least. Domains are in the order of
+    their first members, so if a node takes the place of another one, no copy of other shards moves.
 
     Args:
         members: ranks with a shard each, in the order of the shards.
         domain_of: failure domain by rank.
-        others: ranks without a shard that keep copies too: hot spares, or ranks beside too few holders.
+        others: ranks without a shard that also keep copies: hot spares, or further ranks if there are too few holders.
 
     Returns:
         ``[shards, num_copies]``: ranks on distinct failure domains; the first is the member.
@@ -54,7 +54,6 @@ def assign_owners(
 def _least_first(
     members: Sequence[int], ranks: Sequence[int], domain_of: Mapping[int, str], num_copies: int
 ) -> list[list[int]]:
-    """Give each copy to the rank that keeps least, of the domains that do not own the shard."""
     by_domain: dict[str, list[tuple[int, int]]] = {}
     for rank in sorted(ranks):
         by_domain.setdefault(domain_of[rank], []).append((0, rank))

@@ -1,4 +1,4 @@
-"""``ParallelLayout``: which process trains at which parallel coordinates, and which stand by."""
+"""``ParallelLayout``: the parallel coordinates of every process that trains, and the hot spares."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.state.tensors import Column
 
 Group = tuple[int, ...]
-"""Ranks of one TP·CP group, by their place in it: TP counts fastest, then CP."""
+"""Ranks of one TP·CP group, by position: TP counts fastest, then CP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     """TP·CP groups by pipeline stage and lane, and hot spares.
 
-    Ranks are those of one numbering of living processes; where they stand follows from the place of their group.
+    Ranks are numbers of living processes; their coordinates follow from the position of their group.
     """
 
     tensor_size: int
@@ -26,7 +26,8 @@ class ParallelLayout:
     context_size: int = 1
     """CP degree."""
     stages: tuple[tuple[Group, ...], ...]
-    """``[stage][lane]``. Every stage has the same number of lanes; stages of different numbers are not trained yet."""
+    """``[stage][lane]``. Every stage has the same number of lanes; stages with different numbers are not supported
+    yet."""
     spares: tuple[int, ...] = ()
     """Ranks that do not train, ascending."""
 
@@ -34,7 +35,7 @@ class ParallelLayout:
     def regular(
         cls, num_ranks: int, *, tensor_size: int, num_stages: int, context_size: int = 1, num_spares: int = 0
     ) -> "ParallelLayout":
-        """Ranks in Megatron's order: TP fastest, then CP, lane, stage; the last ones are spares.
+        """Return the layout of ranks in Megatron's order: TP fastest, then CP, lane, stage; the last ranks are spares.
 
         Raises:
             ConfigError: ranks that do not fill the groups of all stages.
@@ -64,7 +65,7 @@ class ParallelLayout:
 
     @property
     def num_lanes(self) -> int:
-        """Model replicas: the data-parallel size."""
+        """Number of model replicas, which is the data-parallel size."""
         return min((len(stage) for stage in self.stages), default=0)
 
     @property
@@ -77,7 +78,7 @@ class ParallelLayout:
         return np.array(self.stages[stage], dtype=np.int64).reshape(-1, self.group_size)
 
     def places(self) -> dict[int, tuple[int, int, int]]:
-        """Stage, lane and place in the group of every rank that trains."""
+        """Return stage, lane and position in the group of every rank that trains."""
         return {
             rank: (stage, lane, place)
             for stage, groups in enumerate(self.stages)
@@ -86,28 +87,30 @@ class ParallelLayout:
         }
 
     def validate(self) -> None:
-        """Check that groups are whole, stages alike, and every rank stands at one place.
+        """Check that groups are whole, stages have the same number of lanes, and every rank has one place.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: naming the problem.
         """
         lanes = {len(stage) for stage in self.stages}
         if len(lanes) != 1 or 0 in lanes:
-            raise ConfigError.of("lanes", [len(stage) for stage in self.stages], "must be one number for all stages")
+            raise ConfigError.of(
+                "lanes", [len(stage) for stage in self.stages], "must be the same number in every stage"
+            )
         sizes = {len(group) for stage in self.stages for group in stage}
         if sizes != {self.group_size}:
-            raise ConfigError.of("groups", sorted(sizes), f"must have TP * CP = {self.group_size} ranks")
+            raise ConfigError.of("groups", sorted(sizes), f"must be groups of TP * CP = {self.group_size} ranks")
         counts = Counter((*self.ranks, *self.spares))
         if twice := [rank for rank, count in counts.items() if count > 1]:
-            raise ConfigError.of("rank", min(twice), "must stand at one place")
+            raise ConfigError.of("rank", min(twice), "must occur only once")
 
     def summary(self) -> str:
-        """One log line."""
+        """Return one line for a log."""
         size = f"TP{self.tensor_size} CP{self.context_size} PP{self.num_stages}, {self.num_lanes} lanes"
         return f"{size} on {len(self.ranks)} ranks" + (f", {len(self.spares)} hot spares" if self.spares else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return JSON values."""
         return {
             "tensor_size": self.tensor_size,
             "context_size": self.context_size,
@@ -117,7 +120,7 @@ class ParallelLayout:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "ParallelLayout":
-        """Inverse of ``to_json``; validated."""
+        """Read the values of ``to_json`` and validate them."""
         found = cls(
             tensor_size=content["tensor_size"],
             context_size=content["context_size"],

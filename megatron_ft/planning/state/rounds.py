@@ -1,9 +1,9 @@
-"""Transfers in rounds: what a rank sends and receives in one of them never exceeds a number of bytes.
+"""Transfers in rounds: in one round no rank sends and receives more than a limit of bytes.
 
-The bound. Pieces are at most a quarter of the limit, and each goes into the first round in which both of its ranks have
-room. A round is closed to a piece only where one of its two ranks has used more than three quarters, so with ``a`` and
-``b`` as the most bytes that two ranks send and receive altogether, there are at most ``1 + (a + b) / (3/4 limit)``
-rounds. No schedule has fewer than ``a / limit``.
+The bound: pieces are at most a quarter of the limit, and each is put into the first round in which both of its ranks
+have space. A round has no space for a piece only if one of the two ranks has used more than three quarters. So with
+``a`` and ``b`` as the most bytes that two ranks send and receive in total, there are at most ``1 + (a + b) / (3/4
+limit)`` rounds. No schedule has fewer than ``a / limit``.
 """
 
 import numpy as np
@@ -23,19 +23,21 @@ def cut_and_stage(
     """Cut transfers into pieces and give each a round, in the order of the transfers.
 
     Args:
-        source: sending rank of each transfer; what comes from storage counts for its target alone.
-        limit_bytes: most that a rank may send and receive, together, in one round.
+        source: sending rank of each transfer; transfers from storage count only for their target.
+        limit_bytes: most bytes that a rank may send and receive, together, in one round.
 
     Returns:
-        Of each piece its transfer, its first item in it, the item after its last, and its round.
+        The transfer of each piece, the first and the last item (exclusive) in it, and the round.
 
     Raises:
-        ConfigError: a limit that is no room for four items.
+        ConfigError: a limit below four items.
     """
     largest = int(item_bytes.max()) if len(item_bytes) else 0
     if limit_bytes < PIECES_PER_LIMIT * largest:
         raise ConfigError.of(
-            "limit_bytes", limit_bytes, f"must be at least {PIECES_PER_LIMIT} items of {largest} bytes"
+            "limit_bytes",
+            limit_bytes,
+            f"must be at least {PIECES_PER_LIMIT * largest}, {PIECES_PER_LIMIT} times the largest item",
         )
     most = limit_bytes // PIECES_PER_LIMIT // np.maximum(item_bytes, 1)
     rows, places = expand(-(-num_items // np.maximum(most, 1)))
@@ -76,7 +78,6 @@ def _first_fit(source: Column, target: Column, sizes: Column, limit_bytes: int) 
 
 
 def _all_at_once(source: Column, target: Column, sizes: Column, num_ranks: int) -> int:
-    """Most bytes that a rank sends and receives."""
     totals: npt.NDArray[np.int64] = np.zeros(num_ranks, dtype=np.int64)
     is_sent = source != STORAGE
     np.add.at(totals, source[is_sent], sizes[is_sent])

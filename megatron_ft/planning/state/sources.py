@@ -1,8 +1,8 @@
-"""Finds the ranks that could send each missing element: needs matched with holdings, element range by element range.
+"""Finds the ranks that could send each missing element: matches needs with holdings, element range by element range.
 
-Cost: with ``n`` rows and ``d`` as the most different ranges of one tensor that overlap at one element (a whole tensor,
-an old and a new cut, state copies: a handful), the steps are O(n d log n). Ranks that hold the same range are one set,
-however many they are, and nothing is done for a pair of ranks that no transfer joins.
+Cost: let ``n`` be the number of rows, and ``d`` the largest number of different ranges of one tensor that overlap at
+one element (a whole tensor, an old and a new cut, state copies: a handful). Then the steps are O(n d log n). Ranks that
+hold the same range form one set, however many they are, and a pair of ranks without a transfer costs nothing.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""A set of more ranks is not joined with others that hold the same element by other ranges: unions stay small."""
+"""A larger set of ranks is not joined with others that hold the same element in other ranges, so that unions stay
+small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,24 +25,24 @@ class Pieces:
     """Needed ranges as columns; ``start`` and ``stop`` are positions on the line of all tensors."""
 
     rank: Column
-    """Rank that needs it."""
+    """Rank that needs the elements."""
     start: Column
     stop: Column
     iteration: Column
     medium: Column
-    """Place of the elements; -1 where no rank has them."""
+    """Place of the elements; -1 if no rank has them."""
     senders: Column
-    """Number in ``Matched.sets``; -1 where the rank has the elements itself, or no rank does."""
+    """Number in ``Matched.sets``; -1 if the rank has the elements itself, or if no rank has them."""
 
     @classmethod
     def of(cls, rank: Column, start: Column, stop: Column, iteration: int, medium: int, senders: Column) -> "Pieces":
-        """Pieces of one iteration and one medium."""
+        """Make pieces of one iteration and one medium."""
         same = np.full(len(rank), iteration, dtype=np.int64), np.full(len(rank), medium, dtype=np.int64)
         return cls(rank=rank, start=start, stop=stop, iteration=same[0], medium=same[1], senders=senders)
 
     @classmethod
     def concatenate(cls, parts: "list[Pieces]") -> "Pieces":
-        """Part after part."""
+        """Join pieces, part after part."""
         names = ("rank", "start", "stop", "iteration", "medium", "senders")
         empty = [np.zeros(0, dtype=np.int64)]
         return cls(**{name: np.concatenate(empty + [getattr(part, name) for part in parts]) for name in names})
@@ -59,17 +60,17 @@ class Matched:
 
 
 def match(needs: Needs, holdings: Holdings) -> Matched:
-    """Match every needed element with its own rank's holding of it, or else with all ranks that hold it.
+    """Match every needed element with the rank's own holding, or otherwise with all ranks that hold it.
 
-    Only elements of the needed iteration are sound. What a rank has itself, wherever it lies in its memory, is used
-    before what others have; of others the fastest medium that has the element.
+    Only elements of the needed iteration are used. What a rank has itself, on any medium, is used before elements of
+    other ranks; of those the fastest medium is used.
     """
     # Positions of two indices are not comparable.
     index = needs.index
-    assert index is holdings.index, "needs and holdings of two indices"
+    assert index is holdings.index, "needs and holdings have different indices"
     highest = max((int(rows.rank.max()) for rows in (needs, holdings) if len(rows)), default=0)
     if (highest + 1) * max(1, index.num_positions) > np.iinfo(np.int64).max:
-        raise ConfigError.of("elements", index.num_positions, f"must, times {highest + 1} ranks, stay below 2**63")
+        raise ConfigError.of("elements", index.num_positions, f"times {highest + 1} ranks must be below 2**63")
     sets = _Sets()
     kept: list[Pieces] = []
     remote: list[Pieces] = []
@@ -102,7 +103,7 @@ def match(needs: Needs, holdings: Holdings) -> Matched:
 
 
 _Line = tuple[Column, Column]
-"""Starts and stops on the line of all ranks: rank after rank, each with all tensors."""
+"""Starts and stops on the concatenated lines of all ranks: rank after rank, each with all tensors."""
 
 
 def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop: Column) -> _Line:
@@ -111,7 +112,6 @@ def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop
 
 
 def _pieces(index: TensorIndex, starts: Column, stops: Column, iteration: int, medium: int) -> Pieces:
-    """Pieces without senders, from the line of all ranks."""
     rank = starts // max(1, index.num_positions)
     base = rank * index.num_positions
     nobody = np.full(len(rank), -1, dtype=np.int64)
@@ -127,14 +127,15 @@ class _Sets:
         self._unions: dict[tuple[int, ...], int] = {}
 
     def number(self, ranks: Column) -> int:
-        """Number of the set of ``ranks``, ascending and distinct."""
+        """Return the number of the set of ``ranks``, ascending and distinct."""
         found = self._numbers.setdefault(ranks.tobytes(), len(self.ranks))
         if found == len(self.ranks):
             self.ranks.append(ranks)
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Number of the union of sets; of the largest alone where it has ranks enough to share the sending."""
+        """Return the number of the union of sets, or of the largest set if that has enough ranks to share the
+        sending."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest
@@ -146,7 +147,7 @@ class _Sets:
 def _match_others(
     index: TensorIndex, left: _Line, held: Holdings, iteration: int, sets: _Sets
 ) -> tuple[list[Pieces], _Line]:
-    """Match ``left`` against ``held``, whose rows all have one medium.
+    """Match ``left`` with ``held``, whose rows all have one medium.
 
     Returns the pieces that some rank holds, each with its set of possible senders, and the ranges that no rank holds.
     """
@@ -176,7 +177,7 @@ def _match_others(
 
 
 def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, Column]:
-    """Edges at which the set of holders may change, and the set from each edge to the next; -1 where there is none."""
+    # Edges at which the set of holders may change, and the set from each edge to the next; -1 where there is none.
     starts, stops = index.starts[held.tensor] + held.start, index.starts[held.tensor] + held.stop
     order = np.lexsort((held.rank, stops, starts))
     starts, stops, ranks = starts[order], stops[order], held.rank[order]
@@ -204,7 +205,6 @@ def _segments(index: TensorIndex, held: Holdings, sets: _Sets) -> tuple[Column, 
 
 
 def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
-    """Number of each set of ``ranks`` from one bound to the next."""
     sizes = np.diff(bounds)
     numbers = np.zeros(len(sizes), dtype=np.int64)
     is_single = sizes == 1
@@ -219,7 +219,6 @@ def _numbers(ranks: Column, bounds: Column, sets: _Sets) -> Column:
 
 
 def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each segment with the distinct set numbers of the ranges that cover it, ascending."""
     ends = (np.flatnonzero(np.diff(segments, append=-1)) + 1).tolist()
     places, values = segments.tolist(), numbers.tolist()
     begin = 0
@@ -228,4 +227,4 @@ def _groups(segments: Column, numbers: Column) -> Iterator[tuple[int, tuple[int,
         begin = end
 
 
-assert int(Medium.STORAGE) == max(Medium), "what every rank reads by itself comes last"
+assert int(Medium.STORAGE) == max(Medium), "storage, which every rank reads by itself, must have the last number"

@@ -26,13 +26,14 @@ class StateTensor:
     tensor_part: int
     """Tensor-parallel part; 0 where the parameter is not split."""
     kind: str
-    """``weight``, ``master``, ``exp_avg``... Kinds that always lie side by side may be one kind of more bytes."""
+    """``weight``, ``master``, ``exp_avg``... Kinds that are always in the same place may be one kind with more
+    bytes."""
     num_elements: int
     item_bytes: int
 
     @property
     def key(self) -> TensorKey:
-        """Identity of this tensor among all others."""
+        """Identity of this tensor."""
         return self.parameter, self.tensor_part, self.kind
 
     def __str__(self) -> str:
@@ -41,7 +42,7 @@ class StateTensor:
 
 @dataclass(frozen=True, eq=False)
 class TensorIndex:
-    """Tensors in order of layer, operator, parameter, part and kind, end to end on one line of elements.
+    """Tensors in order of layer, operator, parameter, part and kind, concatenated to one line of elements.
 
     The order does not depend on the order in which they are given. A range of elements of one tensor is a range of
     *positions* on the line, so sorting positions sorts by tensor.
@@ -51,7 +52,7 @@ class TensorIndex:
 
     @classmethod
     def of(cls, tensors: Iterable[StateTensor]) -> "TensorIndex":
-        """Sorted; equal entries count once.
+        """Make the index of ``tensors``, sorted; equal entries count once.
 
         Raises:
             ConfigError: no elements, no bytes, or two entries of one tensor that differ.
@@ -59,9 +60,11 @@ class TensorIndex:
         found: dict[TensorKey, StateTensor] = {}
         for tensor in tensors:
             if tensor.num_elements < 1 or tensor.item_bytes < 1:
-                raise ConfigError.of(str(tensor), tensor.num_elements, "must have at least one element of one byte")
+                raise ConfigError.of(
+                    str(tensor), tensor.num_elements, "must have at least one element and one byte per element"
+                )
             if found.setdefault(tensor.key, tensor) != tensor:
-                raise ConfigError.of(str(tensor), tensor, f"must be described once; also {found[tensor.key]}")
+                raise ConfigError.of(str(tensor), tensor, f"is described twice, also as {found[tensor.key]}")
         # Sorted: ranks describe the model in different orders, and numbers must mean the same tensor on all of them.
         return cls(tuple(sorted(found.values(), key=_order)))
 

@@ -1,8 +1,8 @@
-"""``TransferPlan``: element ranges from where they are sound to where the next layout needs them.
+"""``TransferPlan``: moves element ranges from ranks that have them to ranks that need them in the next layout.
 
-Experts that migrate, ranks that join, a distributed optimizer that is cut again, state copies, windows and dense
-checkpoints are all this one plan: only holdings and needs differ. It is a function of both alone, the same on every
-rank whatever the order of their rows.
+One plan covers experts that migrate, ranks that join, a distributed optimizer that is cut again, state copies, windows
+and dense checkpoints: only holdings and needs differ. It is a function of both, the same on every rank whatever the
+order of their rows.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from megatron_ft.planning.state.sources import Matched, Pieces, match
 from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 
 MIN_PIECE_BYTES = 1 << 20
-"""Bytes below which spreading a demand over more senders costs more in messages than it saves."""
+"""Bytes below which it costs more in messages than it saves to spread a demand over more senders."""
 STAGING_BYTES = 256 << 20
-"""Bytes in flight per rank and round, where nothing else is asked for."""
+"""Bytes in flight per rank and round, unless another limit is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Elements [start, stop) of one tensor on their way to a rank."""
+    """Elements [start, stop) of one tensor that are sent to a rank."""
 
     round: int
     source: int
-    """Sending rank; ``STORAGE`` where the target reads them itself."""
+    """Sending rank; ``STORAGE`` if the target reads them itself."""
     target: int
     tensor: StateTensor
     start: int
@@ -48,7 +48,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Elements [start, stop) of one tensor that a rank needs and has itself: they cross no network."""
+    """Elements [start, stop) of one tensor that a rank needs and has itself; they cross no network."""
 
     rank: int
     tensor: StateTensor
@@ -77,16 +77,16 @@ class TransferPlan:
     kept: Pieces
     """Ranges that ranks keep; ``start`` and ``stop`` are positions of the index."""
     limit_bytes: int
-    """Most that a rank sends and receives in one round."""
+    """Most bytes that a rank sends and receives in one round."""
     slack_bytes: int
-    """Bytes by which two ranks that hold the same may differ in what they send; see ``balance``."""
+    """Largest difference in sent bytes of two ranks that hold the same; see ``balance``."""
 
     def __len__(self) -> int:
         return len(self.round)
 
     @property
     def num_rounds(self) -> int:
-        """Rounds, each to be complete on a rank before it begins the next."""
+        """Number of rounds; a rank begins a round after the one before is complete."""
         return int(self.round.max(initial=-1)) + 1
 
     @property
@@ -106,15 +106,15 @@ class TransferPlan:
         return int(((kept.stop - kept.start) * self.index.item_bytes[self.index.tensor_at(kept.start)]).sum())
 
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes by sending rank; what is read from storage under ``STORAGE``."""
+        """Return bytes by sending rank; bytes read from storage are under ``STORAGE``."""
         return _sums(self.source, self.sizes)
 
     def received_bytes(self) -> dict[int, int]:
-        """Bytes by receiving rank."""
+        """Return bytes by receiving rank."""
         return _sums(self.target, self.sizes)
 
     def transfers(self, rank: int | None = None) -> Iterator[Transfer]:
-        """Transfers in order; those that ``rank`` sends or receives."""
+        """Yield transfers in order: all, or those that ``rank`` sends or receives."""
         rows = slice(None) if rank is None else np.flatnonzero((self.source == rank) | (self.target == rank))
         columns = (
             self.round,
@@ -153,13 +153,14 @@ class TransferPlan:
             yield Kept(rank=rank, tensor=found, start=start, stop=stop, iteration=iteration, medium=Medium(medium))
 
     def last_rounds(self, rank: int) -> dict[StateTensor, int]:
-        """The round after which ``rank`` sends no more of a tensor: what it does not need itself is free then."""
+        """Return the round after which ``rank`` sends no more of a tensor, so that elements it does not need can be
+        freed."""
         rows = np.flatnonzero(self.source == rank)
         pairs = zip(self.tensor[rows].tolist(), self.round[rows].tolist(), strict=True)
         return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds rise: the last one stays
 
     def validate(self) -> None:
-        """Assert that rounds keep the limit, rise, and that no rank sends to itself."""
+        """Assert that rounds keep the limit and ascend, and that no rank sends to itself."""
         assert bool((np.diff(self.round) >= 0).all()), "rounds rise"
         assert not bool((self.source == self.target).any()), "a rank sends to itself"
         for turn in range(self.num_rounds):
@@ -170,7 +171,7 @@ class TransferPlan:
             assert max(used.values()) <= self.limit_bytes, f"round {turn} exceeds {self.limit_bytes} bytes"
 
     def summary(self) -> str:
-        """One log line."""
+        """Return one line for a log."""
         sent = max((size for rank, size in self.sent_bytes().items() if rank != STORAGE), default=0)
         received = max(self.received_bytes().values(), default=0)
         return (
@@ -179,7 +180,7 @@ class TransferPlan:
         )
 
     def digest(self) -> str:
-        """A hash of what is moved and kept, for ranks to compare before they begin."""
+        """Return a hash of moved and kept elements, which ranks compare before they begin."""
         # Ranks that disagree about one transfer would wait for each other until a timeout: they compare this first.
         found = hashlib.blake2b(digest_size=16)
         kept = self.kept
@@ -198,16 +199,16 @@ def plan_transfers(
     limit_bytes: int = STAGING_BYTES,
     min_piece_bytes: int = MIN_PIECE_BYTES,
 ) -> TransferPlan | Declined:
-    """Plan how every need is met from sound holdings, or list what no rank holds.
+    """Plan how every need is met from holdings, or list what no rank holds.
 
-    A rank keeps what it has. Any other element comes from the fastest medium that has it, and among its holders there
-    from those that send least. The steps grow with rows and transfers, never with pairs of ranks.
+    A rank keeps what it has. Any other element comes from the fastest medium that has it, and among its holders from
+    those that send least. The number of steps grows with rows and transfers, never with pairs of ranks.
 
     Args:
-        holdings: what living ranks and storage hold, of any iteration; those of needed iterations count.
-        needs: what ranks must have, under the same numbers of ranks.
-        limit_bytes: most that a rank may send and receive in one round: staging memory.
-        min_piece_bytes: a demand is spread over at most one sender for so many bytes of it.
+        holdings: what living ranks and storage hold, of any iteration; only needed iterations count.
+        needs: what ranks must have, with the same numbers of ranks.
+        limit_bytes: most bytes that a rank may send and receive in one round, which is its staging memory.
+        min_piece_bytes: a demand is spread over at most one sender for this many bytes of it.
 
     Raises:
         ConfigError: rows outside of their tensors, or a limit below four elements.
@@ -246,7 +247,7 @@ def plan_transfers(
 
 
 def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[Column, Pieces, int]:
-    """A sender for each remote piece, cut where the sender changes; and the balance's slack."""
+    # A sender for each remote piece, cut where the sender changes; and the balance's slack.
     pieces = matched.remote
     order = np.lexsort((pieces.start, pieces.rank, pieces.iteration, pieces.senders))
     rank, start, stop, senders = (c[order] for c in (pieces.rank, pieces.start, pieces.stop, pieces.senders))
@@ -284,7 +285,6 @@ def _send(index: TensorIndex, matched: Matched, min_piece_bytes: int) -> tuple[C
 
 
 def _missing(missing: Pieces, holdings: Holdings) -> tuple[MissingState, ...]:
-    """List missing elements, tensor by tensor, once however many ranks need it."""
     index = holdings.index
     found = []
     for iteration in distinct(missing.iteration).tolist():

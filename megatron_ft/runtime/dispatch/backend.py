@@ -36,7 +36,8 @@ KEY = "placement.dispatch_backend"
 
 
 class DispatchBackend(Protocol):
-    """One way to compute a dispatch. All give the same bits; inputs may lie on any device the backend supports."""
+    """Protocol of a dispatch backend. All backends give the same bits; inputs may be on any device that the backend
+    supports."""
 
     shares: str
     """``placement.shares``."""
@@ -44,9 +45,10 @@ class DispatchBackend(Protocol):
     def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
         """Compute what ``rank`` sends and receives, from a schedule that is the same on every rank.
 
-        ``counts`` int64 [E, N]: tokens each rank routes to each expert. ``replicas`` int64 [E, N]: copies of
-        each expert on each rank. Returns int64 [2, E, N]: tokens of each expert that ``rank`` sends to the copy on
-        each rank, and tokens of each expert that it receives from each rank, by the rule in ``planning/dispatch.py``.
+        ``counts`` int64 [E, N]: tokens that each rank routes to each expert. ``replicas`` int64 [E, N]: copies of each
+        expert on each rank. Returns int64 [2, E, N]: tokens of each expert that ``rank`` sends to the copy on each
+        rank, and tokens of each expert that it receives from each rank, by the rule in ``planning/dispatch.py``.
+
         Raises ``ValueError`` for bad shapes, negative values and an expert that has tokens but no copy; ``cuda`` does
         not read the values, and ``plan`` finds what does not fit.
         """
@@ -57,9 +59,10 @@ class DispatchBackend(Protocol):
     ) -> DispatchHandle:
         """Choose the rows: ``routing_map`` bool [T, E] and ``schedule`` [2, E, N] of this routing and ``rank``.
 
-        The tokens of an expert, in token order, fill its copies in the order: this rank, then the others
-        ascending. ``local_experts``: the L distinct experts this rank holds, ascending.
-        Raises ``ValueError`` when routing map, schedule and local experts do not fit each other.
+        The tokens of an expert, in token order, fill its copies in this order: the copy on this rank, then those on
+        other ranks, ascending. ``local_experts``: the L distinct experts of this rank, ascending.
+
+        Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
         ...
 
@@ -68,7 +71,7 @@ class DispatchBackend(Protocol):
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``rows`` [R, H] or [R] in order of arrival -> ordered by local expert, source rank, arrival."""
+        """``rows`` [R, H] or [R] in order of arrival -> the same rows by local expert, source rank, arrival."""
         ...
 
     def unsort(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -76,9 +79,9 @@ class DispatchBackend(Protocol):
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
-        """``rows`` [S, H] -> [T, H]: each token's rows summed, experts ascending, weighted with ``probs`` [T, E].
+        """``rows`` [S, H] -> [T, H]: the sum of each token's rows, experts ascending, weighted with ``probs`` [T, E].
 
-        With ``probs=None`` the plain sum, for experts that weight their outputs themselves. A token without
+        With ``probs=None`` the sum has no weights, for experts that weight their outputs themselves. A token without
         rows gets zeros.
         """
         ...
@@ -89,7 +92,7 @@ class DispatchBackend(Protocol):
 
 
 def open_backend(name: str, shares: str = BALANCED) -> DispatchBackend:
-    """Open a backend by its name; builds its kernels at the first use.
+    """Return a backend by its name; its kernels are built at the first use.
 
     Args:
         name: ``placement.dispatch_backend``, resolved.
@@ -109,4 +112,4 @@ BACKENDS: dict[str, Callable[[str], DispatchBackend]] = {
     "cpp": CppDispatch,
     "cuda": CudaDispatch,
 }
-"""Backends by the name that ``placement.dispatch_backend`` gives them."""
+"""Backends by their names in ``placement.dispatch_backend``."""

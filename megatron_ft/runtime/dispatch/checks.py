@@ -1,4 +1,5 @@
-"""Whether the arguments of a dispatch fit each other, and the sums a plan needs; notation in ``backend.py``."""
+"""Checks that the arguments of a dispatch agree, and computes the sums that a plan needs; notation in
+``backend.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ NEGATIVE, TOO_MANY_TOKENS, FINE = -1, -2, 0
 
 
 def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> None:
-    """Raise ``ValueError`` unless both are int64 [E, N] and ``rank`` is one of the N. Reads no element."""
+    """Check that both are int64 [E, N] and ``rank`` is one of the N; reads no element. Raises ``ValueError``."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
     if not matrices or counts.shape != replicas.shape:
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
@@ -24,15 +25,15 @@ def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> N
 def check_counts(problem: int) -> None:
     """Raise ``ValueError`` unless ``problem``, the result of the C++ check of that name, is ``FINE``."""
     if problem == NEGATIVE:
-        raise ValueError("counts and replicas: must be 0 or more")
+        raise ValueError("counts and replicas: must not be negative")
     if problem == TOO_MANY_TOKENS:
         raise ValueError(f"counts: must add up to fewer than {MAX_TOKENS} with placement.shares=balanced")
     if problem != FINE:
-        raise ValueError(f"expert {problem - 1} has tokens and no copy: must have one")
+        raise ValueError(f"expert {problem - 1} has tokens but no replica")
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless ``plan``'s arguments have the shapes, types and ranges it states."""
+    """Check that the arguments of ``plan`` have the documented shapes, types and ranges. Raises ``ValueError``."""
     if routing_map.dtype != torch.bool or routing_map.dim() != 2:
         raise ValueError(f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: must be bool [T, E]")
     num_experts = routing_map.shape[1]
@@ -54,7 +55,7 @@ def _check_rank(rank: int, num_ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """The sums a plan needs on the host, checked against each other."""
+    """The sums on the host that a plan needs; they are checked against each other."""
 
     send_splits: list[int]
     recv_splits: list[int]
@@ -70,11 +71,12 @@ class Totals:
         rank: int,
         local_experts: Sequence[int],
     ) -> "Totals":
-        """Sums over ``schedule`` [2, E, N] in one copy to the host.
+        """Compute sums over ``schedule`` [2, E, N] in one copy to the host.
 
-        ``routed`` [E]: tokens this rank routes to each expert; ``max_rows_per_token`` [1]. All on one device.
-        Raises ``ValueError`` when the schedule does not send just what this rank routes, or when it sends rows to
-        this rank for an expert that is not among ``local_experts``.
+        ``routed`` [E]: tokens that this rank routes to each expert; ``max_rows_per_token`` [1]. All on one device.
+
+        Raises ``ValueError`` when the schedule sends other tokens than this rank routes, or sends rows to this rank for
+        an expert that is not among ``local_experts``.
         """
         _, num_experts, num_ranks = schedule.shape
         outgoing, incoming = schedule
@@ -100,12 +102,12 @@ def _check_sums(
     for expert, (have, planned) in enumerate(zip(routed, sent, strict=True)):
         if have != planned:
             raise ValueError(
-                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, which routes {have}: "
-                "the schedule must come from the counts of this routing map"
+                f"the schedule sends {planned} tokens of expert {expert} from rank {rank}, but its routing map "
+                f"has {have}: make the schedule from the counts of this routing map"
             )
     for expert, num_tokens in enumerate(arriving):
         if num_tokens and expert not in local_experts:
             raise ValueError(
-                f"the schedule sends {num_tokens} tokens of expert {expert} to rank {rank}, "
-                f"whose experts are {list(local_experts)}"
+                f"the schedule sends {num_tokens} tokens of expert {expert} to rank {rank}, which has only "
+                f"experts {list(local_experts)}"
             )

@@ -53,7 +53,7 @@ class CppDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Two passes over ``routing_map`` [T, E]: one counts, one places each row."""
+        """Make a plan in two passes over ``routing_map`` [T, E]: one counts, one places each row."""
         check_plan(routing_map, schedule, rank, local_experts)
         routing_map, schedule = _on_host("routing_map", routing_map), _on_host("schedule", schedule)
         (num_tokens, num_experts), num_ranks = routing_map.shape, schedule.shape[2]
@@ -82,7 +82,7 @@ class CppDispatch(RowOperations):
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """``rows`` [S, H] summed as ``rows_of_token`` [T, K] lists them -> [T, H]."""
+        """Sum ``rows`` [S, H] of each token as ``rows_of_token`` [T, K] lists them -> [T, H]."""
         rows = _on_host("rows", rows)
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
@@ -95,7 +95,7 @@ class CppDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self.library.dispatch_weigh(
@@ -108,7 +108,7 @@ class CppDispatch(RowOperations):
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} is on {tensor.device}: placement.dispatch_backend=cpp works in host memory; set it to cuda"
+            f"{name} is on {tensor.device}: placement.dispatch_backend=cpp needs host memory; set it to cuda"
         )
     return tensor.contiguous()
 

@@ -44,7 +44,7 @@ class CudaDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """A block per expert gives its tokens their rows; a warp per token lists them."""
+        """Make a plan: a block per expert gives its tokens their rows; a warp per token lists them."""
         check_plan(routing_map, schedule, rank, local_experts)
         schedule = schedule.to(routing_map.device)
         _check_ranks(schedule.shape[2])
@@ -62,7 +62,7 @@ class CudaDispatch(RowOperations):
         return out
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """``rows`` [S, H] summed as ``rows_of_token`` [T, K] lists them -> [T, H]."""
+        """Sum ``rows`` [S, H] of each token as ``rows_of_token`` [T, K] lists them -> [T, H]."""
         (num_tokens, width), hidden = rows_of_token.shape, rows.shape[1]
         out = rows.new_empty((num_tokens, hidden))
         row_type = ROW_DTYPES.index(rows.dtype)
@@ -72,7 +72,7 @@ class CudaDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         (num_rows, hidden), row_type = rows.shape, ROW_DTYPES.index(rows.dtype)
         grad_rows, dots = torch.empty_like(rows), torch.empty_like(weights)
         self._run(*("dispatch_weigh", row_type, grad, rows, permutation, weights, num_rows, hidden, grad_rows, dots))
@@ -103,7 +103,7 @@ class CudaDispatch(RowOperations):
     def _run(self, name: str, *arguments: Argument) -> None:
         device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
         if device.type != "cuda":
-            raise ValueError(f"{name}: tensors on {device}; placement.dispatch_backend=cuda works on CUDA devices")
+            raise ValueError(f"{name}: tensors on {device}; placement.dispatch_backend=cuda needs CUDA tensors")
         stream = torch.cuda.current_stream(device).cuda_stream
         index = torch.cuda.current_device() if device.index is None else device.index
         code = getattr(self.library, name)(
@@ -116,12 +116,12 @@ class CudaDispatch(RowOperations):
 def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes.c_int64:
     if isinstance(value, int):
         return ctypes.c_int64(value)
-    assert value is None or value.device == device, f"tensors on {device} and {value.device}: must share a device"
+    assert value is None or value.device == device, f"tensors are on {device} and {value.device}: must be on one device"
     return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape."""
+    # Offset of each block when blocks of ``sizes`` lie one after the other, row by row; of the same shape.
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 

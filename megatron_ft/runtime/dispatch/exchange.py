@@ -12,7 +12,7 @@ from megatron_ft.runtime.dispatch.handle import DispatchHandle
 
 @dataclass(slots=True)
 class ExchangeCounter:
-    """Bytes this rank handed to exchanges, gradients included; the caller reads and resets it."""
+    """Bytes that this rank passed to exchanges, gradients included; the caller reads and resets it."""
 
     sent_bytes: int = 0
     """Rows for other ranks."""
@@ -28,7 +28,7 @@ class ExchangeCounter:
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows by destination -> rows by source; the gradient goes the way back."""
+    """Rows by destination -> rows by source; the gradient takes the reverse way."""
 
     @staticmethod
     def forward(
@@ -51,8 +51,8 @@ class AllToAll(torch.autograd.Function):
 def send_rows(
     rows: torch.Tensor, handle: DispatchHandle, group: dist.ProcessGroup, counter: ExchangeCounter | None = None
 ) -> torch.Tensor:
-    """Send ``rows`` [S, H] or [S] in sending order -> [R, H] or [R] in order of arrival. Every rank of ``group``
-    calls."""
+    """Send ``rows`` [S, H] or [S] in sending order -> [R, H] or [R] in order of arrival. Called by every rank of
+    ``group``."""
     return AllToAll.apply(rows, handle.send_splits, handle.recv_splits, group, counter)
 
 
@@ -65,8 +65,7 @@ def return_rows(
 
 
 def gather_counts(routing_map: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather from ``routing_map`` [T, E] of each rank -> int64 [E, N]: how many tokens each rank routes to each
-    expert."""
+    """Gather ``routing_map`` [T, E] of each rank -> int64 [E, N]: the tokens that each rank routes to each expert."""
     mine = routing_map.sum(0)
     rows = torch.empty((group.size(), len(mine)), dtype=torch.int64, device=mine.device)
     dist.all_gather_into_tensor(rows.view(-1), mine, group=group)

@@ -1,9 +1,9 @@
 """Builds the kernels of ``csrc/`` at their first use and loads them: the only place that compiles anything.
 
-The library has a plain C interface and is loaded with ctypes, so building needs a compiler and torch's headers for
-16-bit numbers, but no Python headers, build tool or download. The result lies in ``.cache/extensions/`` under a digest
-of sources, command, torch and Python; concurrent ranks wait for the first one's build. The lock is the operating
-system's, so a rank that dies while it builds leaves none behind.
+The library has a plain C interface and is loaded with ctypes. So building needs a compiler and torch's headers for
+16-bit numbers, but no Python headers, build tool or download. The result is in ``.cache/extensions/`` under a digest of
+sources, command, torch and Python; concurrent ranks wait for the first one's build. The lock belongs to the operating
+system, so a rank that dies during the build leaves no lock.
 """
 
 import ctypes
@@ -32,6 +32,7 @@ BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
 """No contraction: a product is rounded before it is added, as in the reference."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
+_WITHOUT_KERNELS = "set placement.dispatch_backend=reference"
 
 
 @cache
@@ -52,17 +53,16 @@ def source_files(kind: str) -> list[Path]:
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
         raise SoftwareError(
-            f"placement.dispatch_backend={kind}: no {suffix} files in {SOURCES}; kernels are built from a clone of the "
-            "project; without one take the backend reference"
+            f"placement.dispatch_backend={kind}: no {suffix} files in {SOURCES}: kernels can only be built from a "
+            f"clone of the project; without one, {_WITHOUT_KERNELS}"
         )
     return found
 
 
 def include_flags() -> list[str]:
     """Return flags for the project's headers, and torch's for 16-bit numbers."""
-    from torch.utils.cpp_extension import include_paths
-
-    return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
+    # Not ``torch.utils.cpp_extension``: every rank would import a hundred modules for this path.
+    return [f"-I{SOURCES}", f"-I{Path(torch.__file__).parent / 'include'}"]
 
 
 def find_compiler(kind: str) -> list[str]:
@@ -81,7 +81,7 @@ def device_architecture() -> str:
 
 
 def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
-    """Compile ``sources`` with ``command`` unless the cache has them. Returns the library.
+    """Compile ``sources`` with ``command`` unless the cache has them; return the library.
 
     A rename puts it in place, so a reader always finds a complete file. Raises ``SoftwareError``.
     """
@@ -95,14 +95,14 @@ def build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fold
                 _compile_to(library, [*command, *map(str, sources)])
     except OSError as error:
         raise SoftwareError(
-            f"placement.dispatch_backend={kind}: cannot build in {cache_folder}: {error}; make it writable, or take "
-            "the backend reference"
+            f"placement.dispatch_backend={kind}: cannot build in {cache_folder}: {error}; make it writable, or "
+            f"{_WITHOUT_KERNELS}"
         ) from error
     return library
 
 
 def digest(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Digest everything a library depends on: sources, headers beside them, command, torch, Python, machine."""
+    """Return a digest of all inputs of a library: sources, headers beside them, command, torch, Python, machine."""
     versions = (torch.__version__, sys.version.split()[0], platform.machine())
     state = hashlib.sha256("\0".join((*command, *versions)).encode())
     headers = {path for source in sources for path in source.parent.rglob("*") if path.suffix in HEADERS}
@@ -131,9 +131,10 @@ def _compile(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SoftwareError(f"building the dispatch kernels failed: {error}") from error
+        raise SoftwareError(f"building the dispatch kernels failed: {error}; {_WITHOUT_KERNELS}") from error
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise SoftwareError(
-            f"building the dispatch kernels failed with exit code {done.returncode}: {' '.join(command)}\n{tail}"
+            f"building the dispatch kernels failed with exit code {done.returncode}: {' '.join(command)}\n{tail}\n"
+            f"{_WITHOUT_KERNELS}"
         )

@@ -1,4 +1,4 @@
-"""Decisions of one dispatch, kept until the rows are back; notation in ``backend.py``."""
+"""Decisions of one dispatch, kept until the rows return; notation in ``backend.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ NO_ROW = -1
 class DispatchHandle:
     """Source and destination of every row of one dispatch. Index tensors are int64 on the tokens' device.
 
-    ``send_splits`` N ints: rows this rank sends to each rank; they sum to S.
-    ``recv_splits`` N ints: rows it gets from each rank; they sum to R.
+    ``send_splits`` N ints: rows that this rank sends to each rank; they sum to S.
+    ``recv_splits`` N ints: rows that it receives from each rank; they sum to R.
     ``permutation`` [S]: token of each sent row, in the order (destination rank, expert, token).
     ``expert_of_row`` [S]: expert of each sent row.
-    ``rows_of_token`` [T, K]: sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the most
-    rows any token has. A token's sum runs in this order, which does not depend on where the copies are.
-    ``receive_order`` [R]: arrived row that stands at each place of the order (local expert, source rank, arrival).
+    ``rows_of_token`` [T, K]: sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the largest
+    number of rows of a token. A token's sum runs in this order, which does not depend on the placement of copies.
+    ``receive_order`` [R]: arrived row at each place of the order (local expert, source rank, arrival).
     ``receive_place`` [R]: the inverse: place of each arrived row.
     ``local_experts`` L ints, ascending; ``tokens_per_local_expert`` int64 [L], on the host.
     """
@@ -50,9 +50,7 @@ class DispatchHandle:
         received: tuple[torch.Tensor, torch.Tensor],
     ) -> "DispatchHandle":
         """Build a handle from the splits and the orders: ``sent`` is (``permutation``, ``expert_of_row``,
-        ``rows_of_token``),
-        ``received`` (``receive_order``, ``receive_place``).
-        """
+        ``rows_of_token``), ``received`` (``receive_order``, ``receive_place``)."""
         permutation, expert_of_row, rows_of_token = sent
         receive_order, receive_place = received
         return cls(
@@ -76,10 +74,10 @@ class DispatchHandle:
 
     @property
     def num_received_rows(self) -> int:
-        """R: rows the local experts work on."""
+        """R: rows that the local experts process."""
         return sum(self.recv_splits)
 
     @property
     def num_rows_leaving(self) -> int:
-        """Rows whose copy is on another rank: what routing needs to send."""
+        """Number of rows whose copy is on another rank, so that they must be sent."""
         return self.num_sent_rows - self.send_splits[self.rank]

@@ -14,7 +14,7 @@ from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
 
 
 class ReferenceDispatch(RowOperations):
-    """Clear and slow; notation in ``backend.py``."""
+    """The clear and slow backend; notation in ``backend.py``."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         self.shares = shares
@@ -33,7 +33,7 @@ class ReferenceDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Order what is sent by one stable sort, and what arrives by another."""
+        """Make a plan: one stable sort orders the sent rows, another the received ones."""
         schedule = schedule.to(routing_map.device)
         check_plan(routing_map, schedule, rank, local_experts)
         per_token = routing_map.sum(1)
@@ -50,7 +50,8 @@ class ReferenceDispatch(RowOperations):
         return source.index_select(0, index)
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """One pass per column of ``rows_of_token`` [T, K]: a token's sum runs in the order of its columns."""
+        """Sum rows in one pass per column of ``rows_of_token`` [T, K], so a token's sum runs in the order of its
+        columns."""
         total = rows.new_zeros((len(rows_of_token), rows.shape[1]), dtype=sum_dtype(rows))
         for column in rows_of_token.unbind(1):
             there = (column != NO_ROW).nonzero().squeeze(1)
@@ -64,7 +65,7 @@ class ReferenceDispatch(RowOperations):
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
+        """Compute the gradient of ``combine``: ``grad`` [T, H] and ``rows`` [S, H] -> [S, H] and [S]."""
         picked = grad[permutation].to(weights.dtype)
         return (picked * weights.unsqueeze(1)).to(rows.dtype), _halving_sum(picked * rows.to(weights.dtype))
 

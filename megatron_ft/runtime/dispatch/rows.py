@@ -1,8 +1,8 @@
-"""Differentiable movement of rows, built from three kernels every backend has; notation in ``backend.py``.
+"""Differentiable movement of rows, built from three kernels that every backend has; notation in ``backend.py``.
 
-``gather`` copies rows to an order, ``combine`` sums the rows of each token; without weights each is the other's
+``gather`` copies rows into an order, ``combine`` sums the rows of each token; without weights each is the other's
 gradient. ``weigh`` is the gradient of the weighted sum. No kernel scatters with atomics: every sum has one fixed order.
-Sums run in float32 (float64 for float64 rows), each product rounded before it is added, and are rounded once to
+Sums use float32 (float64 for float64 rows); each product is rounded before it is added, and sums are rounded once to
 the rows' type at the end.
 """
 
@@ -24,23 +24,23 @@ class RowKernels(Protocol):
         ...
 
     def combine(self, rows: torch.Tensor, rows_of_token: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """``rows`` [S, H], ``rows_of_token`` [T, K], ``weights`` None or [S] of the sum's type -> [T, H]."""
+        """Sum ``rows`` [S, H] by ``rows_of_token`` [T, K], with ``weights`` None or [S] of the sum's type -> [T, H]."""
         ...
 
     def weigh(
         self, grad: torch.Tensor, rows: torch.Tensor, permutation: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of ``combine``, from that of its tokens, ``grad`` [T, H], and ``permutation`` [S].
+        """Compute the gradient of ``combine`` from that of its tokens, ``grad`` [T, H], and ``permutation`` [S].
 
         Returns, for ``rows`` [S, H] and ``weights`` [S]: each row's ``grad * weight`` [S, H], and [S] the products
-        ``grad * row`` summed over H: padded with zeros to a power of two, the second half is added to the first
-        until one is left.
+        ``grad * row`` summed over H. This sum is padded with zeros to a power of two; then the second half is added to
+        the first until one number is left.
         """
         ...
 
 
 def sum_dtype(rows: torch.Tensor) -> torch.dtype:
-    """The type sums over ``rows`` run in."""
+    """Return the type in which ``rows`` are summed."""
     return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
@@ -110,7 +110,8 @@ class _WeightedSum(torch.autograd.Function):
 
 
 class _RowProbs(torch.autograd.Function):
-    """Probabilities [T, E] to those of the rows [S]; each row is one entry, so gradients need no sum."""
+    """Gathers the probabilities of rows [S] from those of tokens [T, E]. Each row takes one entry, so gradients need no
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -129,12 +130,12 @@ class RowOperations:
     """The movements of one dispatch, for a backend that has the kernels."""
 
     def permute(self: RowKernels, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``tokens`` [T, H] -> [S, H], in the order rows are sent."""
+        """``tokens`` [T, H] -> [S, H], in the order in which rows are sent."""
         _check_rows("tokens", tokens, handle.num_tokens)
         return _Permute.apply(tokens, handle, self)
 
     def sort_received(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Arrived ``rows`` [R, H] or [R] -> the same rows, those of each local expert together."""
+        """Arrived ``rows`` [R, H] or [R] -> the same rows, grouped by local expert."""
         return _reorder(self, rows, handle.receive_order, handle.receive_place)
 
     def unsort(self: RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -151,7 +152,7 @@ class RowOperations:
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """``probs`` [T, E] -> [S]: the probability of each sent row, to send it along."""
+        """``probs`` [T, E] -> [S]: the probability of each sent row, which is sent with it."""
         return _RowProbs.apply(probs, handle)
 
 

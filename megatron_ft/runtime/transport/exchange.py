@@ -1,6 +1,6 @@
 """One uneven exchange of tensors between all ranks of a group, as bytes.
 
-Collectives know few dtypes (gloo has no float8); ``uint8`` views carry all of them unchanged.
+Collectives support few dtypes (gloo has no float8); ``uint8`` views represent all of them unchanged.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ def exchange_tensors(
     incoming: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
 ) -> int:
-    """Send ``outgoing[r]`` to each rank r of ``group`` and fill ``incoming[r]`` with what it sent, in order.
+    """Send ``outgoing[r]`` to each rank r of ``group`` and fill ``incoming[r]`` with the tensors from r, in order.
 
-    Both sides must agree on order, shapes and dtypes. Collective over the group.
+    Both sides must use the same order, shapes and dtypes. Collective over the group.
 
     Returns:
-        Bytes this rank sent.
+        Bytes that this rank sent.
     """
     device = _device(group)
     sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
@@ -48,7 +48,7 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Choose the device that the group's backend needs: a rank without tensors takes part too."""
+    # Choose the device that the group's backend needs: a rank without tensors takes part too.
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

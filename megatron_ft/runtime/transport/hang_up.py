@@ -1,8 +1,8 @@
-"""Breaks the connections between ranks at once: every collective of this process fails, and those of its peers.
+"""Closes the connections between ranks at once, so that every collective of this process and its peers fails.
 
 Gloo detects a dead peer by its closed connection, but a rank that waits for a healthy peer waits until its timeout.
-Shutting down the connections of a rank that knows of the failure wakes it and its neighbours within milliseconds. An
-operation that gloo does not wake is abandoned shortly after: both classes end their ``WaitLimit`` as well.
+When a rank that knows of the failure shuts its connections down, it and its neighbours wake within milliseconds. An
+operation that gloo does not wake is abandoned shortly after: both classes also end their ``WaitLimit``.
 """
 
 import os
@@ -19,11 +19,11 @@ _SYN_SENT = 2
 """State of a connection attempt in ``tcp_info``. Source: ``netinet/tcp.h``."""
 
 SocketId = tuple[int, int]
-"""Descriptor and inode: a descriptor is used again once its socket is closed, its inode is not."""
+"""Descriptor and inode of a socket: a descriptor is used again after its socket is closed, an inode is not."""
 
 
 def open_sockets() -> frozenset[SocketId]:
-    """All sockets that this process has open."""
+    """Return all open sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -34,7 +34,7 @@ def open_sockets() -> frozenset[SocketId]:
 
 
 class Transports:
-    """Connected TCP sockets of this process, to be shut down from any thread that learns of a failure."""
+    """Connected TCP sockets of this process, which any thread that learns of a failure can shut down."""
 
     def __init__(self, sockets: Iterable[SocketId]) -> None:
         self._sockets = sorted(sockets)
@@ -52,7 +52,8 @@ class Transports:
         return len(self._sockets)
 
     def include(self, sockets: Iterable[SocketId]) -> None:
-        """Add those of ``sockets`` that have been connected by TCP since; shut them down if the others are."""
+        """Add those of ``sockets`` that have been connected by TCP since; shut them down if the others are shut
+        down."""
         connected = [found for found in sockets if _connects_ranks(found, None)]
         with self._lock:
             self._sockets += connected
@@ -61,7 +62,7 @@ class Transports:
                 _shut_down(found)
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all that are still open, and end their ``limit``. A second call does nothing."""
+        """Shut down all sockets that are still open, and end their ``limit``. A second call does nothing."""
         # First: a wait that begins while sockets are shut down must find the limit ended.
         self.limit.end(reason)
         with self._lock:
@@ -73,8 +74,8 @@ class Transports:
 
 
 class Opening:
-    """Connections being made: any thread that learns of a failure can break them, and their maker is notified, until
-    ``close``."""
+    """Connections that are being made: until ``close``, any thread that learns of a failure can break them, and the
+    thread that makes them is notified."""
 
     def __init__(self) -> None:
         self._before = open_sockets()
@@ -86,7 +87,7 @@ class Opening:
         """Limit of the waits for these connections."""
 
     def hang_up(self, reason: str = "") -> None:
-        """Shut down all TCP connections made since, and pending ones, also while the peer does not answer: a dead
+        """Shut down all TCP connections made since, and pending ones, also if the peer does not answer, because a dead
         machine does not refuse them. End the ``limit``."""
         self.limit.end(reason)
         with self._lock:
@@ -97,7 +98,7 @@ class Opening:
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait before another attempt; return at once if the connections have been broken."""
+        """Wait before another attempt; return at once, with true, if the connections are broken."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ def _shut_down(found: SocketId) -> None:
 
 
 def _duplicate(found: SocketId) -> socket.socket | None:
-    """The socket under another descriptor; None where it is closed and its descriptor is perhaps another's."""
+    # The socket under another descriptor; None where it is closed and its descriptor is perhaps another's.
     descriptor, inode = found
     try:
         copy = os.dup(descriptor)

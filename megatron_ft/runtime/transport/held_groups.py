@@ -1,12 +1,12 @@
-"""Releases process groups without waiting for operations that are still blocked in them.
+"""Releases process groups without waiting for operations that are blocked in them.
 
 The destructor of a gloo group joins the group's threads. A thread that is blocked in an abandoned operation (see
-``waits``) ends with the timeout of the group, minutes later, and a rank that destroyed the group itself would be
-blocked for as long. So each group is destroyed in a thread of its own. Until that thread has ended, it holds the group,
-the group holds its operations, and these hold their tensors. A process that exits does not wait for such threads.
+``waits``) ends with the timeout of the group, minutes later; a rank that destroyed the group itself would be blocked
+until then. So each group is destroyed in a separate thread. Until that thread has ended, it keeps the group, the group
+keeps its operations, and these keep their tensors. A process that exits does not wait for such threads.
 
-Dropping the last reference to a group destroys it. A group that something else refers to is therefore held as well,
-until a later call of ``release`` finds no other reference.
+Dropping the last reference to a group destroys it. A group with other references is therefore kept, until a later call
+of ``release`` finds no other reference.
 """
 
 import sys
@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 _WAIT_SECONDS = 0.25
-"""Time that a rank waits for groups without blocked operations, whose threads end at once."""
+"""Longest wait for groups without blocked operations, whose threads end at once."""
 
 _holders: list[list[dist.ProcessGroup]] = []
-"""Groups that something else refers to, each in a list of its own."""
+"""Groups with other references, each in a list of its own."""
 _releasing: list[threading.Thread] = []
 
 
 def num_held() -> int:
-    """Groups that ``release`` was given and that are not destroyed yet."""
+    """Return the number of groups that ``release`` was given and that are not destroyed yet."""
     _releasing[:] = [thread for thread in _releasing if thread.is_alive()]
     return len(_releasing) + len(_holders)
 
@@ -34,7 +34,7 @@ def num_held() -> int:
 def drop_broken_graph() -> None:
     """Free the graph of a backward pass that has raised in this thread.
 
-    The engine of ``torch.autograd`` keeps its queued nodes until its next backward pass in the same thread, and these
+    The engine of ``torch.autograd`` keeps its queued nodes until its next backward pass in the same thread. These nodes
     keep the graph: activations, and the groups of its collectives. Without this call the next iteration would destroy
     the groups, and wait for their blocked operations.
     """
@@ -42,12 +42,11 @@ def drop_broken_graph() -> None:
 
 
 def release(groups: list[dist.ProcessGroup]) -> int:
-    """Destroy ``groups``, and held groups without other references; empty the list.
-
-    Returns after a short time also where operations are blocked in them.
+    """Destroy ``groups``, and kept groups without other references; empty the list. Does not wait for blocked
+    operations.
 
     Returns:
-        Groups of this process that are held, these and earlier ones.
+        Number of groups of this process that are still kept, earlier ones included.
     """
     while groups:
         _holders.append([groups.pop()])
@@ -63,8 +62,12 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     _await(threads)
     held = num_held()
     if held:
-        used = f", something refers to {len(_holders)} of them" if _holders else ""
-        print(f"{held} process groups are held: operations in them have not ended{used}", file=sys.stderr, flush=True)
+        used = f"; {len(_holders)} of them are still referenced" if _holders else ""
+        print(
+            f"{held} process groups cannot be destroyed: their operations have not ended{used}",
+            file=sys.stderr,
+            flush=True,
+        )
     return held
 
 

@@ -5,14 +5,14 @@ has arrived while its payload is cut off, and a partly written send (``Pair::sig
 ``gloo/transport/tcp/pair.cc`` walks the queues, and such an operation is in none). A thread that waits for one of these
 stays blocked until the timeout of its group, minutes later, although no byte can arrive any more.
 
-``install`` replaces the two calls that can block a rank like that: ``Work.wait``, which every collective, send and
-receive of ``torch.distributed`` ends in, and the constructor of ``ProcessGroupGloo``, which connects to all other ranks
-of a group. Both return or raise as before. In addition they raise ``WaitAbandoned`` once the ``WaitLimit`` in use has
-ended. The operation itself is left and may stay blocked in a thread: ``held_groups`` describes the fate of its group.
+``install`` replaces the two calls that can block a rank in this way: ``Work.wait``, with which every collective, send
+and receive of ``torch.distributed`` ends, and the constructor of ``ProcessGroupGloo``, which connects to all other
+ranks of a group. Both return or raise as before. In addition they raise ``WaitAbandoned`` after the ``WaitLimit`` in
+use has ended. The operation itself may stay blocked in a thread; ``held_groups`` describes what happens to its group.
 
-Memory: an abandoned operation keeps its tensors alive, for gloo's thread holds them through the operation, so no later
-allocation shares their memory. Bytes that it may still write there arrived before the connections were shut down and
-are read within milliseconds. Such tensors hold nothing that is used again, as in any failed iteration.
+Memory: an abandoned operation keeps its tensors alive, because gloo's thread refers to them through the operation, so
+no later allocation shares their memory. Bytes that it may still write there arrived before the connections were shut
+down and are read within milliseconds. The content of such tensors is not used again, as in any failed iteration.
 """
 
 import threading
@@ -26,26 +26,27 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 GRACE_SECONDS = 0.5
-"""Time between the shut-down of connections and the abandonment of waits: gloo nearly always fails
-them within 0.1 s."""
+"""Time between the shut-down of connections and the abandonment of waits; gloo nearly always fails them within 0.1
+s."""
 _SLICE = timedelta(seconds=0.1)
-"""Part of a wait after which the limit is checked. The expiry of a slice costs about 0.5 ms of CPU time."""
+"""Time after which a wait checks the limit. Each check costs about 0.5 ms of CPU time."""
 
 T = TypeVar("T")
 
 
 class WaitAbandoned(RuntimeError):
-    """A wait was left although its operation has not ended. The process group of the operation cannot be used again."""
+    """A wait was abandoned although its operation has not ended. The process group of the operation cannot be used
+    again."""
 
 
 class WaitLimit:
-    """Limit of the waits of one membership: none until ``end`` is called, from any thread."""
+    """Limit of the waits of one membership; there is none until ``end`` is called, from any thread."""
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
         self._end: tuple[float, str] | None = None
         self.num_abandoned = 0
-        """Waits that ``check`` has ended."""
+        """Number of waits that ``check`` has ended."""
 
     @property
     def is_ended(self) -> bool:
@@ -64,13 +65,13 @@ class WaitLimit:
         if end is not None and time.monotonic() >= end[0]:
             self.num_abandoned += 1
             raise WaitAbandoned(
-                f"gloo did not end an operation within {self._grace_seconds:g} s of the shut-down of its connections: "
-                f"its wait is abandoned ({end[1]})"
+                f"an operation of gloo did not end within {self._grace_seconds:g} s after its connections were "
+                f"shut down; the wait for it is abandoned ({end[1]})"
             )
 
 
 class _Call(Generic[T]):
-    """One call that a worker thread makes for another thread."""
+    """A call that a worker thread makes for another thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -98,7 +99,8 @@ class _Call(Generic[T]):
 
 
 class _Helper:
-    """A thread that makes one call after another. With an abandoned call it is left behind and ends after that."""
+    """A thread that makes one call after another. If a call is abandoned, so is the thread, which ends after the
+    call."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
@@ -135,9 +137,9 @@ def in_use() -> WaitLimit:
 
 
 def call(function: Callable[[], T]) -> T:
-    """Return what ``function`` returns, or raise what it raises; it runs in a worker thread.
+    """Call ``function`` in a worker thread; return its result, or raise its error.
 
-    Meant for calls that block without a usable timeout: their thread cannot be woken, but it can be left behind.
+    For calls that block without a usable timeout: their thread cannot be woken, but it can be abandoned.
 
     Raises:
         WaitAbandoned: the limit in use has ended. ``function`` continues in its thread.

@@ -1,1 +1,1 @@
-"""Sent boundary tensors, kept for a neighbouring stage that has to replay."""
+"""Tensors that a rank sent to other pipeline stages, kept for a stage that has to replay."""

@@ -1,8 +1,8 @@
-"""``UpstreamLog``: tensors that this rank sent over its pipeline boundaries in the newest iterations, and the votes of
-these iterations (MoEvement, section 3.4).
+"""``UpstreamLog``: tensors that this rank sent to adjacent stages in the newest iterations, and the votes of these
+iterations (MoEvement, section 3.4).
 
-Memory is allocated once: a slot holds everything that one iteration sends. The log lives in the rank's process, for
-only live ranks serve a replay: a stage that has lost a rank replays, and logs what it sends again.
+Memory is allocated once: a slot holds everything that one iteration sends. The log is in the rank's process, because
+only living ranks send their log: a stage that has lost a rank replays, and logs again what it sends.
 """
 
 import time
@@ -39,17 +39,17 @@ class LogFigures:
     """Seconds that training was blocked."""
     cpu_seconds: float = 0.0
     num_unlogged: int = 0
-    """Iterations without a free slot."""
+    """Number of iterations without a free slot."""
 
 
 class UpstreamLog:
     """Log of one rank, used by one thread.
 
     Args:
-        num_iterations: slots.
+        num_iterations: number of slots.
         sends: per direction, the (microbatch, chunk) of each message of an iteration, in order.
         shape: shape of every tensor.
-        device: source device; copies lie in host memory, pinned for CUDA.
+        device: source device; copies are in host memory, pinned for CUDA.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class UpstreamLog:
     # -- while training ----------------------------------------------------------------------------------------
 
     def begin(self, iteration: int, generation: int) -> None:
-        """Start logging ``iteration``, in place of an earlier attempt at it.
+        """Start logging ``iteration``, replacing an earlier attempt at it.
 
-        A committed iteration that a replay runs again stays committed: it sends the same bits. Without a free slot the
-        iteration is not logged, and is counted.
+        A committed iteration that a replay runs again stays committed, because it sends the same bits. Without a free
+        slot the iteration is counted but not logged.
         """
         # The former attempt's slot is used again: two attempts must never mix in one iteration.
         earlier = self._logged.pop(iteration, None)
@@ -111,20 +111,19 @@ class UpstreamLog:
         self._open = self._logged[iteration] = _Logged(slot=slot, generation=generation, is_committed=committed)
 
     def take_gap(self) -> int | None:
-        """Return the first iteration without a slot since the last free one, to report it once; None at any other
-        time."""
+        """Return the first iteration without a slot since the last free slot, once; None otherwise."""
         gap, self._gap = self._gap, None
         return gap
 
     def append(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Keep a message that is being sent; does nothing outside of an iteration (an evaluation, or no slot)."""
+        """Keep a message that is being sent; outside of an iteration (an evaluation, or no slot) do nothing."""
         logged = self._open
         if logged is None:
             return
         began, cpu_began = time.perf_counter(), time.thread_time()
         position = logged.num_sent[direction]
         order = self._sends[direction]
-        assert position < len(order), f"{direction}: more than {len(order)} tensors are sent in an iteration"
+        assert position < len(order), f"{direction}: an iteration sends more than {len(order)} tensors"
         # A copy, not a reference: Megatron frees an output's data after the send (``deallocate_pipeline_outputs``).
         self._copy(self._memory[direction][logged.slot, position], tensor.detach())
         logged.num_sent[direction] = position + 1
@@ -135,7 +134,7 @@ class UpstreamLog:
         figures.cpu_seconds += time.thread_time() - cpu_began
 
     def end(self) -> None:
-        """Finish the iteration, which has sent everything."""
+        """Finish the iteration after its last message."""
         logged, self._open = self._open, None
         if logged is None:
             return
@@ -143,21 +142,22 @@ class UpstreamLog:
         if self._stream is not None:
             self._stream.synchronize()
         expected = {direction: len(order) for direction, order in self._sends.items()}
-        assert logged.num_sent == expected, f"an iteration has sent {logged.num_sent}, not {expected}"
+        assert logged.num_sent == expected, f"an iteration sent {logged.num_sent} tensors, not {expected}"
 
     def abandon(self) -> None:
         """Discard the open iteration, which failed; later messages do not belong to it."""
         self._open = None
 
     def commit(self, vote: Vote) -> None:
-        """Commit the iteration of ``vote``: a replay may use its messages."""
+        """Commit the iteration of ``vote``, so that a replay may use its messages."""
         # Also without a slot: a stage that replays needs the votes, and its neighbours may have the tensors.
         self._votes[vote.iteration] = vote
         if vote.iteration in self._logged:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Discard iterations that no replay of a window starting after ``start_iteration`` or later runs again."""
+        """Discard iterations that are not needed for a replay from a window starting at ``start_iteration`` or
+        later."""
         # The window has the state after its first iteration, so a replay runs the one after it first.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}
@@ -185,7 +185,7 @@ class UpstreamLog:
             yield key, self._memory[direction][logged.slot, position]
 
     def grown(self, other: "UpstreamLog") -> None:
-        """Take over the contents of ``other``, which has fewer slots."""
+        """Take over the content of ``other``, which has fewer slots."""
         for iteration, logged in other._logged.items():
             self.begin(iteration, logged.generation)
             taken = self._logged[iteration]

@@ -1,1 +1,1 @@
-"""Copies live state out while training continues."""
+"""Copies the state of a rank while training continues."""

@@ -1,4 +1,4 @@
-"""Copies one slice after the other into the buffers of windows, and reports each to the snapshot server."""
+"""Copies slice after slice into the buffers of windows, and reports each to the snapshot server."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from megatron_ft.snapshot.server.client import Arena, KeeperClient
 from megatron_ft.snapshot.window import Slice
 
 Source = Callable[[Piece], torch.Tensor]
-"""The live elements of a piece: 1-D, contiguous."""
+"""Function that returns the live elements of a piece: 1-D, contiguous."""
 
 
 @dataclass(kw_only=True)
@@ -27,17 +27,17 @@ class CaptureFigures:
     stalled_seconds: float = 0.0
     """Time in which training waited for copies or started them."""
     busy_seconds: float = 0.0
-    """Time of the copies, most of it hidden."""
+    """Time of the copies, most of which training does not wait for."""
 
 
 class WindowMemory:
-    """The buffers of an arena as tensors for as long as they are mapped; pinned where copies come from CUDA."""
+    """The buffers of an arena as tensors while they are mapped; pinned if copies come from CUDA."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
-        """Raises RuntimeError where the driver refuses to pin them."""
+        """Map and pin the buffers. Raises RuntimeError if the driver refuses to pin them."""
         self.arena = arena
         self.buffers = [torch.frombuffer(arena.buffer(index), dtype=torch.uint8) for index in range(arena.num_buffers)]
-        """uint8 [window_bytes] each. What is made of them must be gone before ``release``."""
+        """uint8 [window_bytes] each. Views of them must be gone before ``release``."""
         self._is_pinned = device.type == "cuda"
         if self._is_pinned:
             for buffer in self.buffers:
@@ -64,7 +64,7 @@ class WindowCapture:
 
     Args:
         buffers: host memory of each buffer: uint8 [at least the window's bytes].
-        source: live tensors; they must stay where they are as long as this object is used.
+        source: live tensors; they must stay in place as long as this object is used.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class WindowCapture:
 
     def begin_slice(self, buffer: int, index: int, *, iteration: int, header: Mapping[str, Any]) -> None:
         """Start to copy slice ``index`` of the state after ``iteration``, with its ``header``."""
-        assert self._under_way is None, "a slice is under way"
+        assert self._under_way is None, "the previous slice is not finished"
         began = time.perf_counter()
         self._copier.start(self._batches[buffer][index])
         self._under_way = buffer, index, replace(self._slices[index], iteration=iteration, header=header)
         self.figures.stalled_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait until the slice under way, if any, is copied, and report it. Its sources may change from then on."""
+        """Wait until the slice in progress, if any, is copied, and report it. Afterwards its sources may change."""
         if self._under_way is None:
             return
         began = time.perf_counter()
@@ -121,7 +121,6 @@ class WindowCapture:
 
 
 def _lay_out(plan: WindowPlan, shards: Sequence[StateShard]) -> list[Slice]:
-    """The slices of any window of ``plan``, but for iterations and headers."""
     slices, offset = [], 0
     for index in range(plan.num_iterations):
         pieces = slice_pieces(plan, index, shards)

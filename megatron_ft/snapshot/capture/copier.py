@@ -1,7 +1,7 @@
-"""Copies bytes beside the computation: a thread on CPU, a side stream on CUDA.
+"""Copies bytes during the computation: a thread on CPU, a side stream on CUDA.
 
-A batch is started, and waited for before anything may change its sources. It is prepared once: starting it again
-allocates nothing.
+A batch is started, and waited for before its sources may change. It is prepared once: starting it again allocates
+nothing.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import torch
 
 _PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _NUM_PIECES = 4
-"""Copies of one tensor, so that the device needs only a part of that memory."""
+"""Number of parts in which a large tensor is copied, so that the device needs only a part of the memory."""
 _NUM_PROBES = 3
 
 
@@ -42,13 +42,13 @@ class CopyBatch:
             # Both are checked once, here: ``memmove`` checks nothing.
             if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
                 raise ValueError(
-                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes as they are"
+                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes without conversion"
                 )
         return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
 
 
 class ThreadCopier:
-    """Copies in a thread of its own, without the interpreter's lock while bytes move."""
+    """Copies in a separate thread, without the interpreter's lock while bytes are copied."""
 
     def __init__(self) -> None:
         self._batch: CopyBatch | None = None
@@ -58,20 +58,20 @@ class ThreadCopier:
         self._under_way = False
         self._failure: BaseException | None = None
         self.busy_seconds = 0.0
-        """Duration of the last batch's copies, from its start."""
+        """Duration of the copies of the last batch."""
         self.cpu_seconds = 0.0
-        """CPU time of the copying thread so far."""
+        """CPU time that the copying thread has used."""
         self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
         self._thread.start()
 
     def start(self, batch: CopyBatch) -> None:
-        """Start to copy; returns at once. One batch at a time."""
-        assert not self._under_way, "a batch is under way"
+        """Start to copy and return at once. One batch at a time."""
+        assert not self._under_way, "the previous batch is not finished"
         self._batch, self._under_way = batch, True
         self._wake.release()
 
     def wait(self) -> float:
-        """Wait until the batch is copied; the seconds of waiting, 0 without a batch.
+        """Wait until the batch is copied; return the seconds of waiting, 0 without a batch.
 
         Raises:
             BaseException: raised by the copying thread.
@@ -86,8 +86,8 @@ class ThreadCopier:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """End the copier; no batch may be under way."""
-        assert not self._under_way, "a batch is under way"
+        """End the copier; no batch may be in progress."""
+        assert not self._under_way, "a batch is not finished"
         self._closed = True
         self._wake.release()
         self._thread.join()
@@ -107,24 +107,24 @@ class ThreadCopier:
             self._done.release()
 
     def _copy(self) -> None:
-        assert self._batch is not None, "woken for a batch"
+        assert self._batch is not None, "there is no batch to copy"
         for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
             # On this thread alone: ``Tensor.copy_`` would also use PyTorch's intra-op threads, which have to compute.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
 class StreamCopier:
-    """Copies on a CUDA stream of its own into memory that was pinned with ``pin``; methods as ``ThreadCopier``.
+    """Copies on a separate CUDA stream into memory that was pinned with ``pin``; methods as ``ThreadCopier``.
 
-    Sources in host memory are copied by the host in ``start``: the host writes them itself, so they hold at that moment
-    what they held when the device's sources were queued. The ``step`` of PyTorch's Adam is such a source.
+    The host copies sources in host memory itself, in ``start``. It also writes them itself, so at that moment they have
+    the same values as when the device's sources were queued. The ``step`` of PyTorch's Adam is such a source.
 
-    The batch holds its sources until ``wait``. That replaces ``Tensor.record_stream``, which would keep their memory
-    from being used again for longer, at a cost for each of them.
+    The batch keeps its sources until ``wait``. ``Tensor.record_stream`` would keep their memory in use for longer, at a
+    cost for each of them.
 
     Args:
-        device: of the sources that are not in host memory.
-        cuda: has ``Stream``, ``Event``, ``current_stream`` and ``stream`` of ``torch.cuda``; tests pass their own.
+        device: device of the sources that are not in host memory.
+        cuda: has ``Stream``, ``Event``, ``current_stream`` and ``stream`` of ``torch.cuda``; tests replace it.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -137,7 +137,7 @@ class StreamCopier:
 
     def start(self, batch: CopyBatch) -> None:
         # After what the computing stream has queued so far.
-        assert self._batch is None, "a batch is under way"
+        assert self._batch is None, "the previous batch is not finished"
         self._batch = batch
         self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
@@ -161,14 +161,14 @@ class StreamCopier:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        assert self._batch is None, "a batch is under way"
+        assert self._batch is None, "a batch is not finished"
 
 
 Copier = ThreadCopier | StreamCopier
 
 
 def open_copier(device: torch.device) -> Copier:
-    """The copier for tensors on ``device``."""
+    """Return the copier for tensors on ``device``."""
     return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
 
 
@@ -186,7 +186,7 @@ def pin(memory: torch.Tensor) -> None:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Unpin memory, which nothing may be copied to any more. Raises RuntimeError if it was not pinned."""
+    """Unpin memory to which no copy is in progress. Raises RuntimeError if it was not pinned."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = cudart.cudaHostUnregister(memory.data_ptr())
     if int(code) != 0:
@@ -194,9 +194,10 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def capture_bandwidth(device: torch.device, copier: Copier) -> float:
-    """Bytes per second that ``copier`` copies from ``device`` into memory like that of windows: the best of a few.
+    """Measure the bytes per second that ``copier`` copies from ``device`` into memory like that of windows: the best of
+    a few.
 
-    That memory is shared, has all its pages, and is pinned where copies come from CUDA. Nothing may be under way.
+    That memory is shared, has all its pages, and is pinned if copies come from CUDA. No copy may be in progress.
     """
     num_bytes = _PROBE_BYTES[device.type]
     source = torch.ones(num_bytes // _NUM_PIECES, dtype=torch.uint8, device=device)

@@ -1,1 +1,1 @@
-"""A node's process that owns the memory of snapshots, replicates and persists them. No torch."""
+"""The process of a node that owns the memory of snapshots, replicates and persists them. No torch."""

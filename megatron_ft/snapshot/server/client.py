@@ -1,4 +1,4 @@
-"""A rank's connection to its node's snapshot server. No torch: memory is handed out as buffers."""
+"""A rank's connection to its node's snapshot server. No torch: memory is returned as buffers."""
 
 import mmap
 import os
@@ -18,13 +18,14 @@ from megatron_ft.snapshot.window import Slice, Window
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
-"""A snapshot server that takes longer to answer, or to take a request, is unresponsive."""
+"""Longest time for a snapshot server to answer or to accept a request."""
 FLUSH_SECONDS = 600.0
 """Longest wait of ``flush`` for storage."""
 PATIENT_SECONDS = FLUSH_SECONDS + 300.0
-"""Limit where the server allocates memory, asks other nodes or waits for storage before it answers."""
+"""Longest time for an answer if the server allocates memory, asks other nodes or waits for storage."""
 MAX_UNREAD = 32
-"""Answers to ``captured`` that may wait in the socket: were it full, both ends would wait for each other."""
+"""Largest number of answers to ``captured`` that may wait in the socket: if it were full, both ends would wait for each
+other."""
 (
     REPLICATED_START,
     REPLICATED_BYTES,
@@ -36,10 +37,11 @@ MAX_UNREAD = 32
     COMMITTED_START,
     PERSISTED_BYTES,
 ) = range(9)
-"""Words of the status page. A commit is in ``COMMITTED_START`` after the buffers that it pins."""
+"""Fields of the status page. A commit is in ``COMMITTED_START`` after the buffers that it pins."""
 BUFFER_REPLICATED = 9
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
-"""First of ``NUM_BUFFERS`` words each: the start of the window in each buffer, if it is so; -1 if not."""
+"""First of ``NUM_BUFFERS`` fields each: the start iteration of the window in each buffer if it was given up; otherwise
+-1."""
 
 
 class KeeperRefused(ControlError):
@@ -47,10 +49,10 @@ class KeeperRefused(ControlError):
 
 
 class Arena:
-    """A rank's memory, mapped: a status page and the buffers of its windows. The snapshot server owns it."""
+    """A rank's memory, mapped: a status page and the buffers of windows. The snapshot server owns it."""
 
     def __init__(self, descriptor: int, window_bytes: int, num_buffers: int, status_bytes: int) -> None:
-        """Map the file of ``descriptor``, which is closed."""
+        """Map the file of ``descriptor``, and close the descriptor."""
         self.window_bytes = window_bytes
         self.num_buffers = num_buffers
         self._status_bytes = status_bytes
@@ -64,13 +66,13 @@ class Arena:
         self._status = self._view[:status_bytes].cast("q")
 
     def buffer(self, index: int) -> memoryview:
-        """The bytes of a buffer, ``window_bytes``."""
+        """Return the bytes of a buffer, ``window_bytes``."""
         assert 0 <= index < self.num_buffers, f"buffer {index} of {self.num_buffers}"
         start = self._status_bytes + index * self.window_bytes
         return self._view[start : start + self.window_bytes]
 
     def status(self, word: int) -> int:
-        """A word of the status page, as the server wrote it last."""
+        """Return a field of the status page as the server last wrote it."""
         return int(self._status[word])
 
     def close(self) -> None:
@@ -83,11 +85,11 @@ class Arena:
 class KeeperClient:
     """One connection for one rank; for one thread.
 
-    Requests that cost one send are not answered at once: a refusal is raised by them or by a later request.
+    Requests that cost one send are not answered at once; a later request may raise their refusal.
     """
 
     def __init__(self, socket_path: str, *, hello: Mapping[str, Any]) -> None:
-        """Connect and greet; ``hello`` has the fields of the protocol without ``op``.
+        """Connect and present the token; ``hello`` has the fields of the protocol without ``op``.
 
         Raises:
             ControlError: there is no server, or it refuses.
@@ -114,13 +116,13 @@ class KeeperClient:
             raise
 
     def allocate(self, window_bytes: int, *, new: bool = False) -> Arena:
-        """This rank's memory, for windows of at least ``window_bytes`` bytes.
+        """Return this rank's memory, for windows of at least ``window_bytes`` bytes.
 
-        Memory that survived an earlier process and is large enough is mapped again, with its windows. Memory that is
-        too small, or any if ``new``, is freed with its windows: fetch them before.
+        Memory of an earlier process that is large enough is mapped again, with its windows. Memory that is too small,
+        or any if ``new``, is freed with its windows: fetch them before.
 
         Raises:
-            KeeperRefused: there is not so much memory.
+            KeeperRefused: there is not enough memory.
         """
         answer, descriptor = self._call_for_memory({"op": "allocate", "window_bytes": window_bytes, "new": new})
         self._arena = Arena(descriptor, answer["window_bytes"], answer["num_buffers"], answer["status_bytes"])
@@ -129,22 +131,23 @@ class KeeperClient:
         return self._arena
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
-        """Give a buffer to a new window. Costs one send.
+        """Assign a buffer to a new window. Costs one send.
 
-        Refused while the buffer is written to storage, or holds the newest window that was committed, or confirmed by
-        ``committed``, since this generation greeted.
+        Refused while the buffer is being written to storage, or if it holds the newest window that was committed, or
+        confirmed by ``committed``, in this generation.
         """
         about = {"buffer": buffer, "start_iteration": start_iteration, "num_slices": num_slices, "plan": plan}
         self._request({"op": "begin", **about})
 
     def captured(self, buffer: int, index: int, part: Slice) -> None:
-        """Report that slice ``index`` of a buffer's window is there and will not change. Costs one send."""
+        """Report that slice ``index`` of a buffer's window is complete and will not change. Costs one send."""
         self._request({"op": "captured", "buffer": buffer, "slice": index, "record": part.to_json()})
 
     def committed(self, start_iteration: int, *, captured_in: int | None = None) -> None:
         """Report that the whole job has replicated this window, or has just continued from it. Costs one send.
 
-        Refused if it is not here or incomplete. ``captured_in``: the generation that captured it; None: this client's.
+        Refused if this server does not have it completely. ``captured_in``: the generation that captured it; None: this
+        client's.
         """
         captured = {} if captured_in is None else {"captured_in": captured_in}
         self._request({"op": "committed", "start_iteration": start_iteration, **captured})
@@ -152,11 +155,12 @@ class KeeperClient:
         self._committed = start_iteration
 
     def abandon(self, start_iteration: int) -> None:
-        """Forget a window that the job will not commit. Costs one send; refused if it is not here or committed."""
+        """Forget a window that the job will not commit. Costs one send; refused if the server does not have it or it is
+        committed."""
         self._request({"op": "abandon", "start_iteration": start_iteration})
 
     def buffer_states(self) -> BufferStates:
-        """State of the buffers of this rank's memory, as the server wrote it last."""
+        """Return the state of this rank's buffers as the server last wrote it."""
         arena = self._arena
         if arena is None:
             return BufferStates()
@@ -172,30 +176,31 @@ class KeeperClient:
         )
 
     def persist(self, start_iteration: int) -> None:
-        """Write a window to storage soon. Raises KeeperRefused if it is not here, or there is no ``persist_url``."""
+        """Request that a window is written to storage. Raises KeeperRefused if the server does not have it, or there is
+        no ``persist_url``."""
         self._call({"op": "persist", "start_iteration": start_iteration})
 
     def flush(self) -> bool:
-        """Wait until all requested windows are on storage; False if that takes too long."""
+        """Wait until all requested windows are on storage; return False if that takes too long."""
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:
-        """``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
+        """Return ``what``, ``error`` and ``start_iteration`` of each problem since the last call."""
         return list(self._call({"op": "problems"})["problems"])
 
     def inventory(self, rank: int, *, ask_peers: bool = False) -> list[StoredWindow]:
-        """Windows of ``rank`` in memory of this node, or also of the peers that answer."""
+        """Return the windows of ``rank`` in memory of this node, and also of the peers that answer if ``ask_peers``."""
         seconds = PATIENT_SECONDS if ask_peers else ANSWER_SECONDS
         answer = self._call({"op": "inventory", "rank": rank, "ask_peers": ask_peers}, seconds)
         return [stored_window(entry) for entry in items(answer, "windows")]
 
     def fetch(self, rank: int, key: WindowKey, *, node: int) -> tuple[Window, memoryview]:
-        """Fetch a complete window that a node holds, and its bytes, which ``Slice.check_payload`` must check.
+        """Fetch a complete window of a node, and its bytes, which ``Slice.check_payload`` must check.
 
-        They are mapped as long as something refers to them; what this process writes there is its own.
+        The bytes stay mapped as long as something refers to them; changes to them are private to this process.
 
         Raises:
-            KeeperRefused: it is not there, or does not arrive.
+            KeeperRefused: the node does not have it, or it does not arrive.
             CheckpointError: its description cannot be read.
         """
         answer, descriptor = self._call_for_memory({"op": "fetch", "rank": rank, "node": node, **asdict(key)})
@@ -215,7 +220,7 @@ class KeeperClient:
     def _call_for_memory(self, message: Message) -> tuple[Message, int]:
         answer = self._call(message, PATIENT_SECONDS)
         if not self._reader.descriptors:
-            raise ControlError(f"snapshot server: its answer to {message['op']} has no memory")
+            raise ControlError(f"snapshot server: the answer to {message['op']} has no file descriptor")
         return answer, self._reader.descriptors.popleft()
 
     def _request(self, message: Message) -> None:
@@ -250,7 +255,7 @@ class KeeperClient:
         except TimeoutError as error:
             raise self._unresponsive() from error
         except OSError as error:
-            raise ControlError(f"snapshot server: the connection is lost: {error}") from error
+            raise ControlError(f"snapshot server: the connection was lost: {error}") from error
 
     def _receive(self) -> Message:
         while not self._answers:
@@ -260,11 +265,11 @@ class KeeperClient:
                 raise self._unresponsive() from error
             self._answers.extend(messages)
             if closed and not self._answers:
-                raise ControlError("snapshot server: the connection is lost")
+                raise ControlError("snapshot server: the connection was lost")
         return self._answers.popleft()
 
     def _unresponsive(self) -> ControlError:
         seconds = self._reader.sock.gettimeout()
         return ControlError(
-            f"snapshot server at {self._socket_path}: no answer for {seconds:g} s: it is stopped or stuck"
+            f"snapshot server at {self._socket_path}: no answer within {seconds:g} s; it is stopped or blocked"
         )

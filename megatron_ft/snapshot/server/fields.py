@@ -17,7 +17,7 @@ MAX_TEXT = 4096
 
 
 def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
-    """Read a whole number. Raises ControlError if it is missing, none, or out of bounds."""
+    """Read a whole number. Raises ControlError if it is missing, not a whole number, or out of bounds."""
     value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ControlError(f"{name}={value!r}: must be a whole number from {least} to {most}")
@@ -34,7 +34,7 @@ def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
 
 
 def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read an object. Raises ControlError if it is none."""
+    """Read an object. Raises ControlError if it is not one."""
     value = message.get(name)
     if not isinstance(value, dict):
         raise ControlError(f"{name}={value!r:.100}: must be an object")
@@ -42,7 +42,7 @@ def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def items(message: Mapping[str, Any], name: str) -> list[Any]:
-    """Read a list. Raises ControlError if it is none."""
+    """Read a list. Raises ControlError if it is not one."""
     value = message.get(name)
     if not isinstance(value, list):
         raise ControlError(f"{name}={value!r:.100}: must be a list")
@@ -59,12 +59,12 @@ def host_and_port(address: object) -> tuple[str, int]:
 
 
 def window_key(message: Mapping[str, Any]) -> WindowKey:
-    """Read which window a message is about. Raises ControlError if it names none."""
+    """Read the key of the window that a message is about. Raises ControlError if it has none."""
     return WindowKey(start_iteration=integer(message, "start_iteration"), generation=integer(message, "generation"))
 
 
 def stored_window(content: object) -> StoredWindow:
-    """Read an inventory's entry. Raises ControlError if it is none."""
+    """Read an entry of an inventory. Raises ControlError if it is not one."""
     try:
         window = StoredWindow.from_json(content)
     except ValueError as error:

@@ -19,26 +19,27 @@ from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_t
 from megatron_ft.snapshot.window import Slice, Window
 
 MAX_UNAUTHENTICATED = 64
-"""Connections that may be open before they have presented the token: one more, and the oldest of them is closed."""
+"""Largest number of open connections that have not presented the token; beyond it the oldest is closed."""
 GREETING_SECONDS = 10.0
-"""A connection that has not presented the token by then is closed, also one that sends slowly."""
+"""A connection that has not presented the token after this time is closed, also one that sends slowly."""
 REPLACE_SECONDS = 10.0
 KEEPALIVE_SECONDS = 5.0
 _ARRIVING_BYTES = 1 << 20
-"""Received at a time: what is hashed next is still in the processor's cache."""
+"""Bytes received at a time; they are still in the processor's cache when they are hashed."""
 
 
 class PeerSessions:
     """The connections through which other nodes replicate: at most one for each."""
 
     def __init__(self) -> None:
-        self._of_node: dict[int, PeerSession] = {}
+        self._of_node: dict[int, list[PeerSession]] = {}
+        """The sessions of each node that may still write, oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[PeerSession, float] = {}
-        """Time of connection, the oldest first."""
+        """Time of connection of each unauthenticated connection, the oldest first."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection; the oldest unauthenticated one is closed where there are too many."""
+        """Serve a new connection; if there are too many unauthenticated ones, the oldest is closed."""
         session = PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None
@@ -50,12 +51,13 @@ class PeerSessions:
         session.start()
 
     def greeted(self, session: "PeerSession") -> None:
-        """Note that a connection has presented the token, or has ended."""
+        """Record that a connection has presented the token, or has ended."""
         with self._lock:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close unauthenticated connections that are late; seconds until the next one is, None without any."""
+        """Close unauthenticated connections that are late; return the seconds until the next one is, None without
+        any."""
         now = time.monotonic()
         with self._lock:
             late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
@@ -67,15 +69,19 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "PeerSession") -> None:
-        """End the earlier connection of a node: two must not write to one buffer. Raises ControlError if it lasts."""
+        """End earlier connections of a node: two must not write to one buffer. Raises ControlError if one remains."""
         with self._lock:
-            earlier, self._of_node[node] = self._of_node.get(node), session
-        if earlier is not None:
-            earlier.abort()
+            # Also those that an earlier call could not end: one that came after them must not hide them.
+            earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
+            self._of_node[node] = [*earlier, session]
+        for other in earlier:
+            other.abort()
+        deadline = time.monotonic() + REPLACE_SECONDS
+        for other in earlier:
             # Outside the lock, which the other thread may need in order to end.
-            earlier.join(REPLACE_SECONDS)
-            if earlier.is_alive():
-                raise ControlError(f"node={node}: its earlier connection is still in use")
+            other.join(max(0.0, deadline - time.monotonic()))
+        if any(other.is_alive() for other in earlier):
+            raise ControlError(f"node={node}: an earlier connection is still in use")
 
 
 class PeerSession(threading.Thread):
@@ -89,7 +95,7 @@ class PeerSession(threading.Thread):
         self._generation = -1
 
     def abort(self) -> None:
-        """End the connection, from another thread."""
+        """End the connection; called from another thread."""
         self._wire.abort()
 
     def run(self) -> None:
@@ -156,10 +162,10 @@ class PeerSession(threading.Thread):
         answers[operation](message)
 
     def _slice(self, message: Message) -> None:
-        """Receive, verify and acknowledge an announced slice; a failure leaves the copy without it.
+        """Receive, verify and acknowledge an announced slice; after a failure the copy does not contain it.
 
-        A slice that ``waits`` may need memory: its bytes follow ``go``. Those of others follow the announcement. The
-        hashes come last: bytes travel while they are computed.
+        A slice that ``waits`` may need memory: its bytes follow ``go``. The bytes of other slices follow the
+        announcement. Hashes come last, so that bytes can be sent while they are computed.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
@@ -181,11 +187,11 @@ class PeerSession(threading.Thread):
             hashes = receive_hashed(part, payload, self._wire.receive_into)
             # Both ends hash on their own: a difference shows what memory or network did to the bytes.
             if fields.items(self._wire.receive(), "hashes") != list(hashes):
-                raise Refused(f"slice={index} of window {window.start_iteration}: arrived damaged", "hash")
+                raise Refused(f"slice={index} of window {window.start_iteration}: was damaged on the way", "hash")
             part.hashes = hashes
-            # Receiving took time: a newer generation may have fenced this connection meanwhile.
+            # Receiving took time: a newer generation may have fenced this connection meanwhile, and freed the memory.
             with self._store.lock:
-                self._store.check_generation(self._generation)
+                self._check_copy(rank, copy)
                 window.slices.append(part)
         finally:
             with self._store.lock:
@@ -199,9 +205,9 @@ class PeerSession(threading.Thread):
             if copy is not None and copy.windows.window_bytes == window_bytes:
                 return copy
         if not may_take:
-            raise ControlError(f"rank={rank}: no memory for windows of {window_bytes} bytes was requested")
+            raise ControlError(f"rank={rank}: no memory was requested for windows of {window_bytes} bytes")
         with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(self._store.take_copy, rank, window_bytes)
+            taken = pool.submit(self._store.take_copy, rank, window_bytes, self._generation)
             while not taken.done():
                 if not futures.wait([taken], KEEPALIVE_SECONDS).done:
                     self._wire.send({"op": "wait"})
@@ -209,21 +215,28 @@ class PeerSession(threading.Thread):
 
     def _reserve(self, rank: int, copy: Copy, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
         with self._store.lock:
-            if self._store.copies.get(rank) is not copy:
-                raise ControlError(f"rank={rank}: its memory was freed meanwhile")
+            self._check_copy(rank, copy)
             # An earlier connection that could not be ended may still write to the buffer.
             if incoming.buffer in copy.receiving:
-                raise ControlError(f"buffer={incoming.buffer}: is being filled through another connection")
+                raise ControlError(f"buffer={incoming.buffer}: is being written through another connection")
             window = copy.windows.expect(incoming, index, part)
             copy.receiving.add(window.buffer)
         return window
+
+    def _check_copy(self, rank: int, copy: Copy) -> None:
+        # The lock is held until the change that follows: what is acknowledged must be where it is looked for.
+        self._store.check_generation(self._generation)
+        if self._store.copies.get(rank) is not copy:
+            raise ControlError(f"rank={rank}: its memory was freed meanwhile")
 
     def _committed(self, message: Message) -> None:
         rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         key = fields.window_key(message)
         with self._store.lock:
+            # With the commit, which forgets other windows: those of a newer generation must stay.
+            self._store.check_generation(self._generation)
             if rank not in self._store.copies:
-                raise ControlError(f"rank={rank}: no copy of it is here")
+                raise ControlError(f"rank={rank}: this server has no copy of the rank's windows")
             self._store.copies[rank].windows.commit(key)
         self._wire.send({"op": "ack"})
 
@@ -241,12 +254,13 @@ class PeerSession(threading.Thread):
         self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
         # The other end allocates memory first, which may take long.
         if self._wire.receive(patient=True).get("op") != "go":
-            raise ControlError("a window is sent on go")
+            raise ControlError("expected the message go before the window is sent")
         self._wire.send_bytes(segment.view[offset : offset + num_bytes])
 
 
 def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> Message:
-    """The message before the bytes of a slice. Only the first slice's has topology and plan."""
+    """Return the message that precedes the bytes of a slice. Only the message of the first slice has topology and
+    plan."""
     about = window.describe()
     if index > 0:
         about |= {"topology": {}, "plan": {}}
@@ -256,10 +270,10 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
 
 
 def read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
-    """Inverse of ``announce``: the window without slices, and the slice without hashes.
+    """Read the result of ``announce``: the window without slices, and the slice without hashes.
 
     Raises:
-        ControlError, CheckpointError: a field is missing or cannot be.
+        ControlError, CheckpointError: a field is missing or invalid.
     """
     window = Window.from_json(message.get("window"), whole=False)
     # Later windows supersede by generation: one of a generation that is yet to come would outlive them.

@@ -1,6 +1,7 @@
 """The process of a node's snapshot server: serves ranks of its node and other nodes' servers until its parent ends.
 
-The main thread only accepts; every connection, the hashing, each peer and the storage have threads of their own.
+The main thread only accepts connections. Every connection, the hashing, each peer and the storage have separate
+threads.
 """
 
 import ctypes
@@ -46,16 +47,16 @@ class KeeperSpec:
     """Secret of the job; every connection must present it first."""
     node: int
     memory_limit_bytes: int | None = None
-    """Limit of arenas and copies together; None: what the machine has available when they are allocated."""
+    """Limit of arenas and copies together; None: the available memory of the machine when they are allocated."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "KeeperSpec":
-        """Read and check. Raises MegatronFtError for a value that is missing or cannot be."""
+        """Read and check the settings. Raises MegatronFtError for a missing or invalid value."""
         token, limit = text(content, "token"), content.get("memory_limit_bytes")
         if len(token) < MIN_TOKEN_LENGTH:
             raise ControlError(f"token: must have at least {MIN_TOKEN_LENGTH} characters")
         if unknown := sorted(content.keys() - set(cls.__slots__)):
-            raise ControlError(f"{unknown[0]}: is no field of a snapshot server's settings")
+            raise ControlError(f"{unknown[0]}: is not a field of a snapshot server's settings")
         return cls(
             # ``sockaddr_un`` has 108 bytes, one of them for the closing zero (unix(7)).
             socket_path=text(content, "socket_path", most=107),
@@ -67,7 +68,7 @@ class KeeperSpec:
 
 
 class Keeper:
-    """The main thread: listeners, and one sender for each peer."""
+    """The main thread: listening sockets, and one sender for each peer."""
 
     def __init__(self, spec: KeeperSpec) -> None:
         """Listen. Raises ControlError if an address or the socket's directory cannot be used."""
@@ -129,10 +130,10 @@ class Keeper:
 
 
 def check_interface(interface: str) -> str:
-    """Remove brackets. Raises ConfigError for an address that means every interface."""
+    """Return the address without brackets. Raises ConfigError for an address that means every interface."""
     # Windows hold the weights of the job, and connections are not encrypted: one chosen network may reach them.
     if means_every_interface(interface):
-        raise ConfigError.of("launch.interface", interface, "must be one address, never all interfaces")
+        raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
     return interface.strip("[]")
 
 
@@ -141,12 +142,12 @@ def _listen_for_ranks(path: Path) -> socket.socket:
         # The folder protects the socket, whose own mode could be set only after ``bind``, when others can connect.
         about = path.parent.stat()
         if not stat.S_ISDIR(about.st_mode) or stat.S_IMODE(about.st_mode) != 0o700 or about.st_uid != os.getuid():
-            raise ControlError(f"socket_path={path}: its directory must be this user's and of mode 0700")
+            raise ControlError(f"socket_path={path}: the directory must belong to this user and have mode 0700")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"socket_path={path}: cannot listen there: {error}") from error
+        raise ControlError(f"socket_path={path}: cannot listen: {error}") from error
     return listener
 
 
@@ -159,18 +160,18 @@ def _listen_for_peers(interface: str) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ControlError(f"launch.interface={interface}: cannot listen there: {error}") from error
+        raise ControlError(f"control.interface={interface}: cannot listen: {error}") from error
     return listener
 
 
 def _read_spec() -> KeeperSpec:
     line = read_line(sys.stdin.fileno(), most=MAX_LINE_BYTES)
     if not line.endswith(b"\n"):
-        raise ControlError("standard input must have a line with the snapshot server's settings")
+        raise ControlError("standard input must contain a line with the snapshot server's settings")
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise ControlError(f"the snapshot server's settings are no JSON: {error}") from None
+        raise ControlError(f"the snapshot server's settings are not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ControlError("the snapshot server's settings must be a JSON object")
     return KeeperSpec.from_json(content)
@@ -191,7 +192,7 @@ def _end_with_traceback(arguments: threading.ExceptHookArgs) -> None:
 
 
 def main() -> int:
-    """Run the process; its exit code."""
+    """Run the process; return its exit code."""
     # Ctrl-C reaches the whole process group, and ranks still persist their newest window after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.excepthook = _end_with_traceback

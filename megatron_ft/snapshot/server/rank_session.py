@@ -1,10 +1,11 @@
-"""Serves one process of this node on behalf of a rank: one request, one answer, in a thread of its own."""
+"""Serves one rank's process: one request, one answer, in a separate thread."""
 
 import os
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_ft.snapshot.server import fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
 from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
-from megatron_ft.snapshot.server.windows import HeldWindow
+from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice
@@ -40,7 +41,7 @@ class RankSession(threading.Thread):
         self._rank_listens = True
 
     def run(self) -> None:
-        """Answer until the rank's process has ended or is replaced."""
+        """Answer requests until the rank's process has ended or is replaced."""
         try:
             closed = False
             while not closed:
@@ -51,7 +52,7 @@ class RankSession(threading.Thread):
                 for message in messages:
                     self._serve(message)
         except (ControlError, OSError) as error:
-            self._store.report(f"a rank's connection ends: {error}")
+            self._store.report(f"the connection of a rank is closed: {error}")
         finally:
             with self._store.lock:
                 # A newer connection may act for the rank by now: its entry stays.
@@ -60,7 +61,7 @@ class RankSession(threading.Thread):
                 self._reader.close()
 
     def abort(self) -> None:
-        """End the connection, from another thread."""
+        """End the connection; called from another thread."""
         abort(self._sock)
 
     def _serve(self, message: Message) -> None:
@@ -87,7 +88,7 @@ class RankSession(threading.Thread):
         try:
             send(self._sock, answer, descriptors)
         except OSError as error:
-            self._store.report(f"a rank takes no answers any more: {error}")
+            self._store.report(f"a rank no longer accepts answers: {error}")
             self._rank_listens = False
 
     def _answer(self, message: Message, descriptors: list[int]) -> Message:
@@ -95,10 +96,8 @@ class RankSession(threading.Thread):
         if self._own is None or self._settings is None:
             return self._hello(message)
         with self._store.lock:
-            self._store.check_generation(self._settings.origin.generation)
-            # Another process has greeted for this rank since: requests that were on their way must not count.
-            if self._own.settings is not self._settings:
-                raise Refused("another process acts for this rank now", "stale")
+            # Another process may have greeted since: requests that were on their way must not count.
+            self._store.check_acting(self._own, self._settings)
         answers: dict[object, Callable[[OwnRank, Message, list[int]], Message]] = {
             "allocate": self._allocate,
             "begin": self._begin,
@@ -130,7 +129,9 @@ class RankSession(threading.Thread):
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
         window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
-        segment, taken_bytes = self._store.take_arena(own, window_bytes, new=message.get("new") is True)
+        assert self._settings is not None, "greeted"
+        is_new = message.get("new") is True
+        segment, taken_bytes = self._store.take_arena(own, self._settings, window_bytes, new=is_new)
         # A copy: ``_serve`` closes what it has sent, and the segment keeps its own.
         descriptors.append(os.dup(segment.descriptor))
         sizes = {"window_bytes": taken_bytes, "status_bytes": PAGE_BYTES, "num_buffers": NUM_BUFFERS}
@@ -144,7 +145,7 @@ class RankSession(threading.Thread):
             plan=fields.mapping(message, "plan"),
             buffer=fields.integer(message, "buffer", most=NUM_BUFFERS - 1),
         )
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             windows.begin(window)
         return _OK
 
@@ -152,14 +153,14 @@ class RankSession(threading.Thread):
         buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         part = Slice.from_json(message.get("record"), hashed=False)
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             windows.capture(buffer, index, part)
         return _OK
 
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         generation, start = own.settings.origin.generation, fields.integer(message, "start_iteration")
         captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
                 self._persister.request(own, window)
@@ -168,14 +169,14 @@ class RankSession(threading.Thread):
         return _OK
 
     def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
         return _OK
 
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        with self._store.changing(own) as windows:
+        with self._changing(own) as windows:
             if own.settings.persist_url is None:
-                raise ControlError("persist_url=null: must be a path or URL to write windows to")
+                raise ControlError("persist_url=null: must be a path or URL for windows")
             self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
         return _OK
 
@@ -186,7 +187,9 @@ class RankSession(threading.Thread):
         return {"op": "flushed", "done": done}
 
     def _problems(self, own: OwnRank, _: Message, __: list[int]) -> Message:
+        assert self._settings is not None, "greeted"
         with self._store.lock:
+            self._store.check_acting(own, self._settings)
             found = list(own.problems)
             own.problems.clear()
         return {"op": "problems", "problems": found}
@@ -214,7 +217,7 @@ class RankSession(threading.Thread):
                 wire.close()
         except (ControlError, OSError) as error:
             # A peer that is lost has no windows any more: the restart uses those of the others.
-            self._store.report(f"windows of rank {rank} on node {node}: {error}")
+            self._store.report(f"cannot ask node {node} for windows of rank {rank}: {error}")
             return []
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
@@ -238,6 +241,11 @@ class RankSession(threading.Thread):
         descriptors.append(segment.read_only_descriptor())
         return {"op": "window", "window": description, "offset": offset, "num_bytes": num_bytes}
 
+    def _changing(self, own: OwnRank) -> AbstractContextManager[OwnWindows]:
+        # Checked again with the change: another process may have greeted since the request arrived.
+        assert self._settings is not None, "greeted"
+        return self._store.changing(own, self._settings)
+
     def _greeting(self, own: OwnRank) -> Message:
         origin = own.settings.origin
         # Only a replicating connection replaces the one that this node's sender uses.
@@ -246,10 +254,10 @@ class RankSession(threading.Thread):
 
 
 def fetch_window(address: str, greeting: Message, request: Message, memory: Memory) -> tuple[Segment, dict[str, Any]]:
-    """Fetch a window that another server holds into memory of its own; the rank that asked verifies it.
+    """Fetch a window of another server into newly allocated memory; the rank that asked verifies it.
 
     Raises:
-        ControlError, OSError: it is not there, or does not arrive.
+        ControlError, OSError: the server does not have it, or it does not arrive.
     """
     wire, _ = connect(address, greeting)
     try:
@@ -264,10 +272,10 @@ def fetch_window(address: str, greeting: Message, request: Message, memory: Memo
 
 
 def read_settings(message: Message) -> Settings:
-    """A rank's greeting, checked.
+    """Read and check a rank's first message.
 
     Raises:
-        ControlError, CheckpointError: a field is missing or cannot be.
+        ControlError, CheckpointError: a field is missing or invalid.
     """
     world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
     origin = Origin(

@@ -1,6 +1,6 @@
 """Replicates the windows of this node's ranks to one peer: a thread, a connection, slices in order.
 
-A slice follows the one before it without waiting for its acknowledgement; answers are read as they arrive.
+A slice is sent without waiting for the acknowledgement of the one before; answers are read as they arrive.
 """
 
 import threading
@@ -18,25 +18,25 @@ from megatron_ft.snapshot.server.wire import Refused, Wire, connect
 from megatron_ft.snapshot.window import Slice
 
 AWAY_SECONDS = 2.0
-"""A peer that cannot be reached for so long while slices wait for it is a problem."""
+"""Time without a connection to the peer, while slices wait, after which a problem is reported."""
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
 MAX_DAMAGED = 3
-"""Times a slice may arrive damaged before its window is given up for this peer."""
+"""Number of times that a slice may arrive damaged before its window is given up for this peer."""
 MAX_UNANSWERED = 4
-"""Slices that may be on their way or being verified."""
+"""Largest number of slices that are on their way or being verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A thing to send, and its rank."""
+    """An action for a rank's window."""
 
     own: OwnRank
     action: SendSlice | SendCommit
 
     @property
     def iteration(self) -> int:
-        """Iteration that was captured: the oldest is sent first."""
+        """Iteration that was captured; the oldest is sent first."""
         index = self.action.index if isinstance(self.action, SendSlice) else 0
         return self.action.window.start_iteration + index
 
@@ -54,15 +54,15 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Expected content of the peer by rank, once it has answered."""
+        """Expected content of the peer's buffers by rank, after it has answered."""
         self._accepted_bytes: dict[int, int] = {}
-        """Bytes of a window that the peer has memory for, by rank."""
+        """Bytes of a window for which the peer has memory, by rank."""
         self._unanswered: deque[Work] = deque()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._failing_since: float | None = None
         self._num_damaged = 0
         self._given_up: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
-        """Windows that are not sent any more: they arrived damaged too often."""
+        """Windows that are no longer sent, because they arrived damaged too often."""
         self._reported: weakref.WeakSet[HeldWindow] = weakref.WeakSet()
 
     def stop(self) -> None:

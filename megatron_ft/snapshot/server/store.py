@@ -1,7 +1,7 @@
 """State of a node's snapshot server: ranks with their arenas, copies for ranks of other nodes, and the generation.
 
-One lock guards all of it and is held only for bookkeeping; bytes are hashed, sent, received and written outside it.
-A change that a thread may wait for ends with ``changed``.
+One lock protects all of it and is held only for bookkeeping; bytes are hashed, sent, received and written without it.
+After a change that a thread may wait for, ``changed`` is called.
 """
 
 import sys
@@ -22,22 +22,23 @@ from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
 
 PAGE_BYTES = 4096
-"""Size of a status page; windows have a multiple of it."""
+"""Size of a status page; the size of windows is a multiple of it."""
 MAX_PROBLEMS = 1000
-"""Problems kept until their rank asks; older ones are dropped, and counted in the status page."""
+"""Largest number of problems that are kept until their rank asks; older ones are dropped and counted in the status
+page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A rank and its job, as the rank's greeting describes them."""
+    """A rank and its job, from the rank's first message."""
 
     origin: Origin
     peers: Mapping[int, str]
-    """Address of every node's snapshot server; this one's may be among them."""
+    """Address of every node's snapshot server; it may include the server of this node."""
     peer_nodes: tuple[int, ...]
     """Nodes that hold copies of this rank's windows."""
     persist_every: int
-    """Number of commits per window written to storage; 0: on request only."""
+    """Number of commits between two windows written to storage; 0: on request only."""
     persist_url: str | None
     num_persisted: int
 
@@ -57,15 +58,17 @@ class OwnRank:
     hashed_bytes: int = 0
     persisted_start: int = -1
     persisted_bytes: int = 0
+    allocating: threading.Lock = field(default_factory=threading.Lock)
+    """Held while memory of the rank is replaced."""
 
     def view(self, window: HeldWindow, part: Slice) -> memoryview:
-        """The bytes of a slice."""
+        """Return the bytes of a slice."""
         assert self.segment is not None, "a window without memory"
         start = self.offset(window) + part.offset
         return self.segment.view[start : start + part.num_bytes]
 
     def offset(self, window: HeldWindow) -> int:
-        """First byte of a window within the segment."""
+        """Return the first byte of a window in the segment."""
         assert self.windows is not None, "a window without memory"
         return PAGE_BYTES + window.buffer * self.windows.window_bytes
 
@@ -74,12 +77,12 @@ class OwnRank:
         self.problems.append({"what": what, "error": str(error), "start_iteration": start_iteration})
 
     def give_up(self, window: HeldWindow) -> None:
-        """Note that a peer will never hold ``window``."""
+        """Record that a peer will never hold ``window``."""
         window.given_up = True
         self.publish()
 
     def publish(self) -> None:
-        """Write the status page, each word with one store, in order."""
+        """Write the status page, each field with one store, in order."""
         settings, windows = self.settings, self.windows
         if windows is None or self.segment is None:
             return
@@ -106,7 +109,7 @@ class OwnRank:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Copy:
-    """Windows of a rank of another node, and the memory that they are in."""
+    """Windows of a rank of another node, and their memory."""
 
     windows: CopyWindows
     segment: Segment
@@ -114,7 +117,7 @@ class Copy:
     """Buffers that are receiving bytes."""
 
     def offset(self, window: HeldWindow) -> int:
-        """First byte of a window within the segment."""
+        """Return the first byte of a window in the segment."""
         return window.buffer * self.windows.window_bytes
 
 
@@ -128,13 +131,15 @@ class Store:
         self.lock = threading.Condition()
         self.ranks: dict[int, OwnRank] = {}
         self.copies: dict[int, Copy] = {}
+        self._allocating_copies: dict[int, threading.Lock] = {}
+        """The lock of each rank; held while memory for its copies is replaced."""
         self.run_id: str | None = None
         self.generation = -1
-        """The newest one in any greeting."""
+        """The newest generation that any client has presented."""
         self.own_generation = -1
-        """The newest one in a greeting of a rank of this node."""
+        """The newest generation that a rank of this node has presented."""
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda peers: None
-        """Called with the addresses of all nodes that are to hold copies, lock held."""
+        """Called with the addresses of all nodes that shall hold copies, with the lock held."""
 
     def changed(self) -> None:
         """Wake the threads that wait for work. The lock must be held."""
@@ -142,7 +147,7 @@ class Store:
         self.lock.notify_all()
 
     def enter(self, run_id: str, generation: int) -> None:
-        """Check run and generation of a greeting, and advance to a newer generation. The lock must be held.
+        """Check run and generation of a first message, and advance to a newer generation. The lock must be held.
 
         Raises:
             Refused: another run than this server's, or a stale generation.
@@ -154,16 +159,16 @@ class Store:
         self.run_id, self.generation = run_id, generation
 
     def check_generation(self, generation: int) -> None:
-        """Fence: a process of an earlier membership must not change anything. The lock must be held.
+        """Refuse a process of an earlier membership, which must not change anything. The lock must be held.
 
         Raises:
             Refused: ``generation`` is older than the newest one.
         """
         if generation < self.generation:
-            raise Refused(f"generation={generation}: is stale, {self.generation} is the newest", "stale")
+            raise Refused(f"generation={generation}: is stale, the newest is {self.generation}", "stale")
 
     def register(self, settings: Settings, abort: Callable[[], None]) -> OwnRank:
-        """Let a new connection act for a rank of this node; ``abort`` ends it, an earlier one ends now.
+        """Let a new connection act for a rank of this node; an earlier one is ended. ``abort`` ends the new one.
 
         The lock must be held. Raises Refused as ``enter``.
         """
@@ -187,65 +192,107 @@ class Store:
         self.changed()
         return own
 
+    def check_acting(self, own: OwnRank, settings: Settings) -> None:
+        """Fence: a process that greeted with ``settings`` and was replaced since must not change the rank's windows.
+
+        The lock must be held until the change is made.
+
+        Raises:
+            Refused: another process acts for the rank, or its generation is stale.
+        """
+        self.check_generation(settings.origin.generation)
+        if own.settings is not settings:
+            raise Refused("another process acts for this rank now", "stale")
+
     def is_current(self, own: OwnRank) -> bool:
         return own.settings.origin.generation == self.own_generation
 
     @contextmanager
-    def changing(self, own: OwnRank) -> Iterator[OwnWindows]:
-        """Hold the lock while the windows of a rank change; then publish the change.
+    def changing(self, own: OwnRank, settings: Settings) -> Iterator[OwnWindows]:
+        """Hold the lock while the process that greeted with ``settings`` changes its rank's windows; then publish.
 
         Raises:
+            Refused: as ``check_acting``.
             ControlError: the rank has no memory.
         """
         with self.lock:
+            self.check_acting(own, settings)
             if own.windows is None:
                 raise ControlError("no memory was allocated for this rank")
             yield own.windows
             own.publish()
             self.changed()
 
-    def take_arena(self, own: OwnRank, window_bytes: int, *, new: bool = False) -> tuple[Segment, int]:
-        """The memory of a rank and the size of its windows: the present one, if it is large enough and not ``new``.
+    def take_arena(
+        self, own: OwnRank, settings: Settings, window_bytes: int, *, new: bool = False
+    ) -> tuple[Segment, int]:
+        """Return memory for windows of a rank, and the size of a window. Reuses large enough memory unless ``new``.
 
-        The present one is freed before new memory is taken. The lock must not be held.
+        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
 
-        Raises:
-            ControlError: the memory is not there.
-        """
-        with self.lock:
-            is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
-            if own.segment is not None and own.windows is not None and is_enough and not new:
-                return own.segment, own.windows.window_bytes
-            # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
-            own.windows = own.segment = None
-        name = f"arena-rank-{own.settings.origin.rank}"
-        # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
-        segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
-        with self.lock:
-            own.windows, own.segment = OwnWindows(window_bytes), segment
-            own.publish()
-        return segment, window_bytes
-
-    def take_copy(self, rank: int, window_bytes: int) -> Copy:
-        """Take new memory for a rank of another node; its present one is freed first. The lock must not be held.
+        Args:
+            settings: Greeting of the process that asks.
 
         Raises:
-            ControlError: the memory is not there.
+            Refused: the same cases as ``check_acting``.
+            ControlError: there is not enough memory.
+        """
+        # One after the other: a process that replaces another one finds the memory that this one still took returned.
+        with own.allocating:
+            with self.lock:
+                self.check_acting(own, settings)
+                is_enough = own.windows is not None and own.windows.window_bytes >= window_bytes
+                if own.segment is not None and own.windows is not None and is_enough and not new:
+                    return own.segment, own.windows.window_bytes
+                # Threads that still read a window hold views: the old memory is freed when the last of them is gone.
+                own.windows = own.segment = None
+            name = f"arena-rank-{own.settings.origin.rank}"
+            # Without the lock: while pages are allocated, peers expect answers and ranks take their turns.
+            segment = self.memory.allocate(name, PAGE_BYTES + NUM_BUFFERS * window_bytes)
+            with self.lock:
+                try:
+                    self.check_acting(own, settings)
+                except Refused:
+                    # Before the next process allocates: an exception keeps local variables for a while.
+                    del segment
+                    raise
+                own.windows, own.segment = OwnWindows(window_bytes), segment
+                own.publish()
+            return segment, window_bytes
+
+    def take_copy(self, rank: int, window_bytes: int, generation: int) -> Copy:
+        """Return memory for windows of a rank of another node. Reuses the present memory if it has this size.
+
+        Otherwise the present memory is freed before new memory is allocated. The lock must not be held.
+
+        Args:
+            generation: Generation of the connection that asks.
+
+        Raises:
+            Refused: ``generation`` is stale.
+            ControlError: there is not enough memory.
         """
         with self.lock:
-            self.copies.pop(rank, None)
-        segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
-        with self.lock:
-            self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
-            return self.copies[rank]
+            allocating = self._allocating_copies.setdefault(rank, threading.Lock())
+        # One after the other: a connection that was given up may still allocate for the same rank.
+        with allocating:
+            with self.lock:
+                self.check_generation(generation)
+                if rank in self.copies and self.copies[rank].windows.window_bytes == window_bytes:
+                    return self.copies[rank]
+                self.copies.pop(rank, None)
+            segment = self.memory.allocate(f"copy-rank-{rank}", NUM_COPY_BUFFERS * window_bytes)
+            with self.lock:
+                self.check_generation(generation)
+                self.copies[rank] = Copy(windows=CopyWindows(window_bytes), segment=segment)
+                return self.copies[rank]
 
     def free_older(self, generation: int) -> None:
-        """Free memory that holds only windows of earlier generations, once the whole job has one of ``generation``.
+        """Free memory that holds only windows of earlier generations, after the whole job has one of ``generation``.
 
-        Call it for a commit of a rank of this node only. On a node without a rank in ``generation``, windows of the
-        generation before may be the only complete ones for a restart with this node: all of them stay.
-
-        The lock must be held.
+        Call it only for a commit of a rank of this node. On a node without a rank in ``generation``, windows of the
+        generation before may be the only complete ones for a restart with this node, so all of them stay. The lock must
+        be held.
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]
@@ -257,21 +304,21 @@ class Store:
                 del self.ranks[rank]
 
     def inventory(self, rank: int) -> list[StoredWindow]:
-        """Windows of ``rank`` that are here. The lock must be held."""
+        """Return the windows of ``rank`` on this server. The lock must be held."""
         return [window.stored(where, self.node) for where, window in self._windows_of(rank)]
 
     def find(self, rank: int, key: WindowKey) -> tuple[Segment, int, HeldWindow]:
-        """A complete window of ``rank``: its segment, its first byte there, and what it is. The lock must be held.
+        """Return a complete window of ``rank``: segment, first byte, description. The lock must be held.
 
         Raises:
-            ControlError: it is not here.
+            ControlError: this server does not have it.
         """
         for memory in (self.ranks.get(rank), self.copies.get(rank)):
             for window in [] if memory is None or memory.windows is None else memory.windows:
                 if window.key == key and window.complete:
                     assert memory is not None and memory.segment is not None, "a window without memory"
                     return memory.segment, memory.offset(window), window
-        raise ControlError(f"window {key.start_iteration} of generation {key.generation}: no complete one is here")
+        raise ControlError(f"window {key.start_iteration} of generation {key.generation}: not complete on this server")
 
     def _windows_of(self, rank: int) -> Iterator[tuple[Where, HeldWindow]]:
         own, copy = self.ranks.get(rank), self.copies.get(rank)

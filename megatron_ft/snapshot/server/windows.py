@@ -1,9 +1,9 @@
-"""Decides which buffer holds which window, which may be dropped, and what to send next. Pure: no sockets, threads or
-memory.
+"""Decides which buffer holds which window, which window may be dropped, and what is sent next. Pure: no sockets,
+threads or memory.
 
-A rank of this node has three buffers: for its newest committed window, the one that is being replicated, and the one
-that is being filled. A rank of another node has two for copies: the sender decides which of them a window goes to, the
-receiver refuses to overwrite its newest committed window.
+A rank of this node has three buffers: for its newest committed window, the window that is being replicated, and the one
+that is being filled. A rank of another node has two for copies: the sender chooses the buffer of a window; the receiver
+refuses to overwrite its newest committed window.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +21,21 @@ NUM_COPY_BUFFERS = 2
 
 @dataclass(kw_only=True, eq=False)
 class HeldWindow(Window):
-    """A window in a buffer of this node. Compared by identity: the same iterations captured again are another one."""
+    """A window in a buffer of this node. Compared by identity: a second capture of the same iterations is another
+    window."""
 
     buffer: int
     acknowledged: dict[int, int] = field(default_factory=dict)
-    """Number of slices that each peer node holds and has verified."""
+    """Number of slices that each peer node has received and verified."""
     given_up: bool = False
-    """Whether there is a peer that will never hold it."""
+    """Whether some peer will never hold it."""
     committed: bool = False
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     def stored(self, where: Where, node: int) -> StoredWindow:
-        """An inventory's entry."""
+        """Return an entry for an inventory."""
         return StoredWindow(
             start_iteration=self.start_iteration,
             generation=self.generation,
@@ -48,7 +49,8 @@ class HeldWindow(Window):
 
 
 def is_superseded(old: WindowKey, was_committed: bool, by: WindowKey) -> bool:
-    """Whether a window may go once ``by`` is committed: an earlier committed one, or one of an older state."""
+    """Whether a window may be dropped after ``by`` is committed: an earlier committed window, or one of an older
+    state."""
     is_older = old.generation < by.generation or old.start_iteration < by.start_iteration
     return old != by and (was_committed or is_older)
 
@@ -59,9 +61,9 @@ class OwnWindows:
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
         self.pinned: set[int] = set()
-        """Buffers that storage reads: they must not change."""
+        """Buffers that are being written to storage and must not change."""
         self.confirmed: HeldWindow | None = None
-        """The newest window that was committed, or confirmed to be, in this generation."""
+        """The newest window that was committed, or confirmed to be committed, in this generation."""
         self._order: list[HeldWindow] = []
         """Windows in the order in which they were begun, at most one for each buffer."""
         self._num_commits = 0
@@ -79,11 +81,11 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Keep windows until they are overwritten or confirmed by a commit; count commits from one again."""
+        """Keep windows until they are overwritten or confirmed by a commit; start to count commits again."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
-        """Give its buffer to a new window. Forgets incomplete windows and an uncommitted one of the same iterations.
+        """Assign its buffer to a new window. Forgets incomplete windows and an uncommitted one of the same iterations.
 
         Raises:
             ControlError: the buffer is pinned, or holds the newest window that was committed in this generation.
@@ -92,7 +94,7 @@ class OwnWindows:
         if buffer in self.pinned:
             raise ControlError(f"buffer={buffer}: is being written to storage")
         if held is not None and held is self.confirmed:
-            raise ControlError(f"buffer={buffer}: holds window {held.start_iteration}, the newest committed one")
+            raise ControlError(f"buffer={buffer}: contains window {held.start_iteration}, the newest committed one")
         # A rank fills one window at a time: an incomplete one will never be completed, and an uncommitted one of the
         # same iterations is of a history that the job has left.
         for other in self:
@@ -105,22 +107,23 @@ class OwnWindows:
         """Add a slice to the window of a buffer.
 
         Raises:
-            ControlError: no window was begun there.
+            ControlError: the buffer has no window.
             CheckpointError: the slice does not fit.
         """
         window = self._in_buffer(buffer)
         if window is None:
-            raise ControlError(f"buffer={buffer}: no window was begun there")
+            raise ControlError(f"buffer={buffer}: no window was begun in it")
         window.check_next(index, part, self.window_bytes)
         window.slices.append(part)
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
-        """The oldest slice whose hashes are not known."""
+        """Return the oldest slice whose hashes are not known."""
         waiting = ((window, part) for window in self._order for part in window.slices if part.hashes is None)
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Windows of this generation that are complete here and with all ``peers``: buffer to first iteration."""
+        """Return the windows of this generation that are complete on this node and all ``peers``: buffer to first
+        iteration."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)
@@ -128,11 +131,11 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Windows of this generation that a peer will never hold: buffer to first iteration."""
+        """Return the windows of this generation that some peer will never hold: buffer to first iteration."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
-        """Bytes of this generation that have yet to reach peers, each peer counted."""
+        """Return the bytes of this generation that peers have not received yet, each peer counted."""
         return sum(
             part.num_bytes
             for window in self._of_generation(generation)
@@ -141,11 +144,11 @@ class OwnWindows:
         )
 
     def commit(self, start_iteration: int, generation: int, captured_in: int | None = None) -> HeldWindow:
-        """Note in ``generation`` that the whole job holds a window, and forget what that supersedes.
+        """Record in ``generation`` that the whole job holds a window, and forget the windows that it supersedes.
 
-        One that an earlier generation captured, ``captured_in``, is confirmed by it, which does not count for
-        ``is_persist_due``: a rank that resumed from elsewhere has nothing to confirm. A window that was captured
-        again is another one, with copies of its own, though its bytes are the same.
+        For a window that an earlier generation captured (``captured_in``), this confirms it, which does not count for
+        ``is_persist_due``, because a rank that resumed from another source has nothing to confirm. A window that was
+        captured again is another one, with separate copies, although its bytes are the same.
 
         Raises:
             ControlError: no complete window of that generation starts there.
@@ -163,22 +166,24 @@ class OwnWindows:
         """Forget a window that the job will not commit.
 
         Raises:
-            ControlError: none of ``generation`` starts there, or it is committed.
+            ControlError: no window of ``generation`` starts there, or it is committed.
         """
         key = WindowKey(start_iteration=start_iteration, generation=generation)
         found = [window for window in self._order if window.key == key]
         if not found or found[0].committed:
-            raise ControlError(f"start_iteration={start_iteration}: no window that could be given up starts there")
+            raise ControlError(f"start_iteration={start_iteration}: there is no window to abandon")
         self._order.remove(found[0])
 
     def is_persist_due(self, persist_every: int) -> bool:
-        """Whether the commit just made is one of every ``persist_every`` of this generation; 0: never."""
+        """Return whether the newly committed window must be persisted: every ``persist_every``-th commit of this
+        generation; 0: never."""
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
-        """The complete window that starts at ``start_iteration``; of several the committed, then the newest one.
+        """Return the complete window that starts at ``start_iteration``: if there are several, the committed one, then
+        the newest.
 
-        A committed one comes before one that was captured again since, for every rank has the same one.
+        A committed one is preferred to a later capture, because every rank has it.
 
         Raises:
             ControlError: there is none.
@@ -189,7 +194,7 @@ class OwnWindows:
             if window.complete and window.start_iteration == start_iteration and generation in (None, window.generation)
         ]
         if not found:
-            raise ControlError(f"start_iteration={start_iteration}: no complete window starts there")
+            raise ControlError(f"start_iteration={start_iteration}: there is no complete window")
         return max(found, key=lambda window: (window.committed, window.generation))
 
     def _in_buffer(self, buffer: int) -> HeldWindow | None:
@@ -200,7 +205,7 @@ class OwnWindows:
 
 
 class CopyWindows:
-    """The receiving end: the windows of one rank of another node."""
+    """The receiving end: windows of one rank of another node."""
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
@@ -210,7 +215,7 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """Choose the window that an announced slice belongs to; the first slice of a window takes the buffer.
+        """Return the window to which an announced slice belongs; the first slice of a window takes the buffer.
 
         Raises:
             ControlError: the buffer holds the newest committed window.
@@ -223,7 +228,7 @@ class CopyWindows:
             return held
         # It may be the only copy of the job's state that a loss leaves: the sender's choice is not trusted with it.
         if held is not None and held.committed:
-            raise ControlError(f"buffer={incoming.buffer}: holds window {held.start_iteration}, which is committed")
+            raise ControlError(f"buffer={incoming.buffer}: contains window {held.start_iteration}, which is committed")
         # A slice that does not fit must not cost the window that the buffer holds now.
         incoming.check_next(index, part, self.window_bytes)
         self.buffers[incoming.buffer] = incoming
@@ -233,11 +238,13 @@ class CopyWindows:
         """Mark a window as committed, and forget the windows that it supersedes.
 
         Raises:
-            ControlError: it is not here, or incomplete.
+            ControlError: there is no complete copy of it.
         """
         window = next((window for window in self if window.key == key and window.complete), None)
         if window is None:
-            raise ControlError(f"window {key.start_iteration} of generation {key.generation}: no complete copy is here")
+            raise ControlError(
+                f"window {key.start_iteration} of generation {key.generation}: there is no complete copy"
+            )
         for number, other in enumerate(self.buffers):
             if other is not None and is_superseded(other.key, other.committed, key):
                 self.buffers[number] = None
@@ -255,16 +262,16 @@ class SendSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommit:
-    """Report to the peer that a window which it holds is committed."""
+    """Report to the peer that a window in its buffers is committed."""
 
     window: HeldWindow
 
 
 class PeerBuffers:
-    """The sending end: what a peer holds of one rank."""
+    """The sending end: a peer's copies of one rank."""
 
     def __init__(self, held: Iterable[StoredWindow] = ()) -> None:
-        """Take the peer's own inventory. Raises ControlError for a buffer that cannot be."""
+        """Begin with the peer's own inventory. Raises ControlError for an invalid buffer."""
         self.buffers: list[StoredWindow | None] = [None] * NUM_COPY_BUFFERS
         for window in held:
             if window.buffer not in range(NUM_COPY_BUFFERS):
@@ -272,20 +279,20 @@ class PeerBuffers:
             self.buffers[window.buffer] = window
 
     def find(self, key: WindowKey) -> StoredWindow | None:
-        """The peer's entry of a window."""
+        """Return the peer's entry for a window."""
         return next((held for held in self.buffers if held is not None and held.key == key), None)
 
     def num_received(self, window: HeldWindow) -> int:
-        """Number of slices of a window that the peer has, or will have when it has answered."""
+        """Return the number of slices of a window that the peer has, or will have when it has answered."""
         found = self.find(window.key)
         return found.num_held if found else 0
 
     def next_action(
         self, own: OwnWindows, generation: int, given_up: Collection[HeldWindow] = ()
     ) -> SendSlice | SendCommit | None:
-        """Choose what to send next: a commit first, then slices in order; None while there is nothing to send.
+        """Choose what to send next: a commit first, then slices in order; None if there is nothing to send.
 
-        Windows of this generation are sent, and the newest committed one of any generation, so that a new peer gets
+        Windows of this generation are sent, and the newest committed window of any generation, so that a new peer gets
         it; those in ``given_up`` are not.
         """
         # A commit comes before slices: it frees the peer's other buffer for them.
@@ -329,7 +336,8 @@ class PeerBuffers:
         return None
 
     def note_sent(self, action: SendSlice | SendCommit) -> None:
-        """Count what was sent as held: a refusal ends the connection, and ``read_held`` replaces this object."""
+        """Count a sent slice or commit as held by the peer: after a refusal the connection ends, and ``read_held``
+        replaces this object."""
         if isinstance(action, SendCommit):
             self._note_committed(action.window.key)
             return
@@ -358,7 +366,7 @@ def _age(key: WindowKey) -> tuple[int, int]:
 
 
 def read_held(answer: Mapping[str, Any]) -> dict[int, PeerBuffers]:
-    """Buffers of a peer by rank, from its answer to the greeting. Raises ControlError if it is malformed."""
+    """Read the buffers of a peer by rank, from its first answer. Raises ControlError if it is malformed."""
     by_rank: dict[int, list[StoredWindow]] = {}
     for entry in items(answer, "held"):
         if not isinstance(entry, dict):

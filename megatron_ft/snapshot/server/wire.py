@@ -1,4 +1,4 @@
-"""Connections between snapshot servers: JSON frames, and raw bytes that never pass through Python objects."""
+"""Connections between snapshot servers: JSON messages, and raw bytes that never pass through Python objects."""
 
 import contextlib
 import hmac
@@ -13,13 +13,14 @@ from megatron_ft.snapshot.server.fields import host_and_port
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 30
-"""A connection without progress for so long, within a frame or while an answer is due, is broken."""
+"""A connection without progress for this long, within a message or while an answer is due, is broken."""
 GREETING_BYTES = 16 * 1024
-"""The longest first frame that is read: before the token is known to be right."""
+"""Longest first message that is read, before the token is checked."""
 
 _HEADER_BYTES = 4
 _CALL_BYTES = 1 << 20
-"""Sent or received by one call: the kernel takes acknowledgements in between, larger calls are a third slower."""
+"""Bytes sent or received by one call: the kernel handles acknowledgements in between; larger calls are a third
+slower."""
 
 
 class Refused(ControlError):
@@ -34,7 +35,7 @@ class Refused(ControlError):
 
 
 class Wire:
-    """One blocking TCP connection. Only ``close`` may be called from another thread."""
+    """One blocking TCP connection. Only ``abort`` may be called from another thread."""
 
     def __init__(self, sock: socket.socket, *, stall_seconds: int = STALL_SECONDS) -> None:
         # Limits of the kernel, which count from the last progress of a call. With those of Python, ``sendall`` has one
@@ -51,7 +52,7 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one frame; ``goes_on``: more follows at once, and the kernel may put both into one packet.
+        """Send one message; ``goes_on``: more data follow at once, and the kernel may put both into one packet.
 
         Raises OSError when the peer is gone or makes no progress.
         """
@@ -59,10 +60,10 @@ class Wire:
             self._sock.sendall(encode(message), socket.MSG_MORE if goes_on else 0)
 
     def receive(self, *, most_bytes: int = MAX_FRAME_BYTES, patient: bool = False) -> Message:
-        """Receive a frame; ``patient`` waits for its beginning without a limit.
+        """Receive a message; ``patient`` waits for its beginning without a limit.
 
         Raises:
-            ControlError: too long, or no JSON object.
+            ControlError: too long, or not a JSON object.
             OSError: the peer is gone, or makes no progress.
         """
         header = bytearray(_HEADER_BYTES)
@@ -73,20 +74,20 @@ class Wire:
             except BlockingIOError:
                 # Only the beginning of a frame may take long: a peer that has begun one must make progress.
                 if not patient:
-                    raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
+                    raise TimeoutError(f"no bytes were transferred for {self._stall_seconds} s") from None
         if begun == 0:
             raise ConnectionResetError("the peer has closed the connection")
         self.receive_into(memoryview(header)[begun:])
         size = int.from_bytes(header, "big")
         # Before memory is allocated: the peer may not have presented the token yet.
         if size > most_bytes:
-            raise ControlError(f"a peer announced a message of {size} bytes: at most {most_bytes} are read")
+            raise ControlError(f"a peer announced a message of {size} bytes: must have at most {most_bytes}")
         payload = bytearray(size)
         self.receive_into(memoryview(payload))
         return decode(bytes(payload))
 
     def call(self, message: Message) -> Message:
-        """Send a frame and wait for the answer.
+        """Send a message and wait for the answer.
 
         Raises:
             Refused: the peer refused the request.
@@ -104,7 +105,7 @@ class Wire:
         return answer
 
     def has_arrived(self) -> bool:
-        """Whether something can be read at once: bytes, or that the peer has closed the connection."""
+        """Whether a read would return at once, with bytes or because the peer has closed the connection."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -112,7 +113,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send bytes as they are; from a mapping no slower than ``sendfile``. ``goes_on``, errors as for ``send``."""
+        """Send bytes unchanged; from a mapping as fast as ``sendfile``. ``goes_on`` and errors as for ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():
@@ -132,10 +133,10 @@ class Wire:
         try:
             yield
         except BlockingIOError:
-            raise TimeoutError(f"nothing moved for {self._stall_seconds} s") from None
+            raise TimeoutError(f"no bytes were transferred for {self._stall_seconds} s") from None
 
     def abort(self) -> None:
-        """Make every call on the connection fail, in whichever thread it waits."""
+        """Make every call on the connection fail, in any thread."""
         abort(self._sock)
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class Wire:
 
 
 def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
-    """Connect to a snapshot server and greet it; the connection and the answer.
+    """Connect to a snapshot server and present the token; return the connection and the answer.
 
     Raises:
         Refused: wrong token, other run, or a stale generation.
@@ -161,11 +162,11 @@ def connect(address: str, greeting: Message) -> tuple[Wire, Message]:
 
 
 def abort(sock: socket.socket) -> None:
-    """Shut a connection down, from any thread; does nothing where it has ended."""
+    """Shut a connection down, from any thread; do nothing if it has ended."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def is_token(given: Any, token: str) -> bool:
-    """Compare with the token in a time that does not depend on where they differ."""
+    """Compare with the token in a time that does not depend on the position of the first difference."""
     return hmac.compare_digest(str(given).encode(errors="replace"), token.encode())

@@ -29,7 +29,7 @@ class Hasher(threading.Thread):
         with self._store.lock:
             self._store.lock.wait_for(lambda: self._next() is not None)
             found = self._next()
-            assert found is not None, "woken without work"
+            assert found is not None, "there is no piece to hash"
             own, window, part = found
             # The view keeps the memory, should the rank get another arena while its bytes are hashed.
             payload = own.view(window, part)
@@ -59,7 +59,7 @@ class _Write:
 
 
 class Persister(threading.Thread):
-    """Writes requested windows in order, from the memory they were captured into: pinned from the request on."""
+    """Writes requested windows in order, from the memory of their capture, which is pinned from the request on."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(name="persister", daemon=True)
@@ -67,8 +67,10 @@ class Persister(threading.Thread):
         self._due: deque[_Write] = deque()
 
     def request(self, own: OwnRank, window: HeldWindow) -> None:
-        """Write a window soon, unless it is about to be. The store's lock must be held."""
-        assert own.windows is not None and own.settings.persist_url is not None, "no window, or nowhere to write it"
+        """Request a window unless it is already requested. The store's lock must be held."""
+        assert own.windows is not None and own.settings.persist_url is not None, (
+            "no window, or no storage is configured"
+        )
         if any(due.window is window for due in self._due):
             return
         # The views keep the memory, the pin keeps its content: the rank must not begin a window there meanwhile.
@@ -79,7 +81,7 @@ class Persister(threading.Thread):
         own.publish()
 
     def is_due(self, own: OwnRank) -> bool:
-        """Whether a window of this rank has yet to be written. The store's lock must be held."""
+        """Whether a window of this rank is still to be written. The store's lock must be held."""
         return any(due.own is own for due in self._due)
 
     def run(self) -> None:
@@ -114,12 +116,12 @@ class Persister(threading.Thread):
         try:
             write_window(due.url, due.window, due.payload)
         except (CheckpointError, OSError) as error:
-            self._store.report(f"window {due.window.start_iteration} of rank {due.window.rank}: {error}")
+            self._store.report(f"cannot write window {due.window.start_iteration} of rank {due.window.rank}: {error}")
             return error
         return None
 
     def _delete_old(self, due: _Write) -> None:
-        """Delete what is too old: rank 0 for all ranks; nothing where all windows are kept."""
+        # Delete what is too old: rank 0 for all ranks; nothing where all windows are kept.
         window, num_persisted = due.window, due.own.settings.num_persisted
         # One process alone deletes: two would rename the same directories.
         if window.rank != 0 or num_persisted == 0:

@@ -7,15 +7,16 @@ whole object, which they show to readers only when it is complete. Other file sy
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.errors import CheckpointError
+from megatron_ft.errors import CheckpointError, MegatronFtError
 from megatron_ft.snapshot.storage.files import fsync_directory, naming, write_atomically
 
 ATOMIC_PUTS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
-"""Protocols whose objects appear whole or not at all."""
+"""Protocols whose objects appear completely or not at all."""
 
 TRASH_PREFIX = ".deleted_"
 """Prefix of directories whose deletion has begun."""
@@ -24,7 +25,7 @@ Chunks = Iterable[bytes | memoryview]
 
 
 class LocalBackend:
-    """A folder of the local file system, or of one that is mounted. Directories are one name, or empty for itself."""
+    """A folder of a local or mounted file system. Directories are one name, or empty for the folder itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +35,7 @@ class LocalBackend:
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file; readers see all of it or its former content. Raises OSError, and what the chunks raise."""
+        """Write a file; readers see all of it or its former content. Raises OSError, and the errors of the chunks."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
@@ -111,15 +112,28 @@ class LocalSource:
         self._descriptor = -1
 
 
+@contextmanager
+def _client_errors(where: str) -> Iterator[None]:
+    """Turn every error of a client into an OSError that names ``where``, as callers of both backends expect it."""
+    try:
+        yield
+    except (OSError, MegatronFtError):
+        raise
+    except Exception as error:
+        # Errors of botocore, aiohttp and others derive from Exception itself.
+        raise OSError(f"{where}: {type(error).__name__}: {error}") from error
+
+
 class RemoteBackend:
     """A prefix of an object store, or a folder of a file system of fsspec; methods as ``LocalBackend``."""
 
     def __init__(self, url: str) -> None:
+        """Raises CheckpointError where the client is not installed or refuses the URL."""
         import fsspec  # type: ignore[import-untyped]
 
         try:
             self._files, self._root = fsspec.core.url_to_fs(url.rstrip("/"))
-        except (ValueError, ImportError) as error:
+        except Exception as error:
             raise CheckpointError(f"{url}: {error}") from error
         self._url = url.rstrip("/")
         self._atomic_puts = url.partition("://")[0] in ATOMIC_PUTS
@@ -129,22 +143,29 @@ class RemoteBackend:
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
         # One put of the whole object, or a temporary name and one move.
-        target = self._path(directory, name)
+        target, where = self._path(directory, name), self.describe(directory, name)
         temporary = target if self._atomic_puts else self._path(directory, f".{name}.tmp")
-        self._files.makedirs(self._path(directory), exist_ok=True)
-        self._put(temporary, chunks)
+        with _client_errors(where):
+            self._files.makedirs(self._path(directory), exist_ok=True)
+        self._put(temporary, chunks, where)
         if temporary != target:
-            self._files.mv(temporary, target)
+            with _client_errors(where):
+                self._files.mv(temporary, target)
 
-    def _put(self, path: str, chunks: Chunks) -> None:
-        file = self._files.open(path, "wb")
+    def _put(self, path: str, chunks: Chunks, where: str) -> None:
+        with _client_errors(where):
+            file = self._files.open(path, "wb")
         try:
+            # The chunks raise errors of their own, which are not the client's.
             for chunk in chunks:
-                file.write(chunk)
+                with _client_errors(where):
+                    file.write(chunk)
         except BaseException:
-            self._abandon(file, path)
+            with _client_errors(where):
+                self._abandon(file, path)
             raise
-        file.close()
+        with _client_errors(where):
+            file.close()
 
     def _abandon(self, file: Any, path: str) -> None:
         # Closing an upload would put the half that is written: it is marked closed instead.
@@ -158,27 +179,33 @@ class RemoteBackend:
             self._files.rm(path)
 
     def exists(self, directory: str, name: str) -> bool:
-        # fsspec caches listings, and other ranks write to the same prefix.
-        self._files.invalidate_cache()
-        return bool(self._files.exists(self._path(directory, name)))
+        with _client_errors(self.describe(directory, name)):
+            # fsspec caches listings, and other ranks write to the same prefix.
+            self._files.invalidate_cache()
+            return bool(self._files.exists(self._path(directory, name)))
 
     def open(self, directory: str, name: str) -> "RemoteSource":
-        return RemoteSource(self._files.open(self._path(directory, name), "rb"), self.describe(directory, name))
+        where = self.describe(directory, name)
+        with _client_errors(where):
+            return RemoteSource(self._files.open(self._path(directory, name), "rb"), where)
 
     def list_directories(self) -> list[str]:
-        self._files.invalidate_cache()
         try:
-            entries = self._files.ls(self._root, detail=True)
+            with _client_errors(self._url):
+                self._files.invalidate_cache()
+                entries = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
     def move(self, directory: str, target: str) -> None:
         # Object by object where the store has no rename: a window without all its files does not count.
-        self._files.mv(self._path(directory), self._path(target), recursive=True)
+        with _client_errors(self.describe(directory)):
+            self._files.mv(self._path(directory), self._path(target), recursive=True)
 
     def delete(self, directory: str) -> None:
-        self._files.rm(self._path(directory), recursive=True)
+        with _client_errors(self.describe(directory)):
+            self._files.rm(self._path(directory), recursive=True)
 
     def _path(self, *parts: str) -> str:
         return "/".join([self._root, *(part for part in parts if part)])
@@ -193,17 +220,19 @@ class RemoteSource:
         self.num_bytes = int(file.size)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        self._file.seek(offset)
-        done = 0
-        while done < len(target):
-            chunk = self._file.read(len(target) - done)
-            if not chunk:
-                raise OSError(f"{self._where}: ends at {offset + done}")
-            target[done : done + len(chunk)] = chunk
-            done += len(chunk)
+        with _client_errors(self._where):
+            self._file.seek(offset)
+            done = 0
+            while done < len(target):
+                chunk = self._file.read(len(target) - done)
+                if not chunk:
+                    raise OSError(f"{self._where}: ends at {offset + done}")
+                target[done : done + len(chunk)] = chunk
+                done += len(chunk)
 
     def close(self) -> None:
-        self._file.close()
+        with _client_errors(self._where):
+            self._file.close()
 
 
 Backend = LocalBackend | RemoteBackend

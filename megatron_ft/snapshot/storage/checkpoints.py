@@ -43,7 +43,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageReport:
-    """A checkpoint or a window that is not used, and why."""
+    """A checkpoint or a window that is not used, and the reason."""
 
     path: Path | str
     """Path, or URL of a window."""
@@ -56,19 +56,19 @@ def directory_name(iteration: int, attempt: int = 0) -> str:
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration in a checkpoint directory's name.
+    """Return the iteration in the name of a checkpoint's directory.
 
     Raises:
-        CheckpointError: not such a name.
+        CheckpointError: no checkpoint has such a name.
     """
     match = _DIRECTORY.fullmatch(path.name)
     if match is None:
-        raise CheckpointError(f"{path}: is not named like a checkpoint, {directory_name(30)}")
+        raise CheckpointError(f"{path}: must have a checkpoint's name, such as {directory_name(30)}")
     return int(match[1])
 
 
 def is_named(path: Path) -> bool:
-    """Whether the directory's name is that of a checkpoint."""
+    """Return whether the directory has the name of a checkpoint."""
     return _DIRECTORY.fullmatch(path.name) is not None
 
 
@@ -88,7 +88,7 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """Damaged checkpoints in ``folder`` that starts have set aside, by name; none if it is missing."""
+    """List damaged checkpoints in ``folder`` that starts have renamed; none if it is missing."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -97,10 +97,10 @@ def list_set_aside(folder: Path) -> list[Path]:
 
 
 def start_directory(folder: Path, iteration: int) -> Path:
-    """Create the directory a save of ``iteration`` writes into.
+    """Create the directory into which a save of ``iteration`` writes.
 
-    Leftovers of a crashed save of the same iteration are removed; a complete checkpoint of it is
-    never touched: the new one gets the next attempt number.
+    Remains of a crashed save of the same iteration are removed. A complete checkpoint of it is never touched: the new
+    one gets the next attempt number.
     """
     folder.mkdir(parents=True, exist_ok=True)
     same = [stored for stored in list_checkpoints(folder) if stored.iteration == iteration]
@@ -117,10 +117,10 @@ def start_directory(folder: Path, iteration: int) -> Path:
 
 
 def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tuple[Path | None, list[DamageReport]]:
-    """The newest checkpoint that passes ``check``, and a report on each newer one that did not.
+    """Return the newest checkpoint that passes ``check``, and a report on each newer one that did not.
 
-    Directories without a manifest are leftovers of a save that never finished, and renamed ones hold an iteration that
-    is not in their names: both are reported too.
+    Directories without a manifest remain from a save that never finished, and renamed ones contain another iteration
+    than their names: both are reported too.
     """
     reports = []
     for stored in reversed(list_checkpoints(folder)):
@@ -138,22 +138,25 @@ def newest_valid(folder: Path, check: Callable[[Path], Manifest] = verify) -> tu
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """The problem where the directory's name and its manifest disagree on the iteration; None where they agree."""
+    """Describe the problem if the directory's name and its manifest disagree on the iteration; None if they agree."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
-    return f"{path}: holds iteration {manifest.iteration}, its name says {named}: it was renamed, or its files swapped"
+    return (
+        f"{path}: contains iteration {manifest.iteration}, not {named} as its name says: it was renamed, or its "
+        "files swapped"
+    )
 
 
 def move_latest(folder: Path, path: Path, iteration: int) -> None:
     """Point ``latest`` at ``path``, in one atomic step. Call it when ``path`` is complete."""
-    assert (path / MANIFEST_NAME).is_file(), f"latest may not move to {path}: it has no manifest"
+    assert (path / MANIFEST_NAME).is_file(), f"{path}: cannot become latest without a manifest"
     content = json.dumps({"checkpoint": path.name, "iteration": iteration}) + "\n"
     write_atomically(folder, LATEST_NAME, content.encode())
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Read where ``latest`` points; None without it. Raises CheckpointError when it is damaged."""
+    """Read the target of ``latest``; None without it. Raises CheckpointError when it is damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
@@ -162,14 +165,14 @@ def read_latest(folder: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
-        raise CheckpointError(f"{path}: {name!r} is not a checkpoint's name")
+        raise CheckpointError(f"{path}: {name!r} is not the name of a checkpoint")
     return folder / name
 
 
 def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Path:
     """Rename a checkpoint so that it no longer counts as one; its bytes are kept.
 
-    ``latest`` moves to the newest complete checkpoint that is left, and goes when there is none.
+    ``latest`` is set to the newest remaining complete checkpoint, and removed when there is none.
     """
     for attempt in range(1_000_000):
         target = path.with_name(f"{_SET_ASIDE_PREFIX[kind]}{path.name}" + (f"_{attempt}" if attempt else ""))
@@ -179,7 +182,7 @@ def set_aside(path: Path, kind: Literal["damaged", "foreign"] = "damaged") -> Pa
             fsync_directory(path.parent)
             _move_latest_back(path.parent)
             return target
-    raise CheckpointError(f"{path}: no free name to set it aside")
+    raise CheckpointError(f"{path}: cannot be renamed, all names are in use")
 
 
 def _move_latest_back(folder: Path) -> None:
@@ -192,14 +195,14 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a checkpoint; a crash leaves no half of it under its name."""
+    """Remove a checkpoint; after a crash no part of it has its name."""
     LocalBackend(path.parent).delete(path.name)
 
 
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
-    """Delete leftovers: half-deleted directories, and incomplete ones older than ``before_iteration``.
+    """Delete remains of saves: half-deleted directories, and incomplete ones older than ``before_iteration``.
 
-    Call it after a checkpoint of ``before_iteration`` is complete and no save is in flight.
+    Call it after a checkpoint of ``before_iteration`` is complete and while no save is in progress.
     """
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:

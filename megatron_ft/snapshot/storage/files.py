@@ -1,4 +1,4 @@
-"""Durable files: checksummed while they are written, renamed into place only when on disk.
+"""Durable files: checksums are computed during writing; files are renamed only when they are on disk.
 
 All bytes of a checkpoint pass ``_write``, so that a test can make any single write call fail.
 """
@@ -47,10 +47,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that counts and hashes what is written to it.
+    """A new file that counts and hashes the bytes written to it.
 
-    Refuses to replace an existing file. :meth:`commit` makes the content durable. ``failure`` keeps the
-    first failed write, for writers that hide it behind an error of their own.
+    Refuses to replace an existing file. :meth:`commit` makes the content durable. ``failure`` keeps the first failed
+    write, for writers that replace it by an error of their own.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -87,7 +87,7 @@ class HashedFile(io.RawIOBase):
         return len(view)
 
     def commit(self) -> FileEntry:
-        """Flush to the device, close, and describe what was written."""
+        """Flush to the device, close, and return the entry of the file."""
         with naming(self.path):
             # Delayed writing may fail only now (a network file system, a quota), and then there is nothing to describe.
             os.fsync(self._descriptor)
@@ -102,15 +102,15 @@ class HashedFile(io.RawIOBase):
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make names created in or moved into ``directory`` durable."""
+    """Make names durable that were created in or moved into ``directory``."""
     with naming(directory):
         fsync_folder(directory)
 
 
 def write_atomically(directory: Path, name: str, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
-    """Put ``content``, whole or in chunks, under ``name``: readers see the old file or the new one, never a mix.
+    """Write ``content``, whole or in chunks, to ``name``: readers see the old file or the new one, never a mixture.
 
-    Raises OSError and leaves the old file as it was when the disk is full or fails; what the chunks raise is passed on.
+    Raises OSError and leaves the old file unchanged when the disk is full or fails; errors of the chunks are passed on.
     """
     temporary = f".{name}.{os.getpid()}.tmp"
     (directory / temporary).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def write_file(directory: Path, name: str, content: bytes) -> FileEntry:
 
 
 def hash_file(file: IO[bytes]) -> str:
-    """Checksum of what is left to read in ``file``."""
+    """Return the checksum of the rest of ``file``."""
     digest = xxhash.xxh3_128()
     while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)

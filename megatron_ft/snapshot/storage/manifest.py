@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what belongs to it, checksummed, written last.
+"""The manifest of a checkpoint: its files and their checksums, written last.
 
-A directory with a readable manifest is a complete checkpoint. It is JSON, carries its own checksum,
-and is verified (sizes, then checksums of all files) before anything else opens a file: the data
-files hold pickle, which must never be read from bytes without a verified checksum.
+A directory with a readable manifest is a complete checkpoint. The manifest is JSON, contains a checksum of itself, and
+is verified (sizes, then checksums of all files) before anything else opens a file: the data files contain pickle, which
+must never be read from bytes without a verified checksum.
 """
 
 import json
@@ -24,7 +24,7 @@ from megatron_ft.strict_json import decode
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 64 << 20
-"""A larger manifest is refused before it is read."""
+"""Largest size of a manifest; a larger one is refused before it is read."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -35,17 +35,17 @@ class Manifest:
     """A checkpoint: its run, its iteration, and its files byte for byte."""
 
     run_id: str
-    """Random name of the run that wrote it; in format 1, which has none, the name of its folder."""
+    """Random id of the run that wrote it; in format 1, which has none, the name of its folder."""
     run_name: str
     """Name of the run's folder."""
     generation: int
-    """Membership the writers had agreed on."""
+    """Membership of the ranks that wrote it."""
     topology: dict[str, int]
-    """Parallel sizes of the writers, ``world_size`` among them."""
+    """Parallel sizes of the ranks that wrote it, including ``world_size``."""
     iteration: int
-    """Iterations whose updates it holds."""
+    """Newest iteration whose update it contains."""
     consumed_samples: int
-    """Samples read up to there."""
+    """Samples read up to that iteration."""
     settings: Settings
     """The run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
     software: dict[str, str]
@@ -56,7 +56,7 @@ class Manifest:
     """Version of this layout."""
 
     def validate(self) -> None:
-        """Raises CheckpointError when a name, size or checksum cannot be one of this project."""
+        """Check that names, sizes and checksums are possible in this project. Raises CheckpointError."""
         seen: set[str] = set()
         for entry in self.files:
             check_name(entry.name)
@@ -69,7 +69,7 @@ class Manifest:
             raise CheckpointError("manifest has a negative iteration, sample count or generation")
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         total = sum(entry.num_bytes for entry in self.files)
         return (
             f"iteration {self.iteration}, {len(self.files)} files, {total} bytes, "
@@ -77,20 +77,23 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """JSON whose last field is the checksum of everything before it."""
+        """Return JSON whose last field is the checksum of everything before it."""
         body = asdict(self)
         body["manifest_xxh3_128"] = _body_checksum(body)
         return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
-        """Inverse of ``to_bytes``. Raises CheckpointError for anything else."""
+        """Read the result of ``to_bytes``. Raises CheckpointError for anything else."""
         body = parse_object(content)
         claimed = body.pop("manifest_xxh3_128", None)
         version = body.get("format_version")
         # Before the checksum, which a newer format may compute over other fields.
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(f"manifest format_version={version!r}: this version reads 1 to {FORMAT_VERSION}")
+            raise CheckpointError(
+                f"manifest format_version={version!r}: must be from 1 to {FORMAT_VERSION} for this version of the "
+                "project"
+            )
         if claimed != _body_checksum(body):
             raise CheckpointError("manifest does not match its own checksum")
         manifest = _parse(body)
@@ -110,7 +113,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Raises CheckpointError unless ``name`` is a plain path below the checkpoint directory."""
+    """Check that ``name`` is a plain path below the checkpoint directory. Raises CheckpointError."""
     if len(name) > 255 or not _NAME.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
         raise CheckpointError(f"file name {name!r} is not a plain path inside the checkpoint")
 
@@ -130,10 +133,12 @@ def read_manifest(directory: Path) -> Manifest:
             raise CheckpointError(f"{path}: not a regular file")
         # Before it is read into memory.
         if status.st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: {status.st_size} bytes, more than a manifest can have")
+            raise CheckpointError(f"{path}: {status.st_size} bytes: must be at most {MAX_MANIFEST_BYTES}")
         return Manifest.from_bytes(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory}: no {MANIFEST_NAME}; incomplete, or not written by this project") from None
+        raise CheckpointError(
+            f"{directory}: has no {MANIFEST_NAME}; it is incomplete, or not written by this project"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except CheckpointError as error:
@@ -167,7 +172,7 @@ def _check_listing(directory: Path, files: Sequence[FileEntry]) -> None:
             raise CheckpointError(f"{directory / entry.name}: missing")
         if present[entry.name] != entry.num_bytes:
             raise CheckpointError(
-                f"{directory / entry.name}: {present[entry.name]} bytes, its manifest says {entry.num_bytes}"
+                f"{directory / entry.name}: has {present[entry.name]} bytes, but the manifest says {entry.num_bytes}"
             )
     unexpected = sorted(present.keys() - {entry.name for entry in files})
     if unexpected:
@@ -184,11 +189,11 @@ def _check_content(directory: Path, entry: FileEntry) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if found != entry.xxh3_128:
-        raise CheckpointError(f"{path}: damaged: checksum {found}, its manifest says {entry.xxh3_128}")
+        raise CheckpointError(f"{path}: damaged: has checksum {found}, but the manifest says {entry.xxh3_128}")
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names and sizes of all regular files; anything else is refused."""
+    # Names and sizes of all regular files; anything else is refused.
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError as error:
@@ -214,7 +219,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         files = tuple(FileEntry(**_decoded(FileEntry, entry)) for entry in body["files"])
         return Manifest(**_decoded(Manifest, body, "settings", "files"), settings=settings, files=files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"manifest lacks a field or has one of another type: {error}") from None
+        raise CheckpointError(f"manifest lacks a field, or a field has another type: {error}") from None
 
 
 def _decoded(kind: type[FileEntry] | type[Manifest], content: dict[str, Any], *without: str) -> dict[str, Any]:

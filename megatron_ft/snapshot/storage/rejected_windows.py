@@ -1,7 +1,7 @@
-"""Windows of a run that verify, and whose replay still differed from the logged iterations: never tried again.
+"""Windows whose replay differed from the logged iterations although they verify; they are not tried again.
 
-They are listed in ``refused_windows.json`` in the run's folder by their content, not by their names: a run that resumes
-from an earlier iteration captures other windows of the same names.
+They are listed in ``refused_windows.json`` in the run's folder by their content, not by their names, because a run that
+resumes from an earlier iteration captures other windows with the same names.
 """
 
 import json
@@ -28,12 +28,12 @@ class RejectedWindow:
     generation: int
     """Membership that captured it."""
     digest: str
-    """``window_digest`` of it."""
+    """Its ``window_digest``."""
     reason: str
 
     @classmethod
     def from_json(cls, content: JsonValue) -> "RejectedWindow":
-        """Inverse of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        """Read the values of ``dataclasses.asdict``. Raises ValueError for anything else."""
         names = [entry.name for entry in fields(cls)]
         if not isinstance(content, dict) or sorted(content) != sorted(names):
             raise ValueError(f"{str(content)[:80]}: must be an object of {', '.join(names)}")
@@ -44,9 +44,9 @@ class RejectedWindow:
 
 
 def window_digest(manifests: Sequence[str]) -> str:
-    """Checksum over what all ranks' parts contain: 32 hexadecimal digits.
+    """Return the checksum over the content of all ranks' parts: 32 hexadecimal digits.
 
-    A manifest holds the plan, the votes and a checksum of every piece.
+    A manifest contains the plan, the votes and a checksum of every piece.
     """
     # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
     return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
@@ -56,7 +56,7 @@ def read_rejected(run_dir: Path) -> list[RejectedWindow]:
     """Read all rejected windows of a run, oldest first; none without the file.
 
     Raises:
-        CheckpointError: the file cannot be read, or is not what ``add_rejected`` writes.
+        CheckpointError: the file cannot be read, or has another content than ``add_rejected`` writes.
     """
     path = run_dir / REJECTED_NAME
     try:
@@ -67,14 +67,14 @@ def read_rejected(run_dir: Path) -> list[RejectedWindow]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}; without the file, refused windows are tried again") from error
+        raise CheckpointError(f"{path}: {error}; delete the file to try rejected windows again") from error
 
 
 def add_rejected(run_dir: Path, window: RejectedWindow) -> None:
-    """Add to the file, durably: readers see the old list or the new one. Call it from one process of the job.
+    """Add a window to the file, durably: readers see the old list or the new one. Call it in one process of the job.
 
     Raises:
-        CheckpointError: the file cannot be read or written; what was there is left as it was.
+        CheckpointError: the file cannot be read or written; its earlier content is unchanged.
     """
     rejected = [asdict(entry) for entry in [*read_rejected(run_dir), window]]
     try:

@@ -32,20 +32,20 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Directory of a window. A generation that captures it again never touches what an earlier one wrote."""
+    """Return the directory name of a window. A later generation that captures it again uses another name."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
 def rank_name(rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.window"
 
 
 def write_window(folder: Path | str, window: Window, payload: Sequence[memoryview]) -> int:
     """Write a rank's part of a window below ``folder``, a path or a URL; durable when this returns.
 
-    Padding is written as zeros, whatever the buffers hold there. A sound file that is there already is left as it
-    is; a damaged one is replaced.
+    Padding is written as zeros, whatever the buffers contain there. An existing valid file is kept; a damaged one is
+    replaced.
 
     Args:
         payload: the bytes of each slice, ``window.slices[i].num_bytes`` of them.
@@ -54,12 +54,12 @@ def write_window(folder: Path | str, window: Window, payload: Sequence[memoryvie
         bytes of the file.
 
     Raises:
-        CheckpointError: the storage fails, the bytes are not those of the window, or a sound file of other content
-            has the name. What was there is left as it was.
+        CheckpointError: the storage fails, the bytes do not match the window, or a valid file with other content has
+            the name. An existing file is then unchanged.
     """
     head = _head(window)
     sizes = [view.nbytes for view in payload]
-    assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not fit the slices"
+    assert sizes == [part.num_bytes for part in window.slices], f"payload of {sizes} bytes does not match the slices"
     backend = open_backend(folder)
     directory, name = window_name(window.key), rank_name(window.rank)
     where = backend.describe(directory, name)
@@ -76,10 +76,10 @@ def open_window(path: Path | str, *, expect: Mapping[str, object] | None = None)
     """Open a rank's window file, given as a path or URL. Checks manifest and sizes; does not read the payload yet.
 
     Args:
-        expect: fields of the window and the values they must have, e.g. ``{"run_id": "a", "rank": 3}``.
+        expect: fields of the window and the values that they must have, e.g. ``{"run_id": "a", "rank": 3}``.
 
     Raises:
-        CheckpointError: not a sound file, or not the one expected; the message begins with the path.
+        CheckpointError: the file is invalid, or not the expected one; the message begins with the path.
     """
     parent, _, name = str(path).rpartition("/")
     backend = open_backend(parent or ".")
@@ -116,7 +116,7 @@ class WindowFile:
         """
         part = self.window.slices[index]
         buffer = memoryview(bytearray(part.num_bytes)) if into is None else into.cast("B")
-        assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes, slice of {part.num_bytes}"
+        assert buffer.nbytes == part.num_bytes, f"buffer of {buffer.nbytes} bytes for a slice of {part.num_bytes}"
         self._check(part, buffer)
         return buffer
 
@@ -146,7 +146,6 @@ class WindowFile:
         self.close()
 
     def _check(self, part: Slice, target: memoryview | None) -> None:
-        """Read and check a slice, into ``target`` or into memory that is used again."""
         for start, stop, piece in part.extents():
             digest = xxhash.xxh3_128()
             for view in self._read(part.offset + start, part.offset + stop, target and target[start:stop]):
@@ -158,7 +157,6 @@ class WindowFile:
                 part.check_hash(piece, digest.hexdigest(), self.path)
 
     def _read(self, start: int, stop: int, target: memoryview | None = None) -> Iterator[memoryview]:
-        """Bytes of the payload in chunks, which lie in ``target`` or are overwritten by the next one."""
         assert self._source is not None, f"{self.path}: closed"
         if target is None:
             scratch = memoryview(bytearray(min(_CHUNK_BYTES, stop - start)))
@@ -182,7 +180,7 @@ def _head(window: Window) -> bytes:
 
 
 def _chunks(head: bytes, window: Window, payload: Sequence[memoryview], where: str) -> Iterator[bytes | memoryview]:
-    """All bytes of the file in order; each slice is checked before its first byte is returned."""
+    # All bytes of the file in order; each slice is checked before its first byte is returned.
     yield head
     position = 0
     for part, view in zip(window.slices, payload, strict=True):
@@ -215,7 +213,7 @@ def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bo
         return False
     # Two histories captured the same window: replacing the file would mix them with other ranks' files.
     if found.to_bytes() != window.to_bytes():
-        raise CheckpointError(f"{where}: holds another {found.summary()}; set that window aside first")
+        raise CheckpointError(f"{where}: contains another {found.summary()}; move that file away first")
     return True
 
 
@@ -230,7 +228,7 @@ def _read_head(source: Source) -> tuple[Window, int]:
     check_version(version)
     # Checked before memory is allocated: the length is not covered by a checksum yet.
     if length > min(size - _HEADER.size, MAX_MANIFEST_BYTES):
-        raise CheckpointError(f"manifest of {length} bytes in a file of {size}")
+        raise CheckpointError(f"manifest of {length} bytes in a file of only {size}")
     content = _read_bytes(source, _HEADER.size, length)
     if xxhash.xxh3_128_digest(content) != digest:
         raise CheckpointError("manifest does not match its checksum")
@@ -245,7 +243,7 @@ def _read_head(source: Source) -> tuple[Window, int]:
 def _payload_start(source: Source, end: int, payload_bytes: int) -> int:
     start = align(end)
     if source.num_bytes != start + payload_bytes:
-        raise CheckpointError(f"{source.num_bytes} bytes, its manifest says {start + payload_bytes}")
+        raise CheckpointError(f"has {source.num_bytes} bytes, but the manifest says {start + payload_bytes}")
     _check_zeros(memoryview(_read_bytes(source, end, start - end)), "before the payload")
     return start
 

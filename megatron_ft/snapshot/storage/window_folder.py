@@ -8,9 +8,10 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage.backends import open_backend
@@ -19,9 +20,23 @@ from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, wind
 from megatron_ft.snapshot.window import Window
 
 _DIRECTORY = re.compile(r"window_(\d{7,19})(?:\.(\d{1,9}))?")
+_FOLDER = "windows"
 _SUPERSEDED_PREFIX = "superseded_"
 _SHARED = ("run_id", "generation", "topology", "world_size", "start_iteration", "num_slices", "plan")
-"""Fields in which the files of one window agree."""
+"""Fields that are equal in all files of a window."""
+
+
+def persist_url(config: JobConfig, run_dir: Path) -> str:
+    """Return the path or URL for this run's persisted windows."""
+    url = config.snapshot.persist_url
+    return str(run_dir / _FOLDER) if url is None else f"{url.rstrip('/')}/{run_dir.name}"
+
+
+def open_windows(config: JobConfig, run_dir: Path) -> "WindowFolder | None":
+    """Open the folder of this run's persisted windows; None where it has none."""
+    if config.snapshot.persist_url is None and not (run_dir / _FOLDER).is_dir():
+        return None
+    return WindowFolder(persist_url(config, run_dir))
 
 
 class WindowFolder:
@@ -44,7 +59,7 @@ class WindowFolder:
         return sorted(found)
 
     def open(self, stored: WindowKey, rank: int) -> WindowFile:
-        """Open a rank's file; it must name the window, the generation and the rank that its path names.
+        """Open a rank's file, whose window, generation and rank must be those of its path.
 
         Raises:
             CheckpointError: as ``open_window``.
@@ -54,9 +69,9 @@ class WindowFolder:
         return WindowFile(self._backend.describe(directory, name), lambda: self._backend.open(directory, name), expect)
 
     def verify(self, stored: WindowKey, world_size: int, *, part: int = 0, num_parts: int = 1) -> Window:
-        """Check that a window is complete and return the window of rank ``part``.
+        """Check that a window is complete and return the part of rank ``part``.
 
-        Every caller opens the files of all ranks and compares their descriptions; the payload is read of every
+        Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
         ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
 
         Raises:
@@ -70,18 +85,20 @@ class WindowFolder:
                 windows.append(opened.verify() if rank % num_parts == part else opened.window)
         return windows[part]
 
-    def newest(self, world_size: int) -> tuple[WindowKey | None, list[DamageReport]]:
-        """The newest window that verifies, and a report on each newer one that did not."""
-        return self._first_sound(self.list_windows()[::-1], world_size)
+    def newest(
+        self, world_size: int, refuse: Callable[[Window], str | None] = lambda _: None
+    ) -> tuple[WindowKey | None, list[DamageReport]]:
+        """Return the newest window that verifies for which ``refuse`` returns None, and a report on each newer one."""
+        return self._first_sound(self.list_windows()[::-1], world_size, refuse=refuse)
 
     def retain(self, num_windows: int, world_size: int, *, part: int = 0, num_parts: int = 1) -> list[WindowKey]:
-        """Keep the newest ``num_windows`` that verify and whatever is newer than the oldest of them; delete the rest.
+        """Keep the newest ``num_windows`` that verify and all windows newer than the oldest of them; delete the rest.
 
-        Nothing goes while fewer than ``num_windows`` verify. Call it from one process of the job; ``part`` and
-        ``num_parts`` bound how much of their payload it reads, as in :meth:`verify`.
+        Nothing is deleted while fewer than ``num_windows`` verify. Call it in one process of the job; ``part`` and
+        ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
-            what was deleted.
+            the deleted windows.
 
         Raises:
             CheckpointError: naming the window that could not be deleted.
@@ -99,14 +116,15 @@ class WindowFolder:
         return removed
 
     def set_aside_from(self, iteration: int) -> list[str]:
-        """Rename windows that start at ``iteration`` or later; the new names.
+        """Rename windows that start at ``iteration`` or later; return the new names.
 
-        Call it before training resumes at ``iteration`` with another history than theirs: it may write them again.
+        Call it before training resumes at ``iteration`` with another history than that of these windows, because it may
+        write them again.
         """
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
     def set_aside(self, windows: Sequence[WindowKey]) -> list[str]:
-        """Rename ``windows``, so that they do not count as windows of the run; the new names."""
+        """Rename ``windows``, so that they do not count as windows of the run; return the new names."""
         taken, moved = set(self._backend.list_directories()), []
         for stored in windows:
             name, attempt = _SUPERSEDED_PREFIX + window_name(stored), 0
@@ -120,16 +138,22 @@ class WindowFolder:
         return moved
 
     def _first_sound(
-        self, candidates: Sequence[WindowKey], world_size: int, part: int = 0, num_parts: int = 1
+        self,
+        candidates: Sequence[WindowKey],
+        world_size: int,
+        part: int = 0,
+        num_parts: int = 1,
+        refuse: Callable[[Window], str | None] = lambda _: None,
     ) -> tuple[WindowKey | None, list[DamageReport]]:
         reports = []
         for stored in candidates:
             try:
-                self.verify(stored, world_size, part=part, num_parts=num_parts)
+                reason = refuse(self.verify(stored, world_size, part=part, num_parts=num_parts))
             except CheckpointError as error:
-                reports.append(DamageReport(path=self.describe(stored), reason=str(error)))
-                continue
-            return stored, reports
+                reason = str(error)
+            if reason is None:
+                return stored, reports
+            reports.append(DamageReport(path=self.describe(stored), reason=reason))
         return None, reports
 
     def _delete(self, stored: WindowKey) -> None:
@@ -142,7 +166,7 @@ class WindowFolder:
         try:
             self._backend.move(window_name(stored), target)
         except OSError as error:
-            raise CheckpointError(f"{self.describe(stored)}: cannot be set aside: {error}") from error
+            raise CheckpointError(f"{self.describe(stored)}: cannot be renamed: {error}") from error
 
 
 def _check_same(window: Window, first: Window, world_size: int, where: str) -> None:
@@ -151,4 +175,4 @@ def _check_same(window: Window, first: Window, world_size: int, where: str) -> N
     # Files of different captures can lie in one folder, each of them sound: a mixture of them is no state of the job.
     for name in _SHARED:
         if getattr(window, name) != getattr(first, name):
-            raise CheckpointError(f"{where}: {name} differs from rank 0's: the files are not of one window")
+            raise CheckpointError(f"{where}: {name} differs from rank 0: the files belong to different windows")

@@ -1,1 +1,1 @@
-"""A run as one page of HTML: its loss, its recoveries, and what each rank did in them."""
+"""Report of a run as one HTML page: the loss, the recoveries, and what each rank did during a recovery."""

@@ -1,6 +1,6 @@
-"""Elements of a page: HTML and SVG as a tree, tables, scales, axes and marks.
+"""Builds HTML and SVG as a tree of elements, with tables, scales, axes and marks.
 
-Text and attributes are escaped in one place, whatever a run's files hold.
+All text and attributes are escaped here, whatever the files of a run contain.
 """
 
 import html
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 _UNSHOWN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
 )
-"""Characters that no page may hold, that are no UTF-8, or that turn the direction of the text after them."""
+"""Characters that a page must not contain, that UTF-8 cannot encode, or that change the direction of text."""
 _VOID = frozenset({"meta"})
 CHARACTER_WIDTH = 6.4
-"""Pixels of a character of the drawings' text, a little more than most need."""
+"""Width in pixels to reserve for a character of a drawing; most characters need a little less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element with its attributes and what is inside it."""
+    """HTML or SVG element with attributes and children."""
 
     name: str
     attributes: tuple[tuple[str, str], ...]
     children: tuple["Element | str", ...]
 
     def render(self) -> str:
-        """The element as text that both an HTML and an XML parser read."""
+        """Return the element as text that HTML and XML parsers read."""
         attributes = "".join(f' {name}="{html.escape(clean(value))}"' for name, value in self.attributes)
         if self.name in _VOID:
             return f"<{self.name}{attributes}/>"
@@ -36,9 +36,10 @@ class Element:
 
 
 def element(tag: str, /, *children: "Element | str | None", **attributes: "str | float | None") -> Element:
-    """An element. ``None`` leaves a child or an attribute out.
+    """Make an element. ``None`` leaves a child or an attribute out.
 
-    Names of attributes: an underscore at the end falls away, others are hyphens; figures are written in short.
+    An underscore at the end of an attribute's name is removed; other underscores become hyphens. ``short`` writes
+    numbers.
     """
     pairs = tuple(
         (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else short(value))
@@ -49,12 +50,12 @@ def element(tag: str, /, *children: "Element | str | None", **attributes: "str |
 
 
 def clean(text: str) -> str:
-    """``text`` with a mark in place of each character that a page cannot or must not show."""
+    """Replace each character that a page cannot or must not show."""
     return _UNSHOWN.sub("\ufffd", text)
 
 
 def short(value: float) -> str:
-    """A figure of a drawing, to a hundredth."""
+    """Write a number of a drawing, rounded to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
@@ -70,11 +71,11 @@ def table(
     numbers: Set[int] = frozenset(),
     words: int | None = None,
 ) -> Element:
-    """A table.
+    """Make a table.
 
     Args:
-        numbers: the columns, from 0, that stand at the right.
-        words: the column that takes long text.
+        numbers: Columns, counted from 0, that are aligned to the right.
+        words: Column with long text.
     """
 
     def cell(name: str, column: int, content: Element | str) -> Element:
@@ -106,12 +107,12 @@ class Scale:
     """Pixel of ``high``."""
 
     def __call__(self, value: float) -> float:
-        """The pixel of ``value``, inside the drawing."""
+        """Return the pixel of ``value``, limited to the drawing."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 
     def ticks(self, most: int) -> list[float]:
-        """Round figures inside the scale, ``most`` of them at most."""
+        """Return at most ``most`` round figures inside the scale."""
         step = _round_step((self.high - self.low) / max(1, most))
         if step is None:
             return [self.low]
@@ -120,7 +121,7 @@ class Scale:
 
 
 def _round_step(least: float) -> float | None:
-    """1, 2 or 5 times a power of ten, at least ``least``; None where there is no such."""
+    # 1, 2 or 5 times a power of ten, at least ``least``; None where there is no such.
     # Steps below this would vanish in the rounding of floats.
     if not math.isfinite(least) or least < 1e-12:
         return None
@@ -129,7 +130,7 @@ def _round_step(least: float) -> float | None:
 
 
 def figure(value: float) -> str:
-    """A figure at an axis: ``0.25``, ``1,200``, ``3e+06``."""
+    """Write the figure of a tick: ``0.25``, ``1,200``, ``3e+06``."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}"
@@ -138,12 +139,12 @@ def figure(value: float) -> str:
 def drawing(
     name: str, *shapes: Element | None, width: int, height: int, title: str, description: str, role: str = "img"
 ) -> Element:
-    """An SVG of its own size.
+    """Make an SVG of fixed size.
 
     Args:
-        name: unique on the page.
-        description: the drawing in words.
-        role: ``group`` where something in it can be followed, ``img`` else.
+        name: Unique on the page.
+        description: Describes the drawing for readers who do not see it.
+        role: ``group`` if the drawing contains links, ``img`` otherwise.
     """
     return element(
         "div",
@@ -161,23 +162,22 @@ def drawing(
 
 
 def text(content: str, x: float, y: float, class_: str = "", anchor: str = "start") -> Element:
-    """Words at a place; ``y`` is their baseline."""
+    """Make a text; ``y`` is the baseline."""
     return element("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Element:
-    """A straight line."""
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def cross(x: float, y: float, words: str, size: float = 4.5) -> Element:
-    """The mark of a failure; ``words`` show while it is pointed at."""
+    """Make the mark of a failure; ``words`` appear while the pointer is on it."""
     path = f"M{x - size:.2f} {y - size:.2f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
     return element("path", element("title", words), d=path, class_="failure")
 
 
 def swatch(class_: str) -> Element:
-    """A colour of a legend."""
+    """Make the coloured square of a legend entry."""
     shape = element("rect", x=0, y=1, width=22, height=10, class_=class_)
     return element("svg", shape, viewBox="0 0 22 12", aria_hidden="true")
 
@@ -191,7 +191,7 @@ def x_axis(
     words: Callable[[float], str] = figure,
     top: float | None = None,
 ) -> Element:
-    """Ticks and words below ``y``; lines up to ``top`` where it is given."""
+    """Draw ticks and figures below ``y``, and grid lines up to ``top`` if it is given."""
     parts = []
     for tick in scale.ticks(most):
         x = scale(tick)
@@ -205,7 +205,7 @@ def x_axis(
 
 
 def y_axis(scale: Scale, left: float, right: float, *, label: str, most: int = 6) -> Element:
-    """Words at the left of ``left`` and lines across to ``right``; ``label`` stands on top, above marks of 30."""
+    """Draw figures left of ``left`` and grid lines to ``right``. ``label`` stands above, over marks of 30 pixels."""
     parts = [
         part
         for tick in scale.ticks(most)

@@ -1,4 +1,4 @@
-"""Reads the folder of a run: its records, the controller's decisions, and the placement in force."""
+"""Reads the folder of a run: records, decisions of the controller, and the current placement of experts."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +9,17 @@ from typing import Any, TypeVar, get_type_hints
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.events import Metrics, PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue, decode, parse_json
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
 
 DECISIONS_FILE = "decisions.jsonl"
 PLACEMENTS_FOLDER = "placements"
 MAX_PLAN_BYTES = 64 * 2**20
-"""Limit of a placement's file; a run writes smaller ones."""
+"""Limit of the size of a placement file; files of real runs are smaller."""
 MAX_EXPERTS = 2**16
 POLL_SECONDS = 0.5
-"""Interval between checks of the files while a page follows its run."""
+"""Interval between checks of the files while the page follows a run."""
 MAX_SHARE = 0.1
 """Limit of the share of time that writing pages takes."""
 _LARGEST = 2**63 - 1
@@ -28,25 +29,25 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The control plane's answer to a loss or a request to join or leave: a line of ``decisions.jsonl``."""
+    """Answer of the controller to a loss or to a request to join or leave: a line of ``decisions.jsonl``."""
 
     generation: int
-    """The membership that ended."""
+    """Generation of the membership that ended."""
     time_unix_seconds: float
-    """Time of the decision, by the wall clock of the controller."""
+    """Time of the decision by the controller's wall clock."""
     reason: str
-    """Reason of its end."""
+    """Reason why the membership ended."""
     lost_nodes: tuple[int, ...] = ()
     """Nodes that were lost."""
     left_nodes: tuple[int, ...] = ()
     """Nodes that left on request."""
     joined_nodes: tuple[int, ...] = ()
     declined: str | None = None
-    """Reason why the ranks could not continue in their processes; None where they could."""
+    """Reason why the ranks could not continue in their processes; None if they could."""
     previous_ranks: tuple[int | None, ...] = ()
-    """Previous rank of each rank of the next membership; None for a new process. Empty where declined."""
+    """Previous rank of each rank of the next membership; None for a new process. Empty if ``declined``."""
     nodes: tuple[int, ...] = ()
-    """Node of each rank of the next membership. Empty where declined."""
+    """Node of each rank of the next membership. Empty if ``declined``."""
 
     @classmethod
     def of(cls, line: Mapping[str, JsonValue]) -> "Decision":
@@ -71,26 +72,26 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """All records of a run, each kind in the order it was written."""
+    """All records of a run, each kind in the order of writing."""
 
     folder: str
-    """Name of the run's folder."""
     events: tuple[Record, ...] = ()
     metrics: tuple[Metrics, ...] = ()
-    """Metrics of all attempts; an iteration that was run again is there for each time."""
+    """Metrics of all attempts. An iteration that ran again has one entry for each time."""
     decisions: tuple[Decision, ...] = ()
     plans: tuple[PlacementPlan, ...] = ()
-    """The newest placement of each pipeline stage; empty where the folder does not hold it."""
+    """Newest placement of each pipeline stage; empty if the folder holds none."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read a run's folder; the run may not have ended.
+    """Read the folder of a run. The run may still be going on.
 
     Raises:
-        DataError: no such run, or a line other than an unfinished last one is damaged; names file and line.
+        DataError: there is no such run, or a line is damaged, other than an unfinished last one. The message names file
+            and line.
     """
     try:
-        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(Record.from_record)))
+        events = tuple(read_lines(run_dir / EVENTS_FILE, _bounded(read_record)))
         metrics = tuple(read_lines(run_dir / METRICS_FILE, _bounded(to_metrics)))
         path = run_dir / DECISIONS_FILE
         return RunFiles(
@@ -154,15 +155,12 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Write the page now and whenever the run has reported more, until it has ended.
+    """Write the page now and after each new report, until the run has ended. Return whether it has ended.
 
     Args:
-        write: writes the page; returns whether the run has ended.
-        every_seconds: least time between two pages.
-        patience_seconds: longest time without a new record.
-
-    Returns:
-        Whether the run has ended; False where it reported nothing for ``patience_seconds``.
+        write: Writes the page and returns whether the run has ended.
+        every_seconds: Shortest time between two pages.
+        patience_seconds: Longest time without a new record; after it the function returns False.
     """
     while True:
         # Before the page is written: what is appended meanwhile has to lead to another page.
@@ -179,7 +177,7 @@ def follow(
 
 
 def sizes(run_dir: Path) -> tuple[int, ...]:
-    """Bytes of the files that grow during a run; 0 for a missing one."""
+    """Return the sizes in bytes of the files that grow during a run; 0 for a missing one."""
 
     def size(path: Path) -> int:
         try:

@@ -1,4 +1,4 @@
-"""The loss curve with the failures and recoveries of the run."""
+"""Draws the loss curve with the failures and recoveries of a run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from megatron_ft.telemetry.report.recoveries import ranges
 WIDTH, HEIGHT = 1000, 330
 LEFT, RIGHT, TOP, BOTTOM = 64, 984, 54, 280
 MAX_POINTS = 900
-"""Limit of drawn iterations; above it the lowest and the highest of neighbours are drawn."""
+"""Limit of drawn iterations. Above it, only the lowest and highest loss of neighbours are drawn."""
 
 
 def loss_plot(report: RunReport) -> Element:
-    """Training and validation loss over iterations, failures as crosses, recoveries as numbered lines."""
+    """Draw training and validation loss over iterations, failures as crosses, and recoveries as numbered lines."""
     x, y = _scales(report)
     points = [(x(iteration), y(loss)) for iteration, loss in thinned(report.loss)]
     return drawing(
@@ -47,14 +47,14 @@ def _described(report: RunReport) -> str:
     first, last = report.loss[0], report.loss[-1]
     lowest = min(report.loss, key=lambda point: point[1])
     curve = (
-        f"Training loss from {figure(first[1])} at iteration {first[0]} to {figure(last[1])} at iteration {last[0]}, "
-        f"lowest {figure(lowest[1])} at iteration {lowest[0]}."
+        f"The training loss goes from {figure(first[1])} at iteration {first[0]} to {figure(last[1])} at "
+        f"iteration {last[0]}. The lowest is {figure(lowest[1])} at iteration {lowest[0]}."
     )
     return " ".join([curve, *(f"{mark.words}." for mark in report.marks[:20])])
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """About ``most`` points: the lowest and the highest of neighbours, so that no spike is lost."""
+    """Reduce ``points`` to about ``most``. Keeps the lowest and highest of neighbours, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -86,7 +86,6 @@ def _evaluation(x: float, y: float, iteration: int, loss: float) -> Element:
 
 
 def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
-    """Lines of recoveries and changes with their numbers above the plot, crosses of failures on its upper edge."""
     for mark in marks:
         if mark.number is not None:
             at = x(mark.iteration)
@@ -99,7 +98,7 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
 
 
 def badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
-    """(numbers, pixel) of the badges for (pixel, number); those that would overlap become one."""
+    """Return (numbers, pixel) of the badges for (pixel, number). Badges that would overlap are merged."""
     found: list[tuple[tuple[int, ...], float]] = []
     for at, number in sorted(places):
         numbers: tuple[int, ...] = (number,)
@@ -124,14 +123,14 @@ def _badge(numbers: Sequence[int], at: float) -> Element:
 
 
 def sampled(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """``most`` points at even distances, the first and the last among them."""
+    """Return ``most`` points at even distances, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
 
 
 def legend_mark(kind: str) -> Element:
-    """A small picture of a mark."""
+    """Draw the mark of a legend entry."""
     shapes = {
         "curve": line(0, 6, 22, 6, "curve"),
         "failure": cross(11, 6, "", 4.0),

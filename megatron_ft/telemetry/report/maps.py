@@ -1,4 +1,4 @@
-"""Maps of a page, one for each layer: the load of experts over iterations, and which rank holds which expert."""
+"""Draws maps for each layer: the load of experts over iterations, and the ranks that hold each expert."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,31 +15,29 @@ NUM_BESIDE = 2
 LEFT, GUTTER = 40, 16
 TOP, BOTTOM = 26, 26
 MAX_HEIGHT, MAX_CELL = 176, 15
-"""Pixels of a map, and of one of its rows."""
+"""Largest height of a map and of one row, in pixels."""
 _LEAST_WITH_GAP = 4.0
 NUM_OPEN = 8
-"""Maps that a page shows at once; the others are folded."""
+"""Number of maps that a page shows unfolded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One map."""
-
     title: str
     num_rows: int
     num_columns: int
     runs: tuple[tuple[str, int, int, int], ...]
-    """Class, row, first column and number of columns of cells of the same class."""
+    """Class, row, first column and number of columns of each run of equal cells."""
     rows: tuple[str, str]
-    """Words at the first and the last row."""
+    """Labels of the first and the last row."""
     columns: tuple[str, str]
-    """Words under the first and the last column."""
+    """Labels of the first and the last column."""
     has_gaps: bool = False
-    """Whether a cell stands apart from its neighbours, as far as cells are large enough."""
+    """Whether to leave a gap between neighbouring cells if the cells are large enough."""
 
 
 def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, int, int]]:
-    """Neighbours of the same class as one; cells without a class stay empty."""
+    """Merge neighbouring cells of the same class. Cells without a class stay empty."""
     for row, classes in enumerate(rows):
         begin = 0
         for column in range(1, len(classes) + 1):
@@ -50,10 +48,10 @@ def runs_of(rows: Iterable[Sequence[str | None]]) -> Iterator[tuple[str, int, in
 
 
 def panels(name: str, maps: Sequence[Panel], *, title: str, description: str, more: str) -> Iterator[Element]:
-    """Drawings of all maps; those after the first few are folded under the words ``more``.
+    """Draw all maps. Those after the first few are folded under the title ``more``.
 
     Args:
-        name: unique on the page.
+        name: Unique on the page.
     """
     yield _sheet(name, maps[:NUM_OPEN], title, description)
     rest = [maps[begin : begin + NUM_OPEN] for begin in range(NUM_OPEN, len(maps), NUM_OPEN)]
@@ -103,35 +101,35 @@ def _panel(panel: Panel, left: float, top: float) -> Iterator[Element]:
 
 
 MAX_COLUMNS = 60
-"""Stretches of iterations that a map shows; neighbours are added up."""
+"""Limit of the columns of a map. Neighbouring iterations are summed into one column."""
 MAX_ROWS = 64
-"""Experts, or groups of neighbours, that a map shows; the busiest stands for its group."""
+"""Limit of the rows of a map. The busiest expert stands for a group of neighbours."""
 MAX_CELLS = 60_000
-"""Limit of the cells of all layers together; maps have fewer columns where there would be more."""
+"""Limit of the cells of all layers together. Above it, maps have fewer columns."""
 _MIN_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoads:
-    """One mixture layer."""
+    """Load of the experts of one MoE layer."""
 
     number: int
-    """Megatron's, from 1."""
+    """Layer number of Megatron, from 1."""
     columns: tuple[tuple[float, ...], ...]
-    """Tokens over the even share of each stretch of iterations and each row: 1 is even."""
+    """Tokens divided by the mean over experts, for each column of iterations and each row: 1 is even."""
     busiest: int
-    """The expert with the most tokens over the newest stretch."""
+    """Expert with the most tokens in the newest column of iterations."""
     max_over_even: float
-    """Its tokens over the even share."""
+    """Tokens of the busiest expert divided by the mean."""
     min_over_even: float
-    """The same of the expert with the fewest."""
+    """Tokens of the expert with the fewest, divided by the mean."""
     herfindahl: float
-    """Sum of squared shares over the newest stretch."""
+    """Sum of squared shares in the newest column of iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """All mixture layers, by the shape of the newest record; records of another shape are left out."""
+    """Loads of all MoE layers. The newest record decides the shape; records of another shape are left out."""
 
     num_experts: int
     experts_per_row: int
@@ -141,7 +139,7 @@ class ExpertLoads:
 
 
 def expert_loads(records: Iterable[Record]) -> ExpertLoads | None:
-    """The loads of a run; None without records. The newest record of an iteration counts."""
+    """Return the loads of a run; None without records. The newest record of an iteration counts."""
     loads = [record for record in records if isinstance(record, ExpertLoad) and record.layers and record.layers[0]]
     if not loads:
         return None
@@ -205,11 +203,11 @@ _LEVELS = (
     (4.0, "load-5", "2 to 4 times"),
     (float("inf"), "load-6", "4 times and more"),
 )
-"""Upper end, class, and words of each colour."""
+"""Upper limit, class and description of each colour."""
 
 
 def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
-    """The spread of tokens over the experts of each layer, from the first iterations to the newest."""
+    """Draw how the tokens of each layer spread over the experts, from the first iterations to the newest."""
     if loads is None:
         return
     yield element("h2", "Expert load", id="expert-load")
@@ -218,14 +216,14 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     per_row = "" if loads.experts_per_row == 1 else f" (the busiest of {loads.experts_per_row} neighbours in a row)"
     down = f"experts 0 to {loads.num_experts - 1} from top to bottom{per_row}"
     words = f"A map for each layer: {down}, iterations {first:,} to {last:,} from left to right."
-    yield element("p", f"{words} Colours are tokens over the even share.")
+    yield element("p", f"{words} Colours show tokens over the even share.")
     yield element("ul", *(element("li", swatch(class_), words) for _, class_, words in _LEVELS), class_="legend")
     yield from panels(
         "expert-load",
         maps,
         title="Load of experts",
         description=f"{words} The table below lists how uneven the newest are.",
-        more="The other layers",
+        more="Layers not shown above",
     )
     rows = [
         (
@@ -241,14 +239,14 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
     first, last = loads.stretches[-1]
     span = f"iterations {first:,} to {last:,}" if last > first else f"iteration {first:,}"
     found = table(f"Tokens over the even share, {span}", header, rows, numbers={0, 1, 2, 3, 4})
-    yield element("details", element("summary", "How uneven it is now"), found)
+    yield element("details", element("summary", "Present unevenness"), found)
     even = f"{1 / loads.num_experts:.3f}"
-    words = f"HHI: sum of squared shares; {even} is even, 1 is all tokens on one expert."
+    words = f"HHI: sum of squared shares; {even} is even, 1 means that one expert has all tokens."
     yield element("p", words, class_="soft")
 
 
 def level(load: float) -> str:
-    """The class of the colour of tokens over the even share."""
+    """Return the class of the colour for tokens divided by the mean."""
     return next(class_ for end, class_, _ in _LEVELS if load < end or end == float("inf"))
 
 
@@ -266,26 +264,26 @@ def _load_panel(loads: ExpertLoads, layer: LayerLoads) -> Panel:
 
 
 MAX_PLACEMENT_CELLS = 200_000
-"""Experts times ranks of all layers; larger placements are not drawn."""
+"""Limit of experts times ranks of all layers. Larger placements are not drawn."""
 MAX_CHANGES = 40
 _PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
 _PLACEMENT_LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one set of weights, more tokens"))
 
 
 def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[PlacementPlan]) -> Iterator[Element]:
-    """The rank of each expert replica now, and each placement that came into force."""
+    """Draw which ranks hold the replicas of each expert now, and list each placement that came into force."""
     if not placements:
         return
     newest = placements[-1]
     yield element("h2", "Placement", id="placement")
-    yield element("p", f"In force from iteration {newest.iteration:,} on ({newest.reason}).")
+    yield element("p", f"In force since iteration {newest.iteration:,} ({newest.reason}).")
     yield element("ul", *(element("li", line, class_="words") for line in newest.stages[:64]))
     maps = [_placement_panel(plan, layer) for plan in plans for layer in range(len(plan.layer_numbers))]
     num_cells = sum(plan.num_experts * len(plan.ranks) * len(plan.slots) for plan in plans)
     if not maps:
-        yield element("p", "Its slots are not drawn: the run's folder does not hold the plan.", class_="soft")
+        yield element("p", "Its slots are not drawn, because the run's folder has no plan of it.", class_="soft")
     elif num_cells > MAX_PLACEMENT_CELLS:
-        yield element("p", "Its slots are not drawn: there are too many.", class_="soft")
+        yield element("p", "Its slots are not drawn, because there are too many.", class_="soft")
     else:
         yield element("p", _PLACEMENT_WORDS)
         yield element(
@@ -295,11 +293,11 @@ def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[Place
             "placement-map",
             maps,
             title="Placement",
-            description=f"{_PLACEMENT_WORDS} A filled cell: the rank holds the expert. The lines above sum it up.",
-            more="The other layers",
+            description=f"{_PLACEMENT_WORDS} A filled cell: the rank has the expert. The list above sums up the maps.",
+            more="Layers not shown above",
         )
         yield element("details", element("summary", "Ranks and failure domains"), _ranks(plans))
-    yield element("details", element("summary", "How it came to be"), _changes(placements))
+    yield element("details", element("summary", "History of the placement"), _changes(placements))
 
 
 def _placement_panel(plan: PlacementPlan, layer: int) -> Panel:
@@ -327,14 +325,14 @@ def _ranks(plans: Sequence[PlacementPlan]) -> Element:
             held = [len(by_rank[position]) for by_rank in plan.slots]
             few, most = min(held, default=0), max(held, default=0)
             rows.append((str(rank), str(stage), domain, str(most) if few == most else f"{few} to {most}"))
-    header = ("rank", "stage", "failure domain", "filled slots a layer")
-    return table("Where the columns are", header, rows, numbers={0, 1, 3}, words=2)
+    header = ("rank", "stage", "failure domain", "filled slots per layer")
+    return table("Columns of the map", header, rows, numbers={0, 1, 3}, words=2)
 
 
 def _changes(placements: Sequence[PlacementInForce]) -> Element:
     shown = placements[-MAX_CHANGES:]
     more = len(placements) - len(shown)
-    caption = "Each placement that took over" + (f"; {more:,} earlier ones are left out" if more else "")
+    caption = "Placements that were in force" + (f"; {more:,} earlier ones are left out" if more else "")
     header = ("from iteration", "why", "moved", "took", "busiest rank over mean, before", "after", "predicted gain")
     return table(caption, header, [_change(record) for record in shown], numbers={0, 2, 3, 4, 5, 6}, words=1)
 

@@ -1,4 +1,4 @@
-"""The content of a page as plain values, made from a run's records."""
+"""Content of a page as plain values, made from the records of a run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,7 @@ from megatron_ft import events
 from megatron_ft.errors import EXIT_CODES
 from megatron_ft.events import Metrics, Record, RunStarted
 from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.records import OtherRecord
 from megatron_ft.telemetry.goodput import Goodput, instant, measure
 from megatron_ft.telemetry.read import newest_of_each
 from megatron_ft.telemetry.report.files import RunFiles
@@ -15,12 +16,12 @@ from megatron_ft.telemetry.report.maps import ExpertLoads, expert_loads
 from megatron_ft.telemetry.report.recoveries import Recovery, find_recoveries
 
 _HIGHEST = 1e30
-"""Larger losses are not drawn."""
+"""Limit of drawn losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a run according to its records."""
+    """State in which the run ended according to the records."""
 
     level: str
     """``good``, ``bad`` or ``open``."""
@@ -29,46 +30,48 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at an iteration of the loss curve."""
+    """Failure, recovery or change at an iteration of the loss curve."""
 
     iteration: int
     kind: str
     """``failure``, ``recovery`` or ``change``."""
     words: str
     number: int | None = None
-    """The recovery's number; None for a failure."""
+    """Number of the recovery; None for a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run on one page."""
+    """Content of the page of a run."""
 
     name: str
     model: str | None
     size: str | None
-    """Ranks, nodes and device of the newest start."""
+    """Ranks, nodes and device at the newest start."""
     outcome: Outcome
     iteration: int | None
-    """Newest iteration reported."""
+    """Newest reported iteration."""
     train_iterations: int | None
-    """Iteration the run ends at."""
+    """Last iteration of the run by its configuration."""
     loss: tuple[tuple[int, float], ...]
-    """(iteration, loss in nats per token), each iteration once; those without a finite loss are left out."""
+    """(iteration, loss in nats per token), each iteration once, without losses that are not finite."""
     evaluations: tuple[tuple[int, float], ...]
     """(iteration, validation loss in nats per token)."""
     marks: tuple[Mark, ...]
     recoveries: tuple[Recovery, ...]
     alerts: tuple[events.AlertRaised | events.AlertCleared, ...]
     goodput: Goodput
-    """Shares of the wall time of all its jobs."""
+    """Parts of the wall time of all jobs."""
     loads: ExpertLoads | None
-    """Load of the experts of each layer; None where it was not reported."""
+    """Load of the experts of each layer; None if it was not reported."""
     placements: tuple[events.PlacementInForce, ...]
     """Each placement of expert replicas that came into force."""
     plans: tuple[PlacementPlan, ...]
-    """Newest placement of each pipeline stage; empty where the folder does not hold it."""
+    """Newest placement of each pipeline stage; empty if the folder holds none."""
+    others: tuple[OtherRecord, ...]
+    """Events of kinds that this package does not define, in the order of writing."""
     num_jobs: int
-    """Number of starts of the command."""
+    """Number of jobs that this run has had."""
     num_events: int
     num_metrics: int
     newest_unix_seconds: float | None
@@ -76,7 +79,7 @@ class RunReport:
 
 
 def build(files: RunFiles) -> RunReport:
-    """The page of a run."""
+    """Compute the content of the page."""
     newest = newest_of_each(files.metrics)
     started = next((record for record in reversed(files.events) if isinstance(record, RunStarted)), None)
     # All metrics, not the newest of each iteration: those that were run again show what a failure cost.
@@ -98,6 +101,7 @@ def build(files: RunFiles) -> RunReport:
         loads=expert_loads(files.events),
         placements=tuple(record for record in files.events if isinstance(record, events.PlacementInForce)),
         plans=files.plans,
+        others=tuple(record for record in files.events if isinstance(record, OtherRecord)),
         num_jobs=num_jobs,
         num_events=len(files.events),
         num_metrics=len(files.metrics),

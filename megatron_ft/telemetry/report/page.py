@@ -1,11 +1,13 @@
-"""The page of a run: heading, alerts, loss, goodput, recoveries, loads and placement; a table beside each drawing."""
+"""Page of a run: heading, alerts, loss, goodput, recoveries, loads and placement. Each drawing has a table beside
+it."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 
 from megatron_ft.events import AlertCleared, AlertRaised
 from megatron_ft.formatting import seconds
-from megatron_ft.telemetry.goodput import Goodput
+from megatron_ft.records import OtherRecord
+from megatron_ft.telemetry.goodput import Goodput, instant
 from megatron_ft.telemetry.report.drawing import Element, drawing, element, figure, swatch, table
 from megatron_ft.telemetry.report.loss import legend_mark, loss_plot, sampled
 from megatron_ft.telemetry.report.maps import load_maps, placement_maps
@@ -30,13 +32,14 @@ _SHARES = (
     ("skipped_seconds", "skipped", "iterations that the vote did not commit"),
     ("recovery_seconds", "recovering", "recoveries, changes of membership, jobs that continue the run"),
     ("between_jobs_seconds", "between", "between jobs"),
-    ("other_seconds", "rest", "starts, evaluations, between iterations"),
+    ("other_seconds", "rest", "starts, evaluations, time between iterations"),
 )
-"""Field of the figures, class of its colour, and its words."""
+"""Field of ``Goodput``, class of the colour, and description."""
 _ETTR = (
-    "ETTR, the effective training time ratio, is the time of iterations that count over wall time. The formula "
-    "(MoEvement, section 2.4) takes this run's waiting per iteration, mean time between interruptions and mean time "
-    "lost to one; it has no starts, no evaluations and no time between jobs, so a large difference comes from them."
+    "ETTR, the effective training time ratio, is the time of iterations that count divided by wall time. The "
+    "formula (MoEvement, section 2.4) uses this run's waiting time per iteration, mean time between "
+    "interruptions and mean time lost to one. It leaves out starts, evaluations and time between jobs, so a "
+    "large difference comes from these."
 )
 _HEADER = (
     "#",
@@ -50,17 +53,17 @@ _HEADER = (
     "trained again",
 )
 _COLUMNS = (
-    "Seconds: from the decision until all ranks were ready. Pause: from the first failure until the first iteration "
-    "after it was reported. Replayed: iterations computed from windows or logs. Trained again: iterations that had "
-    "been reported before."
+    "Seconds: from the decision until all ranks were ready. Pause: from the first failure until the first "
+    "iteration after it was reported. Replayed: iterations computed again from windows or logs. Trained again: "
+    "iterations that had been reported before."
 )
 
 
 def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
-    """The page as HTML that fetches nothing; it is well-formed XML, too.
+    """Return the page as HTML that loads nothing else; the text is also well-formed XML.
 
     Args:
-        refresh_seconds: how often a browser reads it again; None where it does not change.
+        refresh_seconds: Interval at which a browser reads the page again; None if the page does not change.
     """
     again = None if refresh_seconds is None else str(refresh_seconds)
     head = element(
@@ -82,6 +85,7 @@ def render(report: RunReport, *, refresh_seconds: int | None = None) -> str:
         *load_maps(report.loads),
         *placement_maps(report.placements, report.plans),
         *timelines(report.recoveries),
+        *_others(report.others),
     )
     body = element("body", main, _footer(report, again))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en').render()}\n"
@@ -135,10 +139,10 @@ def _alerts(alerts: Sequence[AlertRaised | AlertCleared]) -> Iterator[Element]:
         yield element("p", "All alerts are cleared.", class_="good")
     shown = alerts[-MAX_ALERTS:]
     more = len(alerts) - len(shown)
-    caption = "In the order they were reported" + (f"; {more:,} earlier ones are left out" if more else "")
+    caption = "In the order of their reports" + (f"; {more:,} earlier ones are not shown" if more else "")
     rows = [(f"{record.iteration:,}", record.describe().text) for record in shown]
     found = table(caption, ("iteration", "what"), rows, numbers={0}, words=1)
-    yield element("details", element("summary", "All of them"), found)
+    yield element("details", element("summary", "All alerts"), found)
 
 
 def _loss(report: RunReport) -> Iterator[Element]:
@@ -170,7 +174,7 @@ def _goodput(found: Goodput) -> Iterator[Element]:
     yield _share_bar([(class_, f"{words}: {_percent(share)}", share) for class_, words, _, share in present])
     yield element("ul", *(element("li", swatch(class_), words) for class_, words, *_ in present), class_="legend")
     rows = [(words, seconds(took), _percent(share)) for _, words, took, share in shares]
-    found_table = table("All of the wall time", ("what", "time", "share"), rows, numbers={1, 2})
+    found_table = table("All shares of the wall time", ("what", "time", "share"), rows, numbers={1, 2})
     yield element("details", element("summary", "The shares as a table"), found_table)
     yield element("p", _ETTR, class_="soft")
 
@@ -183,8 +187,8 @@ def _goodput_figures(found: Goodput) -> Iterator[tuple[str, str]]:
     yield "wall time", seconds(found.wall_seconds)
     yield "interruptions", f"{found.num_interruptions:,}"
     if found.num_interruptions:
-        yield "up between them", seconds(found.mtbf_seconds)
-        yield "lost to each", seconds(found.lost_per_interruption_seconds)
+        yield "time between interruptions", seconds(found.mtbf_seconds)
+        yield "time lost to each", seconds(found.lost_per_interruption_seconds)
 
 
 def _share_bar(shares: Sequence[tuple[str, str, float]]) -> Element:
@@ -213,7 +217,7 @@ def _summary(recoveries: Sequence[Recovery]) -> Iterator[Element]:
         yield element("p", "Nothing was lost, and no nodes joined or left.", class_="soft")
         return
     yield table(
-        "Each recovery and change of membership; details are below",
+        "Each recovery and change of membership; see the details below",
         _HEADER,
         [_recovery_row(recovery) for recovery in recoveries],
         numbers={0, 1, 4, 5, 6, 7, 8},
@@ -240,13 +244,26 @@ def _recovery_row(recovery: Recovery) -> tuple[Element | str, ...]:
     )
 
 
+def _others(records: Sequence[OtherRecord]) -> Iterator[Element]:
+    if not records:
+        return
+    yield element("h2", "Other events", id="others")
+    shown = records[-MAX_ALERTS:]
+    more = len(records) - len(shown)
+    caption = "Kinds that other packages define" + (f"; {more:,} earlier ones are left out" if more else "")
+    rows = [(_utc(record.time_unix_seconds), record.describe().text) for record in shown]
+    yield table(caption, ("UTC", "what"), rows, words=1)
+
+
+def _utc(at: float | None) -> str:
+    known = instant(at)
+    return "not known" if known is None else f"{datetime.fromtimestamp(known, timezone.utc):%Y-%m-%d %H:%M:%S}"
+
+
 def _footer(report: RunReport, again: str | None) -> Element:
-    newest = ""
-    if report.newest_unix_seconds is not None:
-        at = datetime.fromtimestamp(report.newest_unix_seconds, timezone.utc)
-        newest = f"; the newest is of {at:%Y-%m-%d %H:%M:%S} UTC"
+    newest = "" if report.newest_unix_seconds is None else f"; the newest is of {_utc(report.newest_unix_seconds)} UTC"
     jobs = f", {report.num_jobs} jobs" if report.num_jobs > 1 else ""
     live = "" if again is None else f" The run continues: this page is read again every {again} s."
     return element(
-        "footer", f"From {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}.{live}"
+        "footer", f"Made from {report.num_events:,} events and {report.num_metrics:,} metrics{jobs}{newest}.{live}"
     )

@@ -1,4 +1,4 @@
-"""The recoveries of a run, from its records: which records belong to each, when it began and ended, what it cost."""
+"""Finds the recoveries of a run: which records belong to each, when it began and ended, and what it cost."""
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,16 +14,16 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 # Records come from files: a damaged one may name any number of ranks, each of which would take memory.
 MAX_RANKS = 4096
-"""Limit of the ranks of one membership that a page follows one by one."""
+"""Limit of the ranks of a membership that the page shows one by one."""
 NUM_AROUND = 3
-"""Iterations that are shown before and after a recovery."""
+"""Iterations shown before and after a recovery."""
 _NEVER = float("inf")
 
 _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipChanged | events.StageRecovery
-"""Records that name the generation they begin."""
+"""Records that name the generation that they begin."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
-"""Records of what ranks continue from; they do not name their recovery."""
+"""Records of the state that ranks continue from. They do not name the recovery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,67 +31,67 @@ class Course:
     """The times of a recovery, in seconds since 1970."""
 
     begin: float
-    """The first failure, or when the change was requested."""
+    """Time of the first failure, or of the request for the change."""
     decided: float
-    """Time at which ranks began to continue."""
+    """Time at which ranks began to recover."""
     ready: float
-    """The end of the last record of it."""
+    """End of the last record of the recovery."""
     before: tuple[Metrics, ...] = ()
-    """The last iterations before, the newest last; none where nothing was trained since the recovery before it."""
+    """Last iterations before the recovery, newest last; empty if nothing was trained since the previous recovery."""
     after: tuple[Metrics, ...] = ()
-    """The first iterations after."""
+    """First iterations after the recovery."""
 
     @property
     def pause_seconds(self) -> float | None:
-        """Seconds from the beginning until the first iteration after it was reported."""
+        """Return the time from the beginning until the next iteration was reported."""
         first = self.after[0].time_unix_seconds if self.after else None
         return None if first is None else max(0.0, first - self.begin)
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """One recovery, or one requested change of membership: its records and their contents."""
+    """One recovery, or one requested change of membership, with all records that belong to it."""
 
     job: int
-    """Number of the job in this run, from 0: each start of the command is one."""
+    """Number of the job in this run, from 0."""
     generation: int
-    """The generation that it begins; 0 where a later job continues the run."""
+    """Generation that the recovery begins; 0 where a later job continues the run."""
     nodes_before: tuple[int | None, ...]
-    """The node of each rank until then; None where no record names it."""
+    """Node of each rank before the recovery; None where no record names it."""
     nodes_after: tuple[int | None, ...]
-    """The node of each rank from then on."""
+    """Node of each rank after the recovery."""
     number: int = 0
-    """Counted from 1 over the whole run."""
+    """Number of the recovery in the run, from 1."""
     records: list[Record] = field(default_factory=list)
-    """Its records in the order of writing."""
+    """Records in the order of writing."""
     decision: Decision | None = None
-    """The controller's decision."""
+    """Decision of the controller."""
     course: Course | None = None
-    """None where its records have no times."""
+    """Times of the recovery; None where the records have no times."""
     num_again: int | None = None
-    """Iterations that had been reported and were trained once more; None where that is not known."""
+    """Reported iterations that were trained again; None if not known."""
 
     def every(self, kind: type[_Kind]) -> list[_Kind]:
-        """Its records of a kind."""
+        """Return all records of one kind."""
         return [record for record in self.records if isinstance(record, kind)]
 
     def newest(self, kind: type[_Kind]) -> _Kind | None:
-        """Its newest record of a kind."""
+        """Return the newest record of one kind."""
         return next(reversed(self.every(kind)), None)
 
     @property
     def is_new_job(self) -> bool:
-        """Whether another job continues the run."""
+        """Return whether another job continues the run."""
         return self.generation == 0
 
     @property
     def is_restart(self) -> bool:
-        """Whether all ranks are new processes, in the same job or in a later one."""
+        """Return whether all ranks are new processes, in the same job or a later one."""
         return self.is_new_job or bool(self.every(events.RanksRestarted))
 
     @property
     def is_failure(self) -> bool:
-        """Whether something was lost; otherwise the change was requested, or another job continued the run."""
+        """Return whether something was lost. If not, the change was requested, or another job continued the run."""
         if self.is_new_job or self.every(events.RankFailed):
             return bool(self.every(events.RankFailed))
         lost = self.decision is not None and bool(self.decision.lost_nodes)
@@ -99,7 +99,8 @@ class Recovery:
 
     @property
     def lost(self) -> str:
-        """``node 2; ranks 4-5 (SIGKILL)``, with a count of ranks that failed because of these; else the reason."""
+        """Describe the loss, e.g. ``node 2; ranks 4-5 (SIGKILL)`` with a count of ranks that failed as a consequence.
+        Without a loss, returns the reason."""
         failures = {record.rank: record for record in self.every(events.RankFailed)}
         causes: dict[str, list[int]] = {}
         for rank, record in failures.items():
@@ -111,7 +112,7 @@ class Recovery:
         named += [f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({ending})" for ending, ranks in causes.items()]
         others = len(failures) - sum(map(len, causes.values()))
         if named and others:
-            named.append(f"{others} more rank{'s' * (others != 1)} because of it")
+            named.append(f"{others} more rank{'s' * (others != 1)} as a consequence")
         return "; ".join(named) or self._reason
 
     @property
@@ -120,12 +121,12 @@ class Recovery:
             if (record := self.newest(kind)) is not None:
                 return record.reason
         if self.is_new_job:
-            return "the job before ended without a record"
+            return "the previous job ended without a record"
         return "not known" if self.decision is None else self.decision.reason
 
     @property
     def strategy(self) -> str:
-        """The strategy that recovered the state, see ``RecoveryStarted``."""
+        """Return the strategy that recovered the state, see ``RecoveryStarted``."""
         started = self.newest(events.RecoveryStarted)
         if started is None and self.every(events.CheckpointLoaded):
             return "checkpoint"  # earlier versions reported nothing else of a new job that loads a checkpoint
@@ -133,7 +134,7 @@ class Recovery:
 
     @property
     def iteration(self) -> int:
-        """Newest iteration of the state that ranks continue from."""
+        """Return the newest iteration in the state that ranks continue from."""
         for kind in (events.RecoveryStarted, events.MembershipChanged, events.StageRecovery):
             if not self.is_new_job and (record := self.newest(kind)) is not None:
                 return record.iteration
@@ -142,7 +143,7 @@ class Recovery:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the decision until all ranks were ready."""
+        """Return the time from the decision until all ranks were ready."""
         changed = self.newest(events.MembershipChanged)
         if changed is not None and not self.every(events.StageRecovery):
             return duration(changed.seconds)
@@ -153,31 +154,31 @@ class Recovery:
 
     @property
     def pause_seconds(self) -> float | None:
-        """Seconds from the first failure until the first iteration after it was reported."""
+        """Return the time from the first failure until the next iteration was reported."""
         return None if self.course is None or self.is_new_job else self.course.pause_seconds
 
     @property
     def num_replayed(self) -> int:
-        """Iterations replayed from windows or logs by the rank that replayed most."""
+        """Return the largest number of iterations that a rank replayed from windows or logs."""
         work = [*self.every(events.StageRecovery), *self.every(events.WindowReplayed)]
         return max((record.num_iterations for record in work), default=0)
 
     @property
     def num_failed_ranks(self) -> int:
-        """Ranks that are known to have failed; those of a lost node may have no record."""
+        """Return the number of ranks that are known to have failed. Ranks of a lost node may have no record."""
         return len({record.rank for record in self.every(events.RankFailed)})
 
     @property
     def declined(self) -> tuple[str, ...]:
-        """Everything that was not used, each with its reason."""
+        """Return every strategy and source that was not used, each with the reason."""
         started, decision = self.newest(events.RecoveryStarted), self.decision
         in_processes = None if decision is None else decision.declined
-        head = () if in_processes is None else (f"continuing without a restart: {in_processes}",)
+        head = () if in_processes is None else (f"continued without a restart: {in_processes}",)
         return head if started is None else head + started.declined
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """``1, 4-7``."""
+    """Write numbers as ranges: ``1, 4-7``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -190,12 +191,12 @@ def ranges(numbers: Sequence[int]) -> str:
 def find_recoveries(
     records: Iterable[Record], decisions: Iterable[Decision], metrics: Sequence[Metrics]
 ) -> tuple[tuple[Recovery, ...], int]:
-    """All recoveries and changes of membership of a run in the order they began, and the number of its jobs.
+    """Find all recoveries and changes of membership, in the order of their beginning, and the number of jobs.
 
     Args:
-        records: all events of the run, in the order they were written.
-        decisions: the controller's, in the same order.
-        metrics: of all attempts, in the same order.
+        records: All events of the run, in the order of writing.
+        decisions: Decisions of the controller, in the order of writing.
+        metrics: Metrics of all attempts, in the order of writing.
     """
     folding = _Folding()
     for record in records:
@@ -271,7 +272,7 @@ def _num_again(recovery: Recovery, earlier: Recovery | None) -> int | None:
 
 
 def _beginning(recovery: Recovery) -> float | None:
-    """The first failure, or when the change was requested, in seconds since 1970; None where no record has a time."""
+    # The first failure, or when the change was requested, in seconds since 1970; None where no record has a time.
     faults = [record for record in recovery.every(events.FailpointHit) if record.action != "delay"]
     failures: list[Record] = [*faults, *recovery.every(events.RankFailed)]
     return min([*_times(failures), *_decided(recovery)], default=None)
@@ -310,18 +311,18 @@ def _times(records: Sequence[Record]) -> list[float]:
 
 @dataclass(slots=True, kw_only=True)
 class _Folding:
-    """Assigns records, in the order they were written, to recoveries."""
+    """Assigns records to recoveries, in the order of writing."""
 
     recoveries: list[Recovery] = field(default_factory=list)
     pending: list[Record] = field(default_factory=list)
-    """Records of no recovery yet: failures, and what a job that starts continues from."""
+    """Records that belong to no recovery yet: failures, and the state that a starting job continues from."""
     job: int = -1
     has_ended: bool = True
-    """Whether the next start of ranks is that of another job."""
+    """Whether the next start of ranks belongs to another job."""
     starts: list[float | None] = field(default_factory=list)
     """Beginning of each job."""
     nodes: tuple[int | None, ...] = ()
-    """The node of each rank now."""
+    """Current node of each rank."""
     by_generation: dict[int, Recovery] = field(default_factory=dict)
     current: Recovery | None = None
 
@@ -387,7 +388,7 @@ class _Folding:
 
 
 def _spread(world_size: int, nodes: Sequence[int]) -> tuple[int | None, ...]:
-    """The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven."""
+    # The node of each of ``world_size`` ranks, evenly over ``nodes`` in their order; None where that is uneven.
     world_size = _bounded(world_size)
     each = world_size // len(nodes) if nodes and world_size % len(nodes) == 0 else 0
     return tuple(node for node in nodes for _ in range(each)) if each else (None,) * world_size

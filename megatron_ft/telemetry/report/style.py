@@ -1,4 +1,4 @@
-"""The style sheet of a page, light and dark; nothing is fetched."""
+"""Style sheet of the page for light and dark mode. It loads nothing."""
 
 STYLE = """
 :root {
@@ -88,4 +88,4 @@ summary:focus-visible, a:focus-visible { outline: 2px solid var(--loss); outline
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; font-size: .87rem; }
 @media print { details { break-inside: avoid; } }
 """
-"""No character in it has to be escaped."""
+"""Contains no character that HTML requires to escape."""

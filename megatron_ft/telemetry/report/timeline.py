@@ -1,4 +1,4 @@
-"""The timeline of each recovery: what each rank did and when, drawn as one lane per rank, and as tables."""
+"""Shows what each rank did during a recovery, and when: drawn with one lane per rank, and as tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,77 +26,77 @@ from megatron_ft.telemetry.report.recoveries import Course, Recovery
 KINDS = {
     "trains": "trains",
     "unfinished": "iteration that was interrupted",
-    "forms": "the membership forms",
+    "forms": "new groups are formed",
     "starts": "processes start",
     "loads": "loads a checkpoint",
     "replays": "replays (computes again)",
-    "serves": "serves its log",
-    "waits": "waits with its state",
+    "serves": "serves its upstream log",
+    "waits": "waits with its state kept",
     "other": "other",
 }
-"""The activities of a rank, and their words in the legend."""
+"""Activities of a rank, with their descriptions in the legend."""
 FAILURE = "failure"
-"""The moment from which the time of a recovery counts."""
+"""Name of the moment that the times of a recovery count from."""
 NUM_OPEN = 12
-"""Recoveries that a page shows unfolded; where there are more, all are folded."""
+"""Limit of unfolded recoveries. If there are more, all are folded."""
 MAX_STEPS = 200
 MAX_LANES = 512
-"""Ranks drawn, and listed in the table."""
+"""Limit of ranks in the drawing and in the table."""
 WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984
 FATE_WIDTH = 94
-"""Space for what happened to a rank, where anything did."""
+"""Width of the column that says what happened to a rank; used if anything happened to one."""
 BYTES_WIDTH = 130
-"""Column at the right for bytes of the log, where any moved."""
+"""Width of the right column for bytes of the tensor log; used if any were sent."""
 _BEHIND = ("forms", "starts")
 _MARGIN = 0.35
-"""Share of a recovery's length that is shown before and after it."""
+"""Time shown before and after a recovery, as a share of its duration."""
 _LEAST_MARGIN_SECONDS = 0.2
 _NONE = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something a rank did for a while. Times are in seconds after the failure."""
+    """Activity of a rank. Times are in seconds after the failure."""
 
     kind: str
     """One of ``KINDS``."""
     begin: float
     end: float
     label: str
-    """Stands in the bar where there is space."""
+    """Short text, drawn in the bar if there is space."""
     words: str
-    """Its full description."""
+    """Full description."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One rank, or a process that was a rank before the recovery only."""
+    """Row of a rank, or of a process that was a rank only before the recovery."""
 
     rank: int | None
-    """Its number after the recovery; None where it is gone."""
+    """Rank after the recovery; None if the process is gone."""
     previous: int | None
-    """Its number before; None for a new process at a new place."""
+    """Rank before the recovery; None for a new process at a new place."""
     node: int | None
     stage: int | None
-    """Its pipeline stage, where a record names it."""
+    """Pipeline stage, where a record names it."""
     fate: str
-    """``new process``, ``lost`` or the like; empty for a rank that stays in place."""
+    """``new process``, ``lost`` or similar; empty for a rank that continues in its place."""
     spans: tuple[Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds after the failure at which its process, or the one before it at its place, ended."""
+    """Seconds after the failure at which the process ended, or the previous process of that place."""
     work: events.StageRecovery | None = None
-    """Its own report of the recovery."""
+    """Report of this rank about the recovery."""
 
     @property
     def name(self) -> str:
-        """``rank 3``; the former number where it is gone."""
+        """Return ``rank 3``, with the previous number if the process is gone."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property
     def doing(self) -> str:
-        """Its activities between its last iteration before and its first one after."""
+        """List the activities between the last iteration before the recovery and the first one after it."""
         words = [span.words for span in self.spans if span.kind not in ("trains", "unfinished")]
         return "; ".join([*([self.fate] if self.fate else []), *words]) or "no record"
 
@@ -111,29 +111,29 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A recovery to be drawn. All times are in seconds after its first failure, or after it was requested."""
+    """Recovery to be drawn. Times are in seconds after the first failure, or after the request."""
 
     begin: float
     end: float
     lanes: tuple[Lane, ...]
-    """Lanes by stage, then by rank; processes that are gone come last."""
+    """Lanes by stage, then by rank. Processes that are gone come last."""
     instants: tuple[Instant, ...]
-    """The one from which time counts comes first."""
+    """Moments, beginning with the one that the times count from."""
 
     @property
     def zero(self) -> str:
-        """The moment from which time counts."""
+        """Name the moment that the times count from."""
         return "the failure" if self.instants[0].words == FAILURE else "it was requested"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of its spans, in the order of ``KINDS``."""
+        """Return the kinds of all spans, in the order of ``KINDS``."""
         seen = {span.kind for lane in self.lanes for span in lane.spans}
         return tuple(kind for kind in KINDS if kind in seen)
 
 
 def timeline_of(recovery: Recovery) -> Timeline | None:
-    """Lanes and moments of a recovery; None where records have no times, and for a job that continues the run."""
+    """Make the timeline of a recovery; None if records have no times or a later job continues the run."""
     course = recovery.course
     if course is None or recovery.is_new_job:
         return None
@@ -170,7 +170,6 @@ def _place(lane: Lane) -> tuple[bool, int, int]:
 
 
 def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
-    """A lane for each rank after the recovery, and for each one before that has no place any more."""
     before, after = recovery.nodes_before, recovery.nodes_after
     stages = {record.rank: record for record in recovery.every(events.StageRecovery)}
     previous = _previous_ranks(recovery)
@@ -198,7 +197,7 @@ def _lanes(recovery: Recovery, begin: float) -> Iterator[Lane]:
 
 
 def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
-    """The former number of each rank: by the decision, or by nodes where there is none."""
+    # The former number of each rank: by the decision, or by nodes where there is none.
     before, after = recovery.nodes_before, recovery.nodes_after
     decision = recovery.decision
     if decision is not None and len(decision.previous_ranks) == len(after) > 0:
@@ -213,7 +212,7 @@ def _previous_ranks(recovery: Recovery) -> tuple[int | None, ...]:
 
 
 def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
-    """(node, number on the node) of each rank."""
+    """Yield node and number on the node for each rank."""
     count: dict[int | None, int] = {}
     for node in nodes:
         count[node] = count.get(node, -1) + 1
@@ -221,7 +220,6 @@ def _local(nodes: Sequence[int | None]) -> Iterator[tuple[int | None, int]]:
 
 
 def _deaths(recovery: Recovery, begin: float) -> dict[int, float]:
-    """Rank before the recovery to the seconds after which it was gone."""
     dead: dict[int, float] = {}
     for record in recovery.every(events.RankFailed):
         at = instant(record.time_unix_seconds)
@@ -242,7 +240,6 @@ def _spans(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
 
 
 def _before(recovery: Recovery, course: Course) -> list[Span]:
-    """The iterations before, and the one that the failure interrupted."""
     spans = _training(course.before, 0.0, course.begin)
     newest = course.before[-1].time_unix_seconds if course.before else None
     if recovery.is_failure and spans and newest is not None and course.begin > newest:
@@ -253,10 +250,10 @@ def _before(recovery: Recovery, course: Course) -> list[Span]:
 
 
 def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> list[Span]:
-    """Trained iterations, none of which begins before ``from_seconds`` or before the end of the one before it.
+    """Return the trained iterations. None begins before ``from_seconds`` or before the end of the previous one.
 
     Args:
-        zero: the time from which spans count.
+        zero: Time that the spans count from.
     """
     spans: list[Span] = []
     free_from = from_seconds
@@ -274,7 +271,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
 
 
 def _during(lane: Lane, recovery: Recovery, course: Course) -> Iterator[Span]:
-    """List spans from the decision until the rank trains; spans drawn behind others come first."""
+    # List spans from the decision until the rank trains; spans drawn behind others come first.
 
     def span(kind: str, end: float | None, length: float | None, label: str, words: str) -> Iterator[Span]:
         until, length = instant(end), duration(length)
@@ -312,10 +309,10 @@ def _work(work: events.StageRecovery) -> str:
 
 
 def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
-    """The section of a page with one part for each recovery."""
+    """Return the section of a page with one part for each recovery."""
     if not recoveries:
         return
-    yield element("h2", "How each went", id="stories")
+    yield element("h2", "Details of each recovery", id="stories")
     is_open = len(recoveries) <= NUM_OPEN
     for recovery in recoveries:
         title = (
@@ -334,22 +331,22 @@ def timelines(recoveries: Sequence[Recovery]) -> Iterator[Element]:
 def _part(recovery: Recovery) -> Iterator[Element]:
     timeline = timeline_of(recovery)
     if timeline is None:
-        yield element("p", "No timeline: the records lack the times of its ranks' work.", class_="soft")
+        yield element("p", "No timeline: the records have no times of the ranks' work.", class_="soft")
     else:
         yield timeline_plot(f"timeline-{recovery.number}", timeline, f"Timeline of recovery {recovery.number}")
         legend = [element("li", _legend_bar(kind), KINDS[kind]) for kind in timeline.kinds]
         yield element("ul", *legend, class_="legend")
-        yield element("details", element("summary", "What each rank did"), _lane_table(timeline))
+        yield element("details", element("summary", "Work of each rank"), _lane_table(timeline))
     if recovery.declined:
         yield element("p", "Not used: " + "; ".join(recovery.declined), class_="soft")
-    yield element("details", element("summary", "What was recorded"), _step_table(recovery, timeline))
+    yield element("details", element("summary", "Recorded events"), _step_table(recovery, timeline))
 
 
 def _lane_table(timeline: Timeline) -> Element:
     shown = timeline.lanes[:MAX_LANES]
     more = len(timeline.lanes) - len(shown)
-    caption = "Ranks by stage" + (f"; {more} more are left out" if more else "")
-    header = ("rank", "stage", "node", "what it did", "began", "took", "replayed", "forward passes", "log bytes")
+    caption = "Ranks by stage" + (f"; {more} more are not shown" if more else "")
+    header = ("rank", "stage", "node", "work", "began", "took", "replayed", "forward passes", "log bytes")
     return table(caption, header, [_lane_row(lane) for lane in shown], numbers={0, 1, 2, 4, 5, 6, 7, 8}, words=3)
 
 
@@ -377,7 +374,7 @@ def _step_table(recovery: Recovery, timeline: Timeline | None) -> Element:
 
 
 def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
-    """(seconds after the failure, line) of each record of a recovery, by time; those without a time come last."""
+    """Return (seconds after the failure, line) of each record, by time. Records without a time come last."""
     course, decision = recovery.course, recovery.decision
 
     def after(at: float | None) -> float | None:
@@ -390,12 +387,12 @@ def steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
         words = decision.declined or f"decided how to continue: {decision.reason}"
         steps.append((after(decision.time_unix_seconds), words))
     for first in () if course is None else course.after[:1]:
-        steps.append((after(first.time_unix_seconds), f"first iteration after it: {first.iteration}"))
+        steps.append((after(first.time_unix_seconds), f"first iteration after the recovery: {first.iteration}"))
     return sorted(steps, key=lambda step: float("inf") if step[0] is None else step[0])
 
 
 def timeline_plot(name: str, timeline: Timeline, title: str) -> Element:
-    """The drawing: one lane per rank, by stage; ``name`` is unique on the page."""
+    """Draw one lane per rank, ordered by stage. ``name`` is unique on the page."""
     lanes = timeline.lanes[:MAX_LANES]
     most = max((lane.work.bytes_moved for lane in lanes if lane.work is not None), default=0)
     right = RIGHT - (BYTES_WIDTH if most else 0)
@@ -437,7 +434,6 @@ def _described(timeline: Timeline) -> str:
 
 
 def _group(lanes: Sequence[Lane], y: float) -> Element:
-    """A bracket and the stage's name beside its ranks."""
     bottom = y + len(lanes) * (LANE + GAP) - GAP
     first = lanes[0]
     words = "gone" if first.rank is None else "ranks" if first.stage is None else f"stage {first.stage}"
@@ -486,7 +482,7 @@ def _bytes(lane: Lane, x: float, y: float, most: int) -> Iterator[Element]:
 
 
 def _moments(timeline: Timeline, x: Scale, bottom: float) -> Iterator[Element]:
-    """Moments as lines; words where they do not run into each other."""
+    # Moments as lines; words where they do not run into each other.
     free_from = -1.0
     for moment in sorted(timeline.instants, key=lambda moment: moment.seconds):
         if not timeline.begin <= moment.seconds <= timeline.end:

@@ -1,1 +1,1 @@
-"""Places records go to, one file each; ``telemetry.sinks`` names them by ``_target_``."""
+"""Sinks for records, one module each. ``telemetry.sinks`` names them by ``_target_``."""

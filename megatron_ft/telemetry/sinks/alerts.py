@@ -1,4 +1,4 @@
-"""Alerts: reported once when a figure of the run passes its limit, and once when it is back."""
+"""Reports an alert once when a figure of the run passes a limit, and once when it is back."""
 
 import shutil
 import statistics
@@ -14,15 +14,15 @@ from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits,
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Windows over which the share of waiting is computed."""
+"""Number of windows over which the share of waiting is computed."""
 NUM_ITERATIONS = 20
-"""Iterations whose median time it is compared with."""
+"""Number of iterations whose median duration is the reference of an iteration's duration."""
 DISK_SECONDS = 30.0
 """Interval between checks of the disk."""
 
 
 def free_share(folder: Path) -> float:
-    """Free share of the file system that holds ``folder``, of what its users may have.
+    """Return the free share of the file system of ``folder``, as its users may use it.
 
     Raises:
         OSError: there is no such folder.
@@ -32,12 +32,12 @@ def free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Updates the figures that have alert limits from each record, reports each that passes its limit or returns."""
+    """Updates the figures that have alert limits, and reports when one passes its limit or returns."""
 
     name = "alerts"
 
     def __init__(self, limits: AlertLimits, *, free_disk_share: Callable[[], float]) -> None:
-        """``free_disk_share``: reads the disk; may raise OSError."""
+        """Compare with ``limits``. ``free_disk_share`` reads the disk; it may raise OSError."""
         self._limits = limits
         self._free_disk_share = free_disk_share
         self._raised: set[str] = set()
@@ -59,7 +59,7 @@ class AlertSink(Sink):
         return cls(limits, free_disk_share=partial(free_share, context.run_dir))
 
     def write(self, record: Record) -> None:
-        """Fold ``record`` in and compare all figures with their limits.
+        """Update the figures from ``record`` and compare all with their limits.
 
         Raises:
             OSError: the disk cannot be read.

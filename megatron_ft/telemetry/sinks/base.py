@@ -1,4 +1,4 @@
-"""Base of all sinks, and the context that a sink is opened with."""
+"""Base class of sinks, and the context that opens them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,53 +15,52 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a run."""
+    """Result of a run: exit code, reason and time."""
 
     exit_code: int
-    """See ``errors.EXIT_CODES``."""
+    """Exit code, see ``errors.EXIT_CODES``."""
     reason: str
-    """One sentence."""
     time_unix_seconds: float
     """Wall-clock time of the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkContext:
-    """The job that a sink is opened for."""
+    """Job that a sink is opened for."""
 
     config: JobConfig
     run_dir: Path
-    """Folder of the run; it exists."""
+    """Folder of the run, which exists."""
     world_size: int
     clock: Clock
     stream: TextIO | None
-    """Stream of the terminal; None for standard output."""
+    """Stream of the terminal sink; None for standard output."""
     first_loss: float | None
-    """Loss of the run's first iteration, where an earlier attempt has reported it."""
+    """Loss of the run's first iteration, if an earlier attempt reported it."""
 
     def state(self) -> RunState:
-        """The figures of a run that has reported nothing yet; each sink folds records into its own."""
+        """Return the state of a run that has reported nothing yet. Each sink adds records to its own copy."""
         train_iterations = self.config.training.train_iterations
         return RunState(time_opened_seconds=self.clock(), train_iterations=train_iterations, first_loss=self.first_loss)
 
 
 class Sink:
-    """A place records go to. One thread at a time calls it.
+    """Destination of records. Only one thread calls it at a time.
 
-    ``telemetry.sinks.<name>`` names a subclass by ``_target_``; its other entries are arguments of ``open``.
+    An entry ``telemetry.sinks.<name>`` names a subclass by ``_target_``. The other keys of the entry are arguments of
+    ``open``.
     """
 
     name: str
-    """Its name in events and messages."""
+    """Name of the sink in events and messages."""
     retries: bool = True
-    """Whether a later ``write`` may succeed after one that raised. Otherwise nothing more is written after the first
-    failure, and only ``close`` is called."""
+    """Whether ``write`` may succeed after a failed call. If False, only ``close`` is called after the first failure."""
     num_lost_records: int = 0
-    """Records accepted and later given up."""
+    """Number of records that the sink accepted and later dropped."""
 
     @classmethod
     def open(cls, context: SinkContext) -> "Sink | None":
-        """The sink of a job; None where the job's configuration switches it off.
+        """Open the sink for a job; None if the configuration of the job turns the sink off.
 
         Raises:
             OSError: a file cannot be opened.
@@ -69,15 +68,15 @@ class Sink:
         raise NotImplementedError
 
     def write(self, record: Record) -> None:
-        """Take one record with its time; kinds that do not concern the sink are ignored.
+        """Take one record with its time. Records of other kinds are ignored.
 
         May raise anything. Returns in well under a millisecond, whatever disk and network do.
         """
         raise NotImplementedError
 
     def take_reports(self) -> list[Record]:
-        """Records that the sink itself reports since the last call; all sinks are given them."""
+        """Return the records that the sink itself has created since the last call. They go to all sinks."""
         return []
 
     def close(self, outcome: Outcome) -> None:
-        """Put everything accepted in its place. Called once; takes a bounded time."""
+        """Write everything accepted to its destination. Called once; takes a bounded time."""

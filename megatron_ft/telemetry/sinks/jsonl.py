@@ -1,30 +1,29 @@
-"""Records as lines of ``metrics.jsonl`` and ``events.jsonl``."""
+"""Writes records as lines of ``metrics.jsonl`` and ``events.jsonl``."""
 
 import json
 import os
 from collections import deque
 from pathlib import Path
 
+from megatron_ft.durable import cut_half_line
 from megatron_ft.events import LogTruncated, Metrics, Record
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
-"""Lines kept in memory while the disk refuses them; beyond that the oldest are lost, and counted."""
-
-_CHUNK_BYTES = 1 << 16
+"""Limit of lines kept in memory while the disk refuses them. Above it, the oldest are dropped and counted."""
 
 
 class JsonlSink(Sink):
-    """One line per record, passed to the operating system when ``write`` returns.
+    """Appends one line per record; the operating system has it when ``write`` returns.
 
-    Durable records (see ``events.Record.durable``) are forced to disk, with all lines before them. When the disk
-    refuses, lines wait in memory and every later ``write`` tries again; a line is never half written. Appends to a file
-    of an older attempt; a half line that a crash left at its end is cut off.
+    Durable records (see ``events.Record.durable``) are forced to disk with all lines before them. If the disk refuses,
+    lines wait in memory and every later ``write`` tries again. A line is never half written. If a crash left a half
+    line at the end of the file, ``open`` removes it.
     """
 
     def __init__(self, path: Path, *, metrics: bool) -> None:
-        """``metrics``: take metrics records only; otherwise everything else.
+        """Open the file. ``metrics``: take metrics records only; otherwise take all others.
 
         Raises:
             OSError: the file cannot be opened.
@@ -32,7 +31,9 @@ class JsonlSink(Sink):
         self.name = path.name
         self._metrics = metrics
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._reports: list[Record] = self._cut_half_line()
+        self._reports: list[Record] = []
+        if num_dropped_bytes := cut_half_line(self._file):
+            self._reports.append(LogTruncated(file=self.name, num_dropped_bytes=num_dropped_bytes))
         self._pending: deque[bytes] = deque()
         self._unsynced = False
 
@@ -41,7 +42,7 @@ class JsonlSink(Sink):
         return cls(context.run_dir / (METRICS_FILE if metrics else EVENTS_FILE), metrics=metrics)
 
     def write(self, record: Record) -> None:
-        """Append one line, after the lines that wait; retry these whatever ``record`` is.
+        """Append one line after the lines that wait. Any record makes them try again.
 
         Raises:
             OSError: the disk refused; all lines wait for the next call.
@@ -61,7 +62,7 @@ class JsonlSink(Sink):
         return reports
 
     def close(self, outcome: Outcome) -> None:
-        """Write what waits and force it to disk.
+        """Write the lines that wait and force them to disk.
 
         Raises:
             OSError: some lines could not be written.
@@ -91,17 +92,3 @@ class JsonlSink(Sink):
         except OSError:
             os.ftruncate(self._file, start)
             raise
-
-    def _cut_half_line(self) -> list[Record]:
-        size = end = os.fstat(self._file).st_size
-        while end > 0:
-            # From the end: the log of a long run is large, and the half line is its last one.
-            start = max(0, end - _CHUNK_BYTES)
-            newline = os.pread(self._file, end - start, start).rfind(b"\n")
-            end = start if newline < 0 else start + newline + 1
-            if newline >= 0:
-                break
-        if end == size:
-            return []
-        os.ftruncate(self._file, end)
-        return [LogTruncated(file=self.name, num_dropped_bytes=size - end)]

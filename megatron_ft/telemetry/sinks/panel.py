@@ -1,9 +1,10 @@
-"""The live display: the state of a run as one panel of fixed shape."""
+"""Live display of a run on the terminal, as one panel of fixed shape."""
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 
 from rich.box import ASCII as ASCII_BOX
 from rich.box import ROUNDED
@@ -18,18 +19,18 @@ from megatron_ft.telemetry.expert_load import bin_loads, relative_load
 from megatron_ft.telemetry.state import RunState
 
 BLUE, ORANGE, VERMILION, GREEN = "#56b4e9", "#e69f00", "#d55e00", "#009e73"
-"""Colours of Okabe and Ito's palette, distinguishable with any colour vision; never the only sign."""
+"""Colours of Okabe and Ito's palette, distinguishable with any colour vision. Colour is never the only sign."""
 LEVEL_STYLES = {"info": "default", "good": GREEN, "warning": ORANGE, "bad": f"bold {VERMILION}"}
 LEVEL_MARKS = {"info": " ", "good": "+", "warning": "!", "bad": "x"}
 
 NUM_EVENTS = 5
-"""Events shown, at most."""
+"""Limit of events shown."""
 MAX_LAYERS = 8
 FULL_BAR = 2.0
-"""Load over the even share at which an expert's bar is full."""
+"""Load at which the bar of an expert is full: tokens divided by the mean over experts."""
 _LABEL_WIDTH = 11
 _FIXED_ROWS = 11
-"""Borders, blank rows, headings, progress and figures."""
+"""Rows of borders, blanks, headings, progress and figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,31 +38,31 @@ class Symbols:
     """Characters that a terminal can show."""
 
     heights: str
-    """Bars of rising height; the last fills its cell."""
+    """Bars of rising height; the last one fills the cell."""
     done: str
-    """The done part of a progress bar."""
+    """Character for the part of a progress bar that is done."""
     left: str
-    """The part that is left."""
+    """Character for the part that is left."""
     separator: str
-    """Separator of two facts of a line."""
+    """Separator between two facts of a line."""
     arrow: str
     """Arrow from one figure to another."""
 
     def bar(self, value: float, top: float) -> str:
-        """One character for ``value``, full at ``top`` and above; a blank for what is no number."""
+        """Return one character for ``value``. The bar is full at ``top`` and above, and blank for NaN."""
         if not math.isfinite(value) or top <= 0:
             return " "
         return self.heights[min(len(self.heights) - 1, max(0, int(value / top * len(self.heights))))]
 
     def chart(self, values: Sequence[float | None], *, num_rows: int) -> list[str]:
-        """A column per value, ``num_rows`` lines from the top down; ``None`` leaves its column blank."""
+        """Return ``num_rows`` lines from top to bottom with a column per value; ``None`` leaves a column blank."""
         finite = [value for value in values if value is not None]
         low, span = min(finite, default=0.0), (max(finite) - min(finite)) if finite else 0.0
         levels = [None if value is None else self._level(value - low, span, num_rows) for value in values]
         return ["".join(self._cell(level, row) for level in levels) for row in reversed(range(num_rows))]
 
     def progress(self, share: float, width: int) -> tuple[str, str]:
-        """Done and left part of a bar of ``width`` characters."""
+        """Return the done part and the rest of a bar of ``width`` characters."""
         num_done = min(width, max(0, int(share * width)))
         return self.done * num_done, self.left * (width - num_done)
 
@@ -79,7 +80,7 @@ ASCII = Symbols(heights="_.-~=+*#", done="#", left=".", separator="-", arrow="->
 
 
 def symbols_for(encoding: str | None) -> Symbols:
-    """``BLOCKS`` where ``encoding`` has these characters, else ``ASCII``."""
+    """Return ``BLOCKS`` if ``encoding`` has the characters, else ``ASCII``."""
     try:
         (BLOCKS.heights + BLOCKS.done + BLOCKS.left + BLOCKS.arrow).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -89,13 +90,13 @@ def symbols_for(encoding: str | None) -> Symbols:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedNote:
-    """A note and when it was made."""
+    """Note with the time of its creation."""
 
     time_unix_seconds: float
     note: Note
 
     def clock(self) -> str:
-        """Local time of day."""
+        """Return the local time of day."""
         return time.strftime("%H:%M:%S", time.localtime(self.time_unix_seconds))
 
 
@@ -110,30 +111,30 @@ class PanelStyle:
 
     @property
     def inner_width(self) -> int:
-        """Columns inside borders and padding."""
+        """Return the number of columns inside borders and padding."""
         return max(40, self.width - 6)
 
     @property
     def num_chart_rows(self) -> int:
-        """Rows of the loss curve."""
+        """Return the number of rows of the loss curve."""
         return 4 if self.height >= 30 else 3
 
     @property
     def num_events(self) -> int:
-        """Rows kept for events."""
+        """Return the number of rows for events."""
         return NUM_EVENTS if self.height >= 30 else 3
 
     def num_layers(self, state: RunState) -> int:
-        """Rows left for expert load."""
+        """Return the number of rows left for expert load."""
         others = _FIXED_ROWS + self.num_chart_rows + self.num_events + len(state.failed_sinks)
         return max(1, min(MAX_LAYERS, self.height - 1 - others))
 
 
 def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now_seconds: float) -> RenderableType:
-    """The whole display.
+    """Draw the whole panel.
 
     Args:
-        notes: What happened, oldest first; the last few are shown.
+        notes: Events, oldest first; the last few are shown.
         now_seconds: Wall clock.
     """
     style = replace(style, width=min(style.width, 120))
@@ -147,7 +148,7 @@ def panel(state: RunState, notes: Sequence[TimedNote], style: PanelStyle, *, now
         Text(),
         *_expert_load(state.expert_load, style, style.num_layers(state)),
         Text(),
-        *_events(notes, style.num_events),
+        *_events(notes, style),
         *_degraded(state),
     ]
     return Panel(
@@ -182,7 +183,6 @@ def _progress(state: RunState, style: PanelStyle, now_seconds: float) -> Text:
 
 
 def _curve(state: RunState, style: PanelStyle) -> list[Text]:
-    """The loss over the whole run, highest value above and lowest below on the left."""
     values = state.loss_curve(style.inner_width - _LABEL_WIDTH)
     finite = [value for value in values if value is not None]
     num_rows = style.num_chart_rows
@@ -216,7 +216,7 @@ def _figures(state: RunState) -> Table:
 
 
 def _standing(state: RunState, style: PanelStyle) -> Text:
-    """ETTR so far, interruptions and what protects the run; always one row."""
+    # ETTR so far, interruptions and what protects the run; always one row.
     goodput, run = state.run.goodput, state.run
     parts = []
     if goodput.ettr is not None and goodput.num_iterations:
@@ -233,7 +233,7 @@ def _standing(state: RunState, style: PanelStyle) -> Text:
 
 
 def _expert_load(load: ExpertLoad | None, style: PanelStyle, max_layers: int) -> list[Text]:
-    """A row of bars per mixture layer; where there are many, always the same evenly spaced ones."""
+    # A row of bars per MoE layer; where there are many, always the same evenly spaced ones.
     if load is None or not load.layers:
         return [Text("expert load: none reported yet", style="dim")]
     numbers = load.layer_numbers or tuple(range(1, len(load.layers) + 1))
@@ -257,23 +257,38 @@ def _layer(number: int, tokens: Sequence[int], style: PanelStyle) -> Text:
     return row
 
 
-def _events(notes: Sequence[TimedNote], num_rows: int) -> list[Text]:
-    lines = [
+def _events(notes: Sequence[TimedNote], style: PanelStyle) -> list[Text]:
+    """The newest events, each in one row or two: process ids, which people copy, stand at the end of a long one."""
+    lines = [row for timed in list(notes)[-style.num_events :] for row in _event(timed, style)][-style.num_events :]
+    return lines + [Text()] * (style.num_events - len(lines))
+
+
+def _event(timed: TimedNote, style: PanelStyle) -> list[Text]:
+    label_width, mark = _LABEL_WIDTH - 2, LEVEL_MARKS[timed.note.level]
+    width = style.inner_width - label_width
+    text, indent = f"{mark} {timed.note.text}", " " * (len(mark) + 1)
+    first, *others = wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    rows = [(f"{timed.clock()} ", first)]
+    if others:
+        rows.append(("", indent + " ".join(row.strip() for row in others)))
+    return [
         Text.assemble(
-            (f"{timed.clock()} ".ljust(_LABEL_WIDTH - 2), "dim"),
-            (f"{LEVEL_MARKS[timed.note.level]} {timed.note.text}", LEVEL_STYLES[timed.note.level]),
+            (label.ljust(label_width), "dim"),
+            (text, LEVEL_STYLES[timed.note.level]),
             no_wrap=True,
             overflow="ellipsis",
         )
-        for timed in list(notes)[-num_rows:]
+        for label, text in rows
     ]
-    return lines + [Text()] * (num_rows - len(lines))
 
 
 def _degraded(state: RunState) -> list[Text]:
     return [
         Text(
-            f"DEGRADED: {sink} takes no records ({error})", style=f"bold {VERMILION}", no_wrap=True, overflow="ellipsis"
+            f"DEGRADED: {sink} no longer accepts records ({error})",
+            style=f"bold {VERMILION}",
+            no_wrap=True,
+            overflow="ellipsis",
         )
         for sink, error in state.failed_sinks.items()
     ]

@@ -1,4 +1,4 @@
-"""``summary.json``: a run in a few figures, written when it ends."""
+"""Writes ``summary.json`` with a few figures of the run when it ends."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class SummarySink(Sink):
-    """Keeps the figures of the run and writes them at its end, in one atomic step."""
+    """Keeps the figures of the run and writes them in one atomic step at the end."""
 
     name = SUMMARY_FILE
 
@@ -30,16 +30,11 @@ class SummarySink(Sink):
         self._state.take(record)
 
     def close(self, outcome: Outcome) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: the disk refused.
-        """
         text = json.dumps(encode(self._figures(outcome)), indent=2, allow_nan=False) + "\n"
         replace_file(self._path, text.encode())
 
     def _figures(self, outcome: Outcome) -> dict[str, object]:
-        """The content of the file; ``docs/telemetry.md`` explains each key."""
+        # The content of the file; ``docs/telemetry.md`` explains each key.
         state = self._state
         return {
             "iterations": state.iteration,

@@ -1,4 +1,4 @@
-"""The run on the terminal: a live panel, or plain lines."""
+"""Shows the run on the terminal: as a live panel or as plain lines."""
 
 import sys
 import threading
@@ -20,13 +20,13 @@ REFRESHES_PER_SECOND = 2.0
 MAX_LINE_GAP_SECONDS = 60.0
 """Longest time between two plain lines during training."""
 LINE_GAP_SHARE = 1 / 60
-"""Least time between two plain lines, as a share of the time of the run so far."""
+"""Shortest time between two plain lines, as a share of the time since the run began."""
 
 
 class TerminalSink(Sink):
-    """Shows progress and events on a stream: live, or as plain lines.
+    """Shows progress and events on a stream, as a live panel or as plain lines.
 
-    Plain lines thin out as a run gets longer: each iteration of a short one, one a minute of a long one.
+    Plain lines become rarer as a run gets longer: a short run shows each iteration, a long one shows one a minute.
     Events and the last iteration are always shown.
     """
 
@@ -42,7 +42,7 @@ class TerminalSink(Sink):
         clock: Clock = time.time,
         stream: TextIO | None = None,
     ) -> None:
-        """``progress``: ``live``, ``plain`` or ``auto`` (live when ``stream`` is a terminal)."""
+        """Choose the display by ``progress``: ``live``, ``plain`` or ``auto`` (live if ``stream`` is a terminal)."""
         self._stream = stream if stream is not None else sys.stdout
         self._state = state
         self._clock = clock
@@ -129,7 +129,6 @@ class TerminalSink(Sink):
         self._print(self._iteration_line(record))
 
     def _catch_up(self) -> None:
-        """Print the newest iteration if its line was left out."""
         if self._skipped_line is not None:
             self._print(self._iteration_line(self._skipped_line))
             self._skipped_line = None

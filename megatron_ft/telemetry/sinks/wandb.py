@@ -1,6 +1,6 @@
-"""Records to Weights & Biases: one run through all restarts, online or in an offline folder.
+"""Sends records to Weights & Biases: one wandb run for all restarts, online or in an offline folder.
 
-Everything that touches wandb, its import included, happens in a thread of this sink.
+A thread of this sink does everything that uses wandb, including the import.
 """
 
 import heapq
@@ -23,6 +23,7 @@ from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
+from megatron_ft.records import read_record
 from megatron_ft.strict_json import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
@@ -33,7 +34,7 @@ ID_FILE = "wandb_run_id"
 MAX_QUEUED_RECORDS = 100_000
 INSPECT_TIMEOUT_SECONDS = 60.0
 CLOSE_SECONDS = 60.0
-"""Longest wait at the end of the run for wandb to take what is left."""
+"""Longest time that the end of the run waits for wandb."""
 
 _ALPHABET = string.ascii_lowercase + string.digits
 
@@ -41,15 +42,15 @@ _ALPHABET = string.ascii_lowercase + string.digits
 class WandbSink(Sink):
     """Queues records; a thread sends one wandb step per iteration.
 
-    The step is the iteration, and it only rises: iterations wandb has from an older attempt are not
-    sent again; those that were reported but that wandb does not have are sent first.
+    The step is the iteration, and it only rises. Iterations that wandb has from an older attempt are not sent again.
+    Iterations that an older attempt reported and wandb lacks are sent first.
     """
 
     name = "wandb"
     retries = False
 
     def __init__(self, config: TelemetryConfig, run_dir: Path, *, job: Mapping[str, Any]) -> None:
-        """``job``: the resolved configuration, shown as the run's config."""
+        """Prepare the queue. ``job`` is the resolved configuration; wandb shows it as the run's config."""
         self._config = config
         self._run_dir = run_dir
         self._job = job
@@ -67,15 +68,15 @@ class WandbSink(Sink):
 
     @property
     def num_lost_records(self) -> int:  # type: ignore[override]
-        """Records that never reached wandb, once it has failed."""
+        """Return the number of records that never reached wandb after it failed."""
         return self._queue.qsize() if self._error else 0
 
     def write(self, record: Record) -> None:
         """Queue the record.
 
         Raises:
-            Exception: what wandb raised since the last call.
-            queue.Full: wandb is too far behind.
+            Exception: wandb raised it since the last call.
+            queue.Full: wandb is too slow.
         """
         if self._error is not None:
             raise self._error
@@ -83,11 +84,11 @@ class WandbSink(Sink):
         self._queue.put_nowait(record)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait for what is queued, then end the wandb run.
+        """Wait until the queue is sent, then end the wandb run.
 
         Raises:
-            Exception: what wandb raised.
-            TimeoutError: wandb did not finish in time; the offline folder keeps what it took.
+            Exception: wandb raised it.
+            TimeoutError: wandb did not finish in time. The offline folder keeps the data that wandb took.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)
@@ -134,7 +135,7 @@ class WandbSink(Sink):
 
 class _Sender:
     def __init__(self, run: Any, reported: "Reported", *, last_step: int) -> None:
-        """``last_step``: the newest iteration wandb has from older attempts."""
+        """Continue after ``last_step``, the newest iteration that wandb has from older attempts."""
         self._run = run
         self._steps = Steps(sent=last_step)
         # Iterations of older attempts that wandb lost. Which of them count is known when this attempt begins.
@@ -158,7 +159,7 @@ class _Sender:
             self._send(step)
 
     def finish(self, exit_code: int) -> None:
-        """Send the newest iteration, end the wandb run and wandb's own process."""
+        """Send the newest iteration, then end the wandb run and the process of wandb."""
         import wandb
 
         if (step := self._steps.finish()) is not None:
@@ -181,24 +182,24 @@ class Step:
 
 
 class Steps:
-    """Cuts records into steps, oldest first; a step is complete when the next iteration is reported.
+    """Groups records into steps, oldest first. A step is complete when the next iteration is reported.
 
-    Iterations that are reported again replace those before as long as they are in no step that was ``sent``.
+    An iteration that is reported again replaces the earlier report, unless a ``sent`` step contains it.
     """
 
     def __init__(self, *, sent: int) -> None:
-        """``sent``: the newest iteration that wandb has."""
+        """Begin after the iteration ``sent``, the newest one that wandb has."""
         self.run = RunFigures()
         self._sent = sent
         self._iteration = self._highest = 0
         self._figures: dict[str, float] = {}
 
     def sent(self, iteration: int) -> None:
-        """Note that wandb has all steps up to ``iteration``: none of them can be given again."""
+        """Note that wandb has all steps up to ``iteration``. They are not returned again."""
         self._sent = max(self._sent, iteration)
 
     def take(self, record: Record) -> Step | None:
-        """Fold one more record in; returns the step that it completes."""
+        """Add a record. Return the step that it completes."""
         complete = None
         match record:
             case RunStarted():
@@ -216,7 +217,7 @@ class Steps:
         return complete
 
     def finish(self) -> Step | None:
-        """The step of the newest iteration, with what has been reported of it."""
+        """Return the step of the newest iteration with everything reported so far."""
         is_first_time, self._highest = self._iteration > self._highest, max(self._highest, self._iteration)
         figures, self._figures = self._figures, {}
         if not figures:
@@ -226,7 +227,7 @@ class Steps:
         return Step(iteration=self._iteration, figures=figures | self.run.hand_out())
 
     def _resume(self, iteration: int) -> Step | None:
-        """A started job continues after ``iteration``; what was reported of later ones is void."""
+        # A started job continues after ``iteration``; what was reported of later ones is void.
         if self._iteration > iteration:
             self._figures = {}
         complete, self._iteration = self.finish(), min(self._iteration, iteration)
@@ -244,7 +245,7 @@ def _figures(record: Metrics | ExpertLoad | Evaluation) -> Mapping[str, float]:
 
 
 def run_id(run_dir: Path) -> str:
-    """The wandb run id of this run directory; chosen at the first call, the same ever after."""
+    """Return the wandb run id of this run directory. The first call chooses it; later calls return the same."""
     path = run_dir / ID_FILE
     if not path.exists():
         replace_file(path, "".join(secrets.choice(_ALPHABET) for _ in range(8)).encode() + b"\n")
@@ -252,13 +253,13 @@ def run_id(run_dir: Path) -> str:
 
 
 def last_offline_step(run_dir: Path) -> int:
-    """The newest step in the offline folders of earlier attempts, 0 if there is none.
+    """Return the newest step in the offline folders of earlier attempts, 0 if there is none.
 
-    Steps only rise from attempt to attempt, so the newest folder with a step has it. wandb keeps its
-    last records in memory for a while: those are missing here if it was killed.
+    Steps only rise from attempt to attempt, so the newest folder that has a step has the newest one. wandb keeps its
+    last records in memory for some time. If wandb was killed, these records are missing.
 
     Raises:
-        subprocess.SubprocessError: wandb's own reader failed.
+        subprocess.SubprocessError: the reader of wandb failed.
     """
     for folder in sorted(run_dir.glob("wandb/offline-run-*"), reverse=True):
         # wandb's own reader in a process of its own: an error in it cannot end this one.
@@ -271,7 +272,7 @@ def last_offline_step(run_dir: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The reports of older attempts of a run: its files up to their present length."""
+    """Reports of older attempts: the files of the run up to their current length."""
 
     run_dir: Path
     num_bytes: Mapping[str, int]
@@ -279,21 +280,22 @@ class Reported:
 
     @classmethod
     def so_far(cls, run_dir: Path) -> "Reported":
-        """Everything in the files now; what is written later belongs to this attempt."""
+        """Return everything that the files hold now. Later lines belong to this attempt."""
         paths = [path for name in (METRICS_FILE, EVENTS_FILE) if (path := run_dir / name).exists()]
         return cls(run_dir, {path.name: path.stat().st_size for path in paths})
 
     def records(self, *, loads_after: int) -> Iterator[Record]:
-        """All of them, oldest first; expert loads, which are long, only after iteration ``loads_after``.
+        """Yield all records, oldest first. Expert loads are long, so they are included only after iteration
+        ``loads_after``.
 
         Raises:
-            ValueError: a line other than an unfinished last one is damaged; names file and line.
+            ValueError: a line is damaged, other than an unfinished last one. The message names file and line.
         """
 
         def parse(line: dict[str, JsonValue]) -> Record | None:
             iteration = line.get("iteration")
             is_old = isinstance(iteration, int) and iteration <= loads_after
-            return None if is_old and line.get("kind") == ExpertLoad.kind else Record.from_record(line)
+            return None if is_old and line.get("kind") == ExpertLoad.kind else read_record(line)
 
         files = (
             read_lines(self.run_dir / name, parse, num_bytes=num_bytes) for name, num_bytes in self.num_bytes.items()
@@ -304,7 +306,7 @@ class Reported:
 
 
 def wandb_mode(asked: str, environment: Mapping[str, str]) -> str:
-    """``online`` or ``offline`` for ``telemetry.wandb=asked``; uses no network to find out.
+    """Choose ``online`` or ``offline`` for ``telemetry.wandb=asked``, without use of the network.
 
     Raises:
         netrc.NetrcParseError: the login file is damaged.

@@ -10,12 +10,12 @@ from pretrain_moe import compose
 REPLICAS = ("placement=spread", "parallel.use_distributed_optimizer=false", "launch.num_nodes=4")
 WINDOWS = ("snapshot=sparse_window", "launch.num_nodes=4", "snapshot.num_peer_copies=1")
 RECOVERIES = {
-    "min_nodes": (*REPLICAS, "launch.min_nodes=3"),
-    "max_nodes": (*REPLICAS, "launch.max_nodes=5"),
-    "spares": (*REPLICAS, "launch.num_spare_nodes=1"),
-    "membership_schedule": (*REPLICAS, "launch.membership_schedule=['lose(nodes=[2],before_iteration=5)']"),
-    "keep_layout with a spare": (*WINDOWS, "launch.keep_layout=true", "launch.num_spare_nodes=1"),
-    "keep_layout with restarts": (*WINDOWS, "launch.keep_layout=true", "launch.restart_lost_nodes=true"),
+    "min_nodes": (*REPLICAS, "recovery.min_nodes=3"),
+    "max_nodes": (*REPLICAS, "nodes.max_nodes=5"),
+    "spares": (*REPLICAS, "nodes.num_spare_nodes=1"),
+    "membership_schedule": (*REPLICAS, "testing.membership_schedule=['lose(nodes=[2],before_iteration=5)']"),
+    "keep_layout with a spare": (*WINDOWS, "recovery.keep_layout=true", "nodes.num_spare_nodes=1"),
+    "keep_layout with restarts": (*WINDOWS, "recovery.keep_layout=true", "nodes.restart_lost_nodes=true"),
 }
 
 
@@ -30,7 +30,7 @@ def test_recoveries_that_ranks_on_cuda_refuse_are_refused_for_cuda(name: str) ->
 
 
 def test_a_job_without_them_is_accepted_on_both() -> None:
-    config, _ = compose([*WINDOWS, "launch.max_restarts=1"])
+    config, _ = compose([*WINDOWS, "recovery.max_restarts=1"])
     assert refused_devices(config) == {"cpu": "", "cuda": ""}
 
 

@@ -67,7 +67,7 @@ def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
     (seed,) = differences(settings(), settings("other", data={"seed": 9}))
     assert (seed.concern, seed.key, seed.stored, seed.present) == ("data", "data.seed", 1234, 9)
     (tokens,) = differences(settings(), settings("other"))
-    assert tokens.key == "data.fingerprint" and "the files contain other tokens" in str(tokens)
+    assert tokens.key == "data.fingerprint" and "the files contain different tokens" in str(tokens)
     length = differences(settings(), settings("other", model={"seq_length": 64}))
     assert {(found.concern, found.key) for found in length} == {
         ("data", "model.seq_length"),

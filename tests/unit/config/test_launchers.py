@@ -1,30 +1,32 @@
 """Under torchrun, ft_launcher and srun every key of the control plane is refused by its name; none does nothing."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from megatron_ft.config.detector import DetectorConfig
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.launch import LaunchConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
+from tests.helpers.keys import grouped
 
 LOSE = "lose(nodes=[1],before_iteration=5)"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "max_restarts": ({"max_restarts": 1}, "launch.max_restarts"),
+    "max_restarts": ({"max_restarts": 1}, "recovery.max_restarts"),
     "min_nodes": ({"min_nodes": 1}, "launch.mode"),
     "max_nodes": ({"max_nodes": 3}, "launch.mode"),
     "num_spare_nodes": ({"num_spare_nodes": 1}, "launch.mode"),
-    "restart_lost_nodes": ({"restart_lost_nodes": True}, "launch.restart_lost_nodes"),
+    "restart_lost_nodes": ({"restart_lost_nodes": True}, "nodes.restart_lost_nodes"),
     "keep_layout": ({"keep_layout": True, "num_spare_nodes": 1}, "launch.mode"),
     "membership_schedule": ({"membership_schedule": [LOSE]}, "launch.mode"),
     "node_launcher": ({"node_launcher": "srun", "interface": "ib0"}, "launch.mode"),
-    "failure_domain_source": ({"failure_domain_source": "slurm_topology"}, "launch.failure_domain_source"),
-    "interface": ({"interface": "10.0.0.5"}, "launch.interface"),
-    "tls_dir": ({"tls_dir": "certificates"}, "launch.tls_dir"),
+    "failure_domain_source": ({"failure_domain_source": "slurm_topology"}, "topology.failure_domain_source"),
+    "interface": ({"interface": "10.0.0.5"}, "control.interface"),
+    "tls_dir": ({"tls_dir": "certificates"}, "control.tls_dir"),
     "forkserver_socket": ({"forkserver_socket": "warm.sock"}, "launch.forkserver_socket"),
     "stop_timeout_seconds": ({"stop_timeout_seconds": 5.0}, "launch.stop_timeout_seconds"),
 }
@@ -42,30 +44,32 @@ MEANT_ELSEWHERE = {
     "join_window_seconds": "only read where nodes join, which is refused",
     "max_node_restarts": "only read with restart_lost_nodes",
     "position_timeout_seconds": "only read where nodes are lost",
-    "reform_timeout_seconds": "likewise",
+    "reconfigure_timeout_seconds": "likewise",
 }
 
 
-def job(mode: str, **groups: dict[str, Any]) -> JobConfig:
-    launch = {"num_nodes": 2, "mode": mode, **groups.pop("launch", {})}
-    return from_dict({"launch": launch, "parallel": {"use_distributed_optimizer": False}, **groups})
+def job(mode: str, keys: Mapping[str, Any] = MappingProxyType({}), **groups: dict[str, Any]) -> JobConfig:
+    about_nodes = grouped(**{"num_nodes": 2, "mode": mode, **keys})
+    return from_dict({**about_nodes, "parallel": {"use_distributed_optimizer": False}, **groups})
 
 
-def test_every_key_of_launch_is_refused_or_has_a_meaning() -> None:
-    assert {field.name for field in dataclasses.fields(LaunchConfig)} == REFUSED.keys() | MEANT_ELSEWHERE.keys()
+def test_every_key_about_nodes_is_refused_or_has_a_meaning() -> None:
+    groups = ("launch", "nodes", "recovery", "topology", "limits", "control", "testing")
+    keys = {field.name for group in groups for field in dataclasses.fields(getattr(JobConfig(), group))}
+    assert keys == REFUSED.keys() | MEANT_ELSEWHERE.keys()
 
 
 @pytest.mark.parametrize("mode", ["torchrun", "srun"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_keys_of_the_control_plane_are_refused(mode: str, name: str) -> None:
-    launch, key = REFUSED[name]
+    keys, key = REFUSED[name]
     with pytest.raises(ConfigError, match=rf"^{key}="):
-        validate(job(mode, launch=launch))
+        validate(job(mode, keys))
 
 
 @pytest.mark.parametrize("name", ["interface", "tls_dir", "forkserver_socket", "stop_timeout_seconds"])
 def test_and_taken_where_node_processes_are(name: str) -> None:
-    validate(job("local", launch=REFUSED[name][0]))
+    validate(job("local", REFUSED[name][0]))
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DetectorConfig)])
@@ -82,10 +86,10 @@ def test_snapshots_are_refused() -> None:
     validate(job("local", snapshot=snapshot))
     for num_nodes in (1, 2):  # also where there are too few nodes for copies: another number of them would not help
         with pytest.raises(ConfigError, match=r"^snapshot\.policy=.*needs node processes"):
-            validate(job("torchrun", snapshot=snapshot, launch={"num_nodes": num_nodes}))
+            validate(job("torchrun", {"num_nodes": num_nodes}, snapshot=snapshot))
 
 
 def test_only_srun_accepts_a_port_for_its_store() -> None:
-    validate(job("srun", launch={"master_port": 23456}))
+    validate(job("srun", {"master_port": 23456}))
     with pytest.raises(ConfigError, match=r"^launch\.master_port=23456: must be left at 0.*MASTER_PORT"):
-        validate(job("torchrun", launch={"master_port": 23456}))
+        validate(job("torchrun", {"master_port": 23456}))

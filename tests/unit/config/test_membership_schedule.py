@@ -77,5 +77,5 @@ def test_what_has_happened_is_written_as_a_script(
     ],
 )
 def test_anything_else_is_refused_by_name(text: str, word: str) -> None:
-    with pytest.raises(ConfigError, match=rf"launch\.membership_schedule(?s:.*)({word})"):
+    with pytest.raises(ConfigError, match=rf"testing\.membership_schedule(?s:.*)({word})"):
         parse_membership_change(text)

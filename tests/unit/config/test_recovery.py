@@ -41,56 +41,56 @@ UNCOVERED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-ASKED = [{"launch.min_nodes": 1}, {"launch.membership_schedule": LOSE_ONE}, {"launch.max_nodes": 4}]
+ASKED = [{"recovery.min_nodes": 1}, {"testing.membership_schedule": LOSE_ONE}, {"nodes.max_nodes": 4}]
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 @pytest.mark.parametrize(("changes", "key"), UNCOVERED, ids=[key for _, key in UNCOVERED])
 def test_what_is_not_covered_is_refused_by_key(asked: dict[str, Any], changes: dict[str, Any], key: str) -> None:
     validate(job(changes | {"model.num_layers": 6}))
-    with pytest.raises(ConfigError, match=rf"^{key}.*must be.*launch\.(min_nodes=1|max_nodes=4|membership_schedule)"):
+    with pytest.raises(ConfigError, match=rf"^{key}.*must be.*(\.min_nodes=1|\.max_nodes=4|\.membership_schedule)"):
         validate(job(changes | asked | {"model.num_layers": 6}))
 
 
 WHY: list[tuple[dict[str, Any], str]] = [
-    ({"launch.min_nodes": 1, "launch.max_nodes": 5, "launch.num_spare_nodes": 1}, "launch.min_nodes=1"),
-    ({"launch.max_nodes": 5, "launch.num_spare_nodes": 1}, "launch.max_nodes=5"),
-    ({"launch.min_nodes": 3, "launch.num_spare_nodes": 1}, "launch.num_spare_nodes=1"),
-    ({"launch.num_spare_nodes": 1}, "launch.num_spare_nodes=1"),
+    ({"recovery.min_nodes": 1, "nodes.max_nodes": 5, "nodes.num_spare_nodes": 1}, "recovery.min_nodes=1"),
+    ({"nodes.max_nodes": 5, "nodes.num_spare_nodes": 1}, "nodes.max_nodes=5"),
+    ({"recovery.min_nodes": 3, "nodes.num_spare_nodes": 1}, "nodes.num_spare_nodes=1"),
+    ({"nodes.num_spare_nodes": 1}, "nodes.num_spare_nodes=1"),
 ]
 
 
 @pytest.mark.parametrize(("asked", "why"), WHY, ids=str)
 @pytest.mark.parametrize(
-    "changes", [{"launch.mode": "torchrun"}, {"launch.membership_schedule": LOSE_ONE}], ids=["torchrun", "a script"]
+    "changes", [{"launch.mode": "torchrun"}, {"testing.membership_schedule": LOSE_ONE}], ids=["torchrun", "a script"]
 )
 def test_a_refusal_names_the_key_that_asked_for_it(asked: dict[str, Any], why: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))}=.* must be .*with {why}(:|$)"):
+    with pytest.raises(ConfigError, match=rf"^{next(iter(changes))}=.* must be .*with {why}(:|;|$)"):
         validate(job(asked | changes))
 
 
 DOMAINS: list[tuple[dict[str, Any], str]] = [
     ({}, "launch.num_nodes=3"),
-    ({"launch.num_spare_nodes": 1}, "launch.num_nodes=3 and launch.num_spare_nodes=1"),
-    ({"launch.num_spare_nodes": 1, "launch.max_nodes": 5}, "launch.max_nodes=5"),
+    ({"nodes.num_spare_nodes": 1}, "launch.num_nodes=3 and nodes.num_spare_nodes=1"),
+    ({"nodes.num_spare_nodes": 1, "nodes.max_nodes": 5}, "nodes.max_nodes=5"),
 ]
 
 
 @pytest.mark.parametrize(("asked", "nodes"), DOMAINS, ids=str)
 def test_a_domain_is_missing_of_nodes_that_some_key_gives(asked: dict[str, Any], nodes: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^launch\.failure_domains=.* one domain for each of {nodes}, or none"):
-        validate(job({**asked, "launch.failure_domains": ["a", "b"]}))
+    with pytest.raises(ConfigError, match=rf"^topology\.failure_domains=.* one domain for each of {nodes}, or none"):
+        validate(job({**asked, "topology.failure_domains": ["a", "b"]}))
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"launch.min_nodes": 0}, "launch.min_nodes"),
-    ({"launch.min_nodes": 4}, "launch.min_nodes"),
-    ({"launch.min_nodes": 1, "placement.num_slots_per_rank": 2}, "placement.num_slots_per_rank"),
-    ({"launch.min_nodes": 1, "placement.num_slots_per_rank": None}, "placement.num_slots_per_rank"),
-    ({"launch.membership_schedule": LOSE_ONE, "launch.max_restarts": 1}, "launch.max_restarts"),
-    ({"launch.reform_timeout_seconds": 0.0}, "launch.reform_timeout_seconds"),
+    ({"recovery.min_nodes": 0}, "recovery.min_nodes"),
+    ({"recovery.min_nodes": 4}, "recovery.min_nodes"),
+    ({"recovery.min_nodes": 1, "placement.num_slots_per_rank": 2}, "placement.num_slots_per_rank"),
+    ({"recovery.min_nodes": 1, "placement.num_slots_per_rank": None}, "placement.num_slots_per_rank"),
+    ({"testing.membership_schedule": LOSE_ONE, "recovery.max_restarts": 1}, "recovery.max_restarts"),
+    ({"recovery.reconfigure_timeout_seconds": 0.0}, "recovery.reconfigure_timeout_seconds"),
     *(
-        ({"launch.membership_schedule": schedule}, "launch.membership_schedule")
+        ({"testing.membership_schedule": schedule}, "testing.membership_schedule")
         for schedule in (
             ["lose(2)"],
             ["lose(nodes=[3],before_iteration=5)"],
@@ -106,14 +106,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             ["lose(nodes=[1],before_iteration=11)"],
         )
     ),
-    ({"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 2}, "launch.membership_schedule"),
-    ({"launch.max_nodes": 2}, "launch.max_nodes"),
-    ({"launch.max_nodes": 3, "launch.num_spare_nodes": 1}, "launch.max_nodes"),
-    ({"launch.num_spare_nodes": -1}, "launch.num_spare_nodes"),
-    ({"launch.join_window_seconds": -1.0}, "launch.join_window_seconds"),
-    ({"launch.restart_lost_nodes": True}, "launch.restart_lost_nodes"),
-    ({"launch.max_nodes": 4, "launch.failure_domains": ["a", "b", "c"]}, "launch.failure_domains"),
-    ({"launch.num_spare_nodes": 1, "placement.num_slots_per_rank": 1}, "placement.num_slots_per_rank"),
+    ({"testing.membership_schedule": LOSE_ONE, "recovery.min_nodes": 2}, "testing.membership_schedule"),
+    ({"nodes.max_nodes": 2}, "nodes.max_nodes"),
+    ({"nodes.max_nodes": 3, "nodes.num_spare_nodes": 1}, "nodes.max_nodes"),
+    ({"nodes.num_spare_nodes": -1}, "nodes.num_spare_nodes"),
+    ({"nodes.join_window_seconds": -1.0}, "nodes.join_window_seconds"),
+    ({"nodes.restart_lost_nodes": True}, "nodes.restart_lost_nodes"),
+    ({"nodes.max_nodes": 4, "topology.failure_domains": ["a", "b", "c"]}, "topology.failure_domains"),
+    ({"nodes.num_spare_nodes": 1, "placement.num_slots_per_rank": 1}, "placement.num_slots_per_rank"),
     ({"detector.heartbeat_interval_seconds": 0.0}, "detector.heartbeat_interval_seconds"),
     ({"detector.heartbeat_timeout_seconds": 1.9}, "detector.heartbeat_timeout_seconds"),
     ({"detector.hang_seconds": 0.0}, "detector.hang_seconds"),
@@ -129,37 +129,37 @@ def test_what_cannot_be_is_refused_by_key(changes: dict[str, Any], key: str) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"launch.min_nodes": 1},
+        {"recovery.min_nodes": 1},
         {
-            "launch.min_nodes": 3,
+            "recovery.min_nodes": 3,
             "snapshot.policy": POLICY,
             "placement.algorithm": None,
             "placement.num_slots_per_rank": None,
         },
-        {"launch.membership_schedule": [*LOSE_ONE, "lose(nodes=[0],before_iteration=10)"]},
-        {"launch.membership_schedule": LOSE_ONE, "launch.min_nodes": 3},
-        {"launch.membership_schedule": [*LOSE_ONE, "change(lose=[0],join=[2],before_iteration=5)"]},
-        {"launch.min_nodes": 1, "launch.failpoints": ['kill(generation=2, phase="forward")']},
-        {"launch.min_nodes": 1, "snapshot.policy": POLICY},
+        {"testing.membership_schedule": [*LOSE_ONE, "lose(nodes=[0],before_iteration=10)"]},
+        {"testing.membership_schedule": LOSE_ONE, "recovery.min_nodes": 3},
+        {"testing.membership_schedule": [*LOSE_ONE, "change(lose=[0],join=[2],before_iteration=5)"]},
+        {"recovery.min_nodes": 1, "testing.failpoints": ['kill(generation=2, phase="forward")']},
+        {"recovery.min_nodes": 1, "snapshot.policy": POLICY},
         {
-            "launch.membership_schedule": [
+            "testing.membership_schedule": [
                 *LOSE_ONE,
                 "join(nodes=[2],before_iteration=7)",
                 "lose(nodes=[0,1],before_iteration=8)",
             ]
         },
-        {"launch.membership_schedule": [*LOSE_ONE, "change(lose=[],join=[],before_iteration=7)"]},
-        {"launch.membership_schedule": ["change(lose=[0,1],join=[0],before_iteration=5)"]},
+        {"testing.membership_schedule": [*LOSE_ONE, "change(lose=[],join=[],before_iteration=7)"]},
+        {"testing.membership_schedule": ["change(lose=[0,1],join=[0],before_iteration=5)"]},
         {
-            "launch.membership_schedule": [
+            "testing.membership_schedule": [
                 *LOSE_ONE,
                 "join(nodes=[2],before_iteration=7)",
                 "lose(nodes=[0,1],before_iteration=7)",
             ]
         },
-        {"launch.max_nodes": 4, "launch.failpoints": ['kill(node=3, rank=7, generation=9, phase="forward")']},
-        {"launch.min_nodes": 1, "launch.num_spare_nodes": 2, "launch.failure_domains": ["a", "b", "c", "d", "e"]},
-        {"launch.min_nodes": 2, "launch.restart_lost_nodes": True},
+        {"nodes.max_nodes": 4, "testing.failpoints": ['kill(node=3, rank=7, generation=9, phase="forward")']},
+        {"recovery.min_nodes": 1, "nodes.num_spare_nodes": 2, "topology.failure_domains": ["a", "b", "c", "d", "e"]},
+        {"recovery.min_nodes": 2, "nodes.restart_lost_nodes": True},
         {"detector.hang_seconds": None},
     ],
     ids=str,
@@ -169,14 +169,14 @@ def test_what_can_be_passes(changes: dict[str, Any]) -> None:
 
 
 def test_a_failpoint_names_a_generation_that_losses_can_reach() -> None:
-    fault = {"launch.failpoints": ['kill(generation=2, phase="forward")']}
-    with pytest.raises(ConfigError, match=r"launch\.failpoints.*launch\.min_nodes"):
-        validate(job(fault | {"launch.min_nodes": 2}))
+    fault = {"testing.failpoints": ['kill(generation=2, phase="forward")']}
+    with pytest.raises(ConfigError, match=r"testing\.failpoints.*recovery\.min_nodes"):
+        validate(job(fault | {"recovery.min_nodes": 2}))
 
 
 KEEP: dict[str, Any] = {
-    "launch.keep_layout": True,
-    "launch.num_spare_nodes": 1,
+    "recovery.keep_layout": True,
+    "nodes.num_spare_nodes": 1,
     "snapshot.policy": POLICY,
     "placement.algorithm": None,
     "placement.num_slots_per_rank": None,
@@ -187,41 +187,41 @@ KEEP: dict[str, Any] = {
     "changes",
     [
         {},
-        {"launch.min_nodes": 3, "launch.max_restarts": 2},
-        {"launch.num_spare_nodes": 0, "launch.restart_lost_nodes": True},
+        {"recovery.min_nodes": 3, "recovery.max_restarts": 2},
+        {"nodes.num_spare_nodes": 0, "nodes.restart_lost_nodes": True},
         {"model.num_layers": 6, "parallel.pipeline_model_parallel_size": 3, "parallel.tensor_model_parallel_size": 2},
         {"parallel.use_distributed_optimizer": True},
-        {"launch.failpoints": ['kill(generation=7, phase="forward")']},
+        {"testing.failpoints": ['kill(generation=7, phase="forward")']},
     ],
     ids=str,
 )
 def test_a_layout_is_kept_with_every_kind_of_parallelism(changes: dict[str, Any]) -> None:
     config = job(KEEP | changes)
     validate(config)
-    assert config.launch.may_lose_nodes
+    assert config.may_lose_nodes
 
 
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [
-        ({"launch.min_nodes": 2}, "launch.min_nodes", "null or equal to launch.num_nodes=3"),
-        ({"launch.max_nodes": 5}, "launch.max_nodes", "does not grow"),
-        ({"launch.num_spare_nodes": 0}, "launch.keep_layout", "needs replacement nodes"),
+        ({"recovery.min_nodes": 2}, "recovery.min_nodes", "null or equal to launch.num_nodes=3"),
+        ({"nodes.max_nodes": 5}, "nodes.max_nodes", "does not grow"),
+        ({"nodes.num_spare_nodes": 0}, "recovery.keep_layout", "needs replacement nodes"),
         (
-            {"launch.num_spare_nodes": 0, "launch.restart_lost_nodes": True, "launch.max_node_restarts": 0},
-            "launch.keep_layout",
-            "launch.max_node_restarts=0",
+            {"nodes.num_spare_nodes": 0, "nodes.restart_lost_nodes": True, "nodes.max_node_restarts": 0},
+            "recovery.keep_layout",
+            "nodes.max_node_restarts=0",
         ),
         ({"launch.mode": "torchrun"}, "snapshot.policy", "launch.mode"),
         ({"launch.master_port": 20001}, "launch.master_port", "must be 0"),
-        ({"launch.membership_schedule": LOSE_ONE}, "launch.membership_schedule", "launch.keep_layout=true"),
+        ({"testing.membership_schedule": LOSE_ONE}, "testing.membership_schedule", "recovery.keep_layout=true"),
         ({"training.device": "cuda"}, "training.device", "must be cpu"),
         (
             {"placement.algorithm": SEARCH, "placement.num_slots_per_rank": 4},
             "placement.algorithm",
             "must be null.*replica slots",
         ),
-        ({"snapshot.policy": None}, "snapshot.policy", "goes back to a window"),
+        ({"snapshot.policy": None}, "snapshot.policy", "restarts from a window"),
     ],
     ids=str,
 )

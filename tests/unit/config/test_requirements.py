@@ -30,7 +30,8 @@ VIOLATIONS: dict[str, Any] = {
 def job(changes: dict[str, Any]) -> JobConfig:
     """Three nodes of two ranks that continue by replicas; dotted keys changed."""
     values: dict[str, Any] = {
-        "launch": {"num_nodes": 3, "ranks_per_node": 2, "min_nodes": 1},
+        "launch": {"num_nodes": 3, "ranks_per_node": 2},
+        "recovery": {"min_nodes": 1},
         "parallel": {"use_distributed_optimizer": False},
         "placement": {"algorithm": SEARCH, "num_slots_per_rank": 4},
         "model": {"num_layers": 6},
@@ -56,7 +57,7 @@ def test_checks_and_planning_name_the_same_key(requirement: Requirement) -> None
     if key != "parallel.context_parallel_size":  # refused earlier: it needs Transformer Engine
         if key == "placement.algorithm":
             config.placement.num_slots_per_rank = None
-        with pytest.raises(ConfigError, match=rf"^{re.escape(key)}=.*must be .* with launch\.min_nodes=1"):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)}=.*must be .* with recovery\.min_nodes=1"):
             validate(config)
 
 
@@ -64,5 +65,23 @@ def test_every_requirement_is_of_a_key_that_exists_and_says_what_it_must_be() ->
     for requirement in (*REPLICAS, *KEPT_LAYOUT):
         assert value_of(JobConfig(), requirement.key) is not ...
         assert re.match(
-            r"must be \S+.* with launch\.min_nodes=1(: \S.*)?$", requirement.constraint("launch.min_nodes=1")
+            r"must be \S+.* with recovery\.min_nodes=1(: \S.*)?$", requirement.constraint("recovery.min_nodes=1")
         )
+
+
+def test_all_that_is_missing_is_named_in_one_message() -> None:
+    changes = {"parallel.pipeline_model_parallel_size": 2, "parallel.use_distributed_optimizer": True}
+    with pytest.raises(ConfigError) as caught:
+        validate(job({**changes, "training.device": "cuda"}))
+    assert str(caught.value) == (
+        "parallel.pipeline_model_parallel_size=2: must be 1 with recovery.min_nodes=1; it needs besides: "
+        "parallel.use_distributed_optimizer=true must be false, training.device=cuda must be cpu"
+    )
+
+
+def test_spares_without_replicas_name_the_other_way_to_use_them() -> None:
+    changes = {"recovery.min_nodes": None, "nodes.num_spare_nodes": 1, "parallel.pipeline_model_parallel_size": 2}
+    with pytest.raises(
+        ConfigError, match=r"must be 1 with nodes\.num_spare_nodes=1; .* set recovery\.keep_layout=true$"
+    ):
+        validate(job(changes))

@@ -11,8 +11,8 @@ from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
 
 KEEP = {
-    "launch.keep_layout": True,
-    "launch.num_spare_nodes": 1,
+    "recovery.keep_layout": True,
+    "nodes.num_spare_nodes": 1,
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
 }
 PP2 = {"parallel.pipeline_model_parallel_size": 2}

@@ -54,7 +54,7 @@ def test_a_node_that_does_not_call_is_lost_once() -> None:
     assert looks(detector, RUNNING, 0.0, 10) == []
     detector.hear(0, 9.5)
     (lost,) = looks(detector, RUNNING, 10.0, 5)
-    assert lost == NodeLost(1, AT + 10.0, "no sign of its process (detector.heartbeat_timeout_seconds=10)")
+    assert lost == NodeLost(1, AT + 10.0, "no heartbeat from its agent (detector.heartbeat_timeout_seconds=10)")
     assert detector.seconds_since_word(1, 15.0) is None
     assert looks(detector, RUNNING, 15.0, 4) == []
 
@@ -68,7 +68,7 @@ def test_ranks_furthest_behind_are_hung_when_nobody_gets_further() -> None:
     detector.progress(0, Place(7, "update", 4), 60.5)
     assert looks(detector, RUNNING, 61.0, 59) == [], "somebody got further"
     hung = looks(detector, RUNNING, 120.0, 2)
-    detail = "got no further than in iteration 7, phase backward for detector.hang_seconds=60"
+    detail = "made no progress for detector.hang_seconds=60: it is in iteration 7, phase backward"
     assert hung == [RankHung(rank, AT + 121.0, detail, 7) for rank in (1, 3)]
     assert looks(detector, RUNNING, 122.0, 50) == [], "it is said once"
 
@@ -91,7 +91,7 @@ def test_ranks_that_stand_at_the_same_place_are_hung_together() -> None:
     detector.progress(9, Place(1, "data", 1), 1.0)  # of a node that is no member
     (hung,) = looks(detector, RUNNING, 1.0, 61)
     assert isinstance(hung, JobHung)
-    assert hung.detail.startswith("no rank got any further for detector.hang_seconds=60: all are in iteration 7")
+    assert hung.detail.startswith("no rank made progress for detector.hang_seconds=60: all are in iteration 7")
     silent = Detector(MEMBERSHIP, POLICY)
     assert [type(event) for event in looks(silent, RUNNING, 0.0, 62)] == [JobHung]
 

@@ -50,7 +50,7 @@ def test_the_first_is_shown_with_its_traceback_and_the_others_in_a_line_each() -
     assert "raised ValueError: bad" in screen
     assert "  code()\n  ValueError: bad" in screen, "no lines of carets"
     assert "rank 0, 0.250 s later: raised RuntimeError: peer" in screen
-    assert "ended by the launcher: ranks 1-2" in screen
+    assert "killed by the launcher: ranks 1-2" in screen
     assert "/runs/x/logs/rank-00003.log" in screen
     assert "resume!" in screen
     assert screen.index("Traceback") < screen.index("The others")
@@ -114,7 +114,7 @@ def test_a_failure_after_restarts_says_what_was_survived() -> None:
     assert "started again" not in failure_screen(end, RUN, "")
     end.survived = ("rank 1 raised", "rank 3 was killed by SIGKILL")
     screen = failure_screen(end, RUN, "")
-    assert "Its ranks had been started again 2 times:" in screen
+    assert "Before that, all ranks had been restarted 2 times:" in screen
     assert "generation 1: rank 3 was killed by SIGKILL" in screen
 
 
@@ -128,10 +128,12 @@ def test_exit_codes() -> None:
 
 
 def test_the_advice_repeats_the_command_without_its_faults() -> None:
-    command = ["python", "pretrain_moe.py", "a.b=1 2", "run.name=old", "+launch.failpoints=[x]", "run.resume=never"]
+    command = ["python", "pretrain_moe.py", "a.b=1 2", "run.name=old", "+testing.failpoints=[x]", "run.resume=never"]
     advice = resume_advice(command, RUN, has_checkpoint=True)
     assert advice.endswith("python pretrain_moe.py 'a.b=1 2' run.dir=/runs run.name=x run.resume=must")
     assert "run.resume=auto" in resume_advice(command, RUN, has_checkpoint=False)
+    assert "fails again" not in advice
+    assert "fails again" in resume_advice(command, RUN, has_checkpoint=True, fails_again=True)
 
 
 def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:
@@ -141,7 +143,9 @@ def test_ranks_go_by_their_number_in_the_membership_that_failed() -> None:
     assert "RANK 1 FAILED FIRST (node 1, iteration 7, phase update)" in screen
     assert "rank 0, 0.500 s later" in screen
     assert "rank-00003.log" in screen, "its log keeps the number it was started with"
-    assert "started again 0 times and had gone on with other nodes 1 times:\n  generation 0: rank 0 was" in screen
+    assert (
+        "restarted 0 times and the job had continued with changed nodes 1 times:\n  generation 0: rank 0 was" in screen
+    )
     assert [(event.rank, event.node) for event in failed_records(end, POLICY)] == [(1, 1), (0, 1)]
 
 
@@ -167,7 +171,7 @@ def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
 @pytest.mark.parametrize("exit_is_known", [False, True])
 def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: bool) -> None:
     """Its node was killed by the control plane; the exit may be known when the others go on, or not yet."""
-    why = "rank 1 does not report how far it is (launch.position_timeout_seconds=10)"
+    why = "rank 1 did not report its position (recovery.position_timeout_seconds=10)"
     deaths = (Failure(rank=0, at_seconds=10.0), Failure(rank=2, number=1, at_seconds=10.0, detail=why))
     step = Step(State(generation=2, survived=(deaths,)), Decision.REFORM, "rank 0 was killed by SIGKILL")
     details = died(0, 10.0, -9, number=0)

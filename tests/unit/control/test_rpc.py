@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from benchmarks.attacks import crowd, headers_without_body
 from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, check_interface, new_token
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message
+from megatron_ft.testing.attacks import crowd, headers_without_body
 
 TOKEN = new_token()
 
@@ -104,9 +104,9 @@ def test_a_peer_that_is_gone_is_no_refusal(server: RpcServer) -> None:
 
 @pytest.mark.parametrize("interface", ["0.0.0.0", "::", "[::]", "", "*", "0:0:0:0:0:0:0:0"])
 def test_no_server_listens_everywhere(interface: str) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.interface"):
+    with pytest.raises(ConfigError, match=r"control\.interface"):
         check_interface(interface)
-    with pytest.raises(ConfigError, match=r"launch\.interface"):
+    with pytest.raises(ConfigError, match=r"control\.interface"):
         RpcServer("Test", {}, interface=interface, token=TOKEN)
 
 

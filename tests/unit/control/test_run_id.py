@@ -43,7 +43,7 @@ def test_a_damaged_file_is_named_and_never_replaced(tmp_path: Path, content: byt
     path = claimed(tmp_path, "first") / RUN_ID_NAME
     path.write_bytes(content)
     for read in (lambda: read_run_id(path.parent), lambda: make_run_id(path.parent, is_older=False)):
-        with pytest.raises(ConfigError, match=f"first/{RUN_ID_NAME}: must hold the run's random name"):
+        with pytest.raises(ConfigError, match=f"first/{RUN_ID_NAME}: must contain the random id of the run"):
             read()
     with pytest.raises(ConfigError, match=RUN_ID_NAME):
         claimed(tmp_path, "first")
@@ -53,5 +53,5 @@ def test_a_damaged_file_is_named_and_never_replaced(tmp_path: Path, content: byt
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{RUN_ID_NAME}: must hold the run's random name"):
+    with pytest.raises(ConfigError, match=f"{RUN_ID_NAME}: must contain the random id of the run"):
         read_run_id(tmp_path)

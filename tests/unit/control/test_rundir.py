@@ -71,7 +71,7 @@ def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
         ("none", "must", "run.name=x: must exist"),
         ("empty", "never", "run.name=x: exists"),
         ("empty", "auto", "fresh"),
-        ("empty", "must", "run.resume=must: finds no checkpoint"),
+        ("empty", "must", "run.resume=must: there is no checkpoint"),
         ("checkpoint", "never", "run.name=x: exists"),
         ("checkpoint", "auto", "resumed"),
         ("checkpoint", "must", "resumed"),
@@ -101,7 +101,7 @@ def test_resume_must_needs_a_name(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_job_at_a_time(tmp_path: Path) -> None:
     first = claimed(tmp_path, "x")
-    with pytest.raises(ConfigError, match="in use by a running job"):
+    with pytest.raises(ConfigError, match="used by a running job"):
         claimed(tmp_path, "x", "auto")
     first.release()
     claimed(tmp_path, "x", "auto").release()

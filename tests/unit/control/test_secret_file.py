@@ -26,7 +26,7 @@ def test_one_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "token.json"
     write_secret(path, b"secret")
     path.chmod(mode)
-    with pytest.raises(ControlError, match=f"token.json: has mode {mode:04o}, open to others"):
+    with pytest.raises(ControlError, match=f"token.json: has mode {mode:04o}, which lets other users access it"):
         read_secret(path)
 
 
@@ -42,5 +42,5 @@ def test_no_link_no_folder_and_nothing_large_is_read(tmp_path: Path) -> None:
     write_secret(path, b"x" * (MAX_BYTES + 1))
     with pytest.raises(ControlError, match=f"must have at most {MAX_BYTES} bytes"):
         read_secret(path)
-    with pytest.raises(ControlError, match="must be a file of the user"):
+    with pytest.raises(ControlError, match="must be a regular file that belongs to the user"):
         read_secret(tmp_path)

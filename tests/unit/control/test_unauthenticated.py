@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import crowd, headers_without_body
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
 from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections, peer_of
+from megatron_ft.testing.attacks import crowd, headers_without_body
 from tests.unit.control.controller.test_controller import eventually
 
 TOKEN = new_token()
@@ -109,7 +109,7 @@ def test_a_job_with_more_nodes_than_descriptors_does_not_begin() -> None:
     )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert "250 nodes can belong to the job" in ended.stderr and "may open 256 files: it needs 3" in ended.stderr
+    assert "250 nodes can belong to the job" in ended.stderr and "may open 256 files and needs 3" in ended.stderr
 
 
 SERVE = """

@@ -54,7 +54,7 @@ def test_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--input", str(path), "--output-prefix", str(prefix), "--json-key", "body"]
     assert preprocess_data.main(arguments) == 0
     assert tokens_of(prefix).tolist() == [97, 98, 256, 99, 256]
-    assert "2 documents, 1 empty ones left out" in capsys.readouterr().out
+    assert "2 documents, 1 empty ones skipped" in capsys.readouterr().out
     assert preprocess_data.main(arguments) == 3
     assert "exists already" in capsys.readouterr().err
     assert preprocess_data.main([*arguments, "--overwrite", "--no-append-eod"]) == 0

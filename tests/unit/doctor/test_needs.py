@@ -22,12 +22,18 @@ def test_a_local_job_has_all_its_nodes_here() -> None:
             needs("launch.num_nodes=3", nodes_here=number)
 
 
+@pytest.mark.parametrize(("launcher", "is_batch_job"), [("local", False), ("srun", True), ("none", True)])
+def test_the_interface_is_of_the_host_of_a_batch_job(launcher: str, is_batch_job: bool) -> None:
+    job = needs("run.name=first", f"launch.node_launcher={launcher}", "run.resume=auto", "control.interface=ib0")
+    assert job.is_batch_job is is_batch_job
+
+
 def test_spares_count_as_nodes_and_not_as_peers() -> None:
     job = needs(
         "launch.num_nodes=2",
         "launch.ranks_per_node=2",
-        "launch.num_spare_nodes=1",
-        "launch.keep_layout=true",
+        "nodes.num_spare_nodes=1",
+        "recovery.keep_layout=true",
         "snapshot=sparse_window",
         "snapshot.num_peer_copies=1",
     )
@@ -59,6 +65,6 @@ def test_checkpoints_that_lie_there_at_once(tmp_path: Path) -> None:
 def test_who_asked_for_the_device() -> None:
     named = needs("training.device=cpu")
     assert (named.device, named.device_reason, named.other_device) == ("cpu", "training.device=cpu", "")
-    assert needs("launch.gpu_memory_bytes=80000000000").device == "cuda"
+    assert needs("limits.gpu_memory_bytes=80000000000").device == "cuda"
     assert needs("training.device=cuda", "training.transformer_impl=transformer_engine").uses_transformer_engine
     assert not needs().uses_transformer_engine

@@ -20,6 +20,24 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "error",
         "other machines cannot reach it",
     ),
+    "loopback for a batch job": (
+        {"resolved": ("127.0.0.1",)},
+        {"interface": "127.0.0.1", "is_batch_job": True},
+        "error",
+        "other machines cannot reach it",
+    ),
+    "a batch host's interface without an address": (
+        {"resolved": ()},
+        {"interface": "ib0", "is_batch_job": True},
+        "error",
+        "ib0: has no address",
+    ),
+    "a batch host's interface that is down": (
+        {"resolved": ("10.0.1.5",)},
+        {"interface": "eth1", "is_batch_job": True},
+        "error",
+        "interface eth1 is down",
+    ),
     "a port that is taken": (
         {"bind_error": "in use", "port_is_taken": True},
         {"master_port": 29500},
@@ -50,6 +68,15 @@ def test_a_finding_appears_with_its_cause(cause: str) -> None:
 FINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it should be": ({}, {}),
     "loopback for one machine": ({"resolved": ("127.0.0.1",)}, {"interface": "127.0.0.1"}),
+    "an interface's name for a batch job": ({}, {"interface": "eth0", "is_batch_job": True}),
+    "a name that only compute nodes know": (
+        {"resolved": (), "bind_error": "no address"},
+        {"interface": "ib7", "is_batch_job": True},
+    ),
+    "an address that only compute nodes have": (
+        {"resolved": ("10.9.9.9",), "bind_error": "cannot assign"},
+        {"interface": "10.9.9.9", "is_batch_job": True},
+    ),
     "another address of loopback": ({"resolved": ("127.0.0.2",)}, {"interface": "127.0.0.2"}),
     "own ports reserved": ({"ephemeral": (1024, 65535), "reserved": ((20000, 31999),)}, {}),
     "a prefix for NCCL": ({"variables": {"NCCL_SOCKET_IFNAME": "eth"}}, {}),
@@ -80,6 +107,16 @@ def test_this_machine_has_a_loopback() -> None:
     assert set(facts.resolved) <= {"127.0.0.1", "::1"} and facts.resolved
     assert Interface(is_up=True, addresses=facts.interfaces["lo"].addresses) == facts.interfaces["lo"]
     assert observe_network(replace(NEEDS, interface="no-such-host.invalid")).resolved == ()
+
+
+def test_an_interface_of_a_batch_host_is_observed_by_its_addresses() -> None:
+    needs = replace(NEEDS, interface="lo", is_batch_job=True)
+    facts = observe_network(needs)
+    assert facts.resolved[0] == "127.0.0.1" and set(facts.resolved) == set(facts.interfaces["lo"].addresses)
+    assert facts.bind_error is None
+    assert "cannot reach it" in check_network(facts, needs)[0].what
+    (about,) = check_network(replace(NETWORK, resolved=()), replace(needs, interface="ib7", master_port=0))[:1]
+    assert (about.level, "ib7: is not of this machine" in about.what) == ("info", True)
 
 
 def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_a_missing_compiler_breaks_jobs_with_replicas() -> None:
     assert check_compiler("", {}, lambda _: None) == []
     (finding,) = check_compiler("cpp", {}, lambda _: None)
     assert (finding.level, finding.what.startswith("no compiler found for cpp")) == ("error", True)
-    assert finding.fix == "install a C++17 compiler or name it in CXX, or take the backend reference"
+    assert finding.fix == "install a C++17 compiler or name it in CXX, or set placement.dispatch_backend=reference"
     (finding,) = check_compiler("cpp", {}, lambda name: f"/bin/{name}")
     assert (finding.level, finding.what) == ("info", "/bin/c++ builds the kernels of the token dispatch (cpp)")
 

@@ -288,4 +288,4 @@ def test_a_replay_ends_with_its_job(job: FakeJob) -> None:
     for node in range(3):
         job.begin_node(node)
     problems, _ = replayed(job, until=lambda: (job.run_dir / INJECTED_FILE).exists())
-    assert problems == ["events 1 to 2: the job had ended"]
+    assert problems == ["events 1 to 2 were not injected: the job had ended"]

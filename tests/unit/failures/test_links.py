@@ -123,7 +123,7 @@ def test_a_node_that_shares_our_network_is_refused(tmp_path: Path) -> None:
     with log.open("ab") as output:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=output)
     try:
-        with pytest.raises(NotInjected, match="shares this process's network namespace"):
+        with pytest.raises(NotInjected, match="in the same network namespace"):
             injector(tmp_path).partition([2], 1.0)
         assert process.poll() is None
     finally:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 
 @pytest.fixture(scope="session", autouse=True)

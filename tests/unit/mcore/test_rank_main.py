@@ -14,7 +14,7 @@ from megatron_ft.control.node.worker_client import InProcessClient, RankContext,
 from megatron_ft.errors import RankLost
 from megatron_ft.mcore import rank_main
 from megatron_ft.runtime.dispatch import extension
-from tests.helpers.engines import micro_config
+from megatron_ft.testing.engines import micro_config
 
 
 class Stop(Exception):

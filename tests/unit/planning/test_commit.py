@@ -228,7 +228,7 @@ def test_a_spike_is_called_against_the_median(chosen: str, action: str) -> None:
     assert spiky.decide(vote_of(loss=4.0), history) == Decision(action="commit")
     decision = spiky.decide(vote_of(loss=4.001), history)
     assert (decision.action, decision.spike) == (action, True)
-    assert "2 times the median 2" in decision.reason
+    assert "2 times the median of recent losses, 2" in decision.reason
 
 
 def test_no_spike_before_half_a_window_or_without_a_factor() -> None:

@@ -53,4 +53,4 @@ def test_the_error_names_what_was_tried_and_what_to_change() -> None:
     assert "tried c++, g++, clang++); install a C++17 compiler or name it in CXX" in no_compiler("cpp", {})
     assert "tried icpx)" in no_compiler("cpp", {"CXX": "icpx"})
     assert "tried ccache g++)" in no_compiler("cpp", {"CXX": "ccache g++"})
-    assert no_compiler("cuda", {}).endswith("name it in CUDA_HOME, or take the backend reference")
+    assert no_compiler("cuda", {}).endswith("name it in CUDA_HOME, or set placement.dispatch_backend=reference")

@@ -19,7 +19,7 @@ from megatron_ft.planning.devices import (
 GPUS = DeviceFacts(has_driver=True, driver="580", num_gpus=8)
 NONE = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 BOTH = {"cpu": "", "cuda": ""}
-CPU_ONLY = {"cpu": "", "cuda": "training.device=cuda: must be cpu with launch.min_nodes=3"}
+CPU_ONLY = {"cpu": "", "cuda": "training.device=cuda: must be cpu with recovery.min_nodes=3"}
 CUDA_ONLY = {"cpu": "model.multi_latent_attention=true: needs CUDA", "cuda": ""}
 
 
@@ -57,7 +57,9 @@ def test_gpus_that_pytorch_would_find(facts: DeviceFacts, expected: int) -> None
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_gpu_here_decides_and_its_refusal_counts(elsewhere: bool) -> None:
     assert choose(GPUS, BOTH, elsewhere=elsewhere) == ("cuda", True)
-    with pytest.raises(ConfigError, match=r"must be cpu with launch\.min_nodes=3 \(training\.device=auto found 8 GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"must be cpu with recovery\.min_nodes=3 \(training\.device=auto found 8 GPUs"
+    ):
         choose(GPUS, CPU_ONLY, elsewhere=elsewhere)
 
 
@@ -68,7 +70,7 @@ def test_without_a_gpu_a_start_takes_the_cpu_or_is_refused() -> None:
         choose(NONE, CUDA_ONLY)
     with pytest.raises(
         ConfigError,
-        match=r"training\.device=auto: must be cpu, without launch\.gpu_memory_bytes, on a machine without a usable",
+        match=r"training\.device=auto: must be cpu, and limits\.gpu_memory_bytes null, on a machine without a usable",
     ):
         choose(NONE, BOTH, memory=80_000_000_000)
 
@@ -79,7 +81,7 @@ def test_a_plan_for_an_unknown_machine_names_both_answers() -> None:
     with pytest.raises(ConfigError):
         choose(NONE, {"cpu": "no", "cuda": "no"}, elsewhere=True)
     assert choose(NONE, BOTH, memory=80_000_000_000, elsewhere=True) == ("cuda", True)
-    with pytest.raises(ConfigError, match=r"launch\.min_nodes=3"):
+    with pytest.raises(ConfigError, match=r"recovery\.min_nodes=3"):
         choose(NONE, CPU_ONLY, memory=80_000_000_000, elsewhere=True)
 
 
@@ -92,7 +94,10 @@ def test_a_named_device_is_taken_and_its_refusal_is_raised(device: str) -> None:
 
 
 def test_the_other_device_is_described_where_ranks_may_find_it() -> None:
-    for refused, expected in ((CPU_ONLY, "on cuda this job is refused"), (BOTH, "on cuda this job is also accepted")):
+    for refused, expected in (
+        (CPU_ONLY, "on cuda this job would be refused"),
+        (BOTH, "on cuda this job would also be accepted"),
+    ):
         choice = choose_device("auto", NONE, gpu_memory_bytes=None, refused=refused, may_be_elsewhere=True)
         assert other_device(choice, refused).startswith(expected)
     known = choose_device("auto", NONE, gpu_memory_bytes=None, refused=CPU_ONLY, may_be_elsewhere=False)

@@ -1,6 +1,7 @@
 """The plan against sums done by hand."""
 
 import json
+from collections.abc import Mapping
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_ft.corpus.check import DataSummary, SourceSummary
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.job import JobPlan, plan_job
 from megatron_ft.planning.render import readable_bytes, render
+from tests.helpers.keys import grouped
 
 DATA = DataSummary(
     sources=(SourceSummary(split="train", name="x", tokens=10, samples=1, checked="all"),),
@@ -20,7 +22,7 @@ DATA = DataSummary(
 SMALL = {"model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}}
 
 
-def plan(device: str = "cpu", *, with_losses: bool = False, **groups: dict[str, object]) -> JobPlan:
+def plan(device: str = "cpu", *, with_losses: bool = False, **groups: Mapping[str, object]) -> JobPlan:
     return plan_job(from_dict({**SMALL, **groups}), DATA, device=device, with_losses=with_losses)
 
 
@@ -84,10 +86,10 @@ def test_padding_microbatches_are_counted() -> None:
 
 
 def test_memory_over_the_limit_is_refused_with_the_bytes_needed() -> None:
-    with pytest.raises(ConfigError, match=r"launch\.gpu_memory_bytes=1000: must be at least \d+"):
-        plan("cuda", launch={"gpu_memory_bytes": 1000})
-    with pytest.raises(ConfigError, match=r"launch\.host_memory_bytes=1000: must be at least \d+"):
-        plan(launch={"host_memory_bytes": 1000})
+    with pytest.raises(ConfigError, match=r"limits\.gpu_memory_bytes=1000: must be at least \d+"):
+        plan("cuda", limits={"gpu_memory_bytes": 1000})
+    with pytest.raises(ConfigError, match=r"limits\.host_memory_bytes=1000: must be at least \d+"):
+        plan(limits={"host_memory_bytes": 1000})
 
 
 def test_recomputation_keeps_fewer_activations() -> None:
@@ -129,9 +131,9 @@ def test_defaults_are_planned() -> None:
 
 def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
     parallel = {"pipeline_model_parallel_size": 2}
-    launch = {"num_nodes": 2, "ranks_per_node": 3, "max_restarts": 1}
+    launch, recovery = {"num_nodes": 4, "ranks_per_node": 3}, {"max_restarts": 1}
     checkpoint = {"save_interval_iterations": 20}
-    result = plan(with_losses=True, parallel={**parallel}, launch={**launch, "num_nodes": 4}, checkpoint=checkpoint)
+    result = plan(with_losses=True, parallel=parallel, launch=launch, recovery=recovery, checkpoint=checkpoint)
     assert [(cost.lost_nodes, cost.is_gone) for cost in result.losses] == [
         ((0,), True),
         ((1,), True),
@@ -145,10 +147,10 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["node", "3", "checkpoint,", "by", "hand", "<=", "20", "-", "bitwise"] in rows
     assert ["ranks", "only", "checkpoint", "<=", "20", "-", "bitwise"] in rows
-    assert "not replicas: launch.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
-    (note,) = plan(with_losses=True, parallel=parallel, launch={**launch, "num_nodes": 1, "ranks_per_node": 2}).notes
+    assert "not replicas: recovery.min_nodes" not in text and "parallel.pipeline_model_parallel_size=2" in text
+    (note,) = plan(with_losses=True, parallel=parallel, launch={"ranks_per_node": 2}, recovery=recovery).notes
     assert note.startswith("node 0 spans pipeline stages 0, 1")
-    assert not plan(parallel=parallel, launch=launch).losses, "a start does not ask"
+    assert not plan(parallel=parallel, launch=launch, recovery=recovery).losses, "a start does not ask"
 
 
 def kept_layout(**groups: dict[str, object]) -> dict[str, dict[str, object]]:
@@ -158,7 +160,7 @@ def kept_layout(**groups: dict[str, object]) -> dict[str, dict[str, object]]:
     known = {"bandwidth_bytes_per_second": 1e9, "iteration_seconds": 1.0}
     return {
         "parallel": {"pipeline_model_parallel_size": 2},
-        "launch": {"num_nodes": 2, "ranks_per_node": 1, "keep_layout": True, "num_spare_nodes": 1},
+        **grouped(num_nodes=2, ranks_per_node=1, keep_layout=True, num_spare_nodes=1),
         "snapshot": {"policy": policy, "num_peer_copies": 1, **known, **groups.get("snapshot", {})},
         "upstream_log": groups.get("upstream_log", {}),
     }
@@ -192,23 +194,20 @@ def test_an_upstream_log_over_its_limit_is_refused() -> None:
 
 def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
     known = {"num_nodes": 4, "ranks_per_node": 1, "node_launcher": "srun"}
-    (note,) = plan(launch={**known, "failure_domain_source": "slurm_topology"}).notes
-    assert (
-        note.startswith("launch.failure_domain_source=slurm_topology: ") and "every node is a domain of its own" in note
-    )
-    assert not plan(launch={**known, "failure_domains": ["a", "a", "b", "b"]}).notes
+    (note,) = plan(launch=known, topology={"failure_domain_source": "slurm_topology"}).notes
+    assert note.startswith("topology.failure_domain_source=slurm_topology: ") and "takes every node as a domain" in note
+    assert not plan(launch=known, topology={"failure_domains": ["a", "a", "b", "b"]}).notes
 
 
 def test_domains_of_spares_wait_with_them() -> None:
     """Names are of all nodes there can be; placement and copies are of those the job starts with."""
-    layout = kept_layout()
-    layout["launch"] |= {"failure_domains": ["rack0", "rack1", "rack2"]}
-    kept = plan(**layout).snapshot
+    racks = {"failure_domains": ["rack0", "rack1", "rack2"]}
+    kept = plan(**kept_layout(), topology=racks).snapshot
     assert kept is not None and kept.peers == ((1,), (0,))
     spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
-    launch = {"num_nodes": 2, "ranks_per_node": 1, "num_spare_nodes": 1, "failure_domains": ["rack0", "rack1", "rack2"]}
+    nodes = grouped(num_nodes=2, ranks_per_node=1, num_spare_nodes=1, **racks)
     placement = {"algorithm": spread, "num_slots_per_rank": 8, "min_replicas": 2}
-    placed = plan(launch=launch, placement=placement, parallel={"expert_model_parallel_size": 2}).placement
+    placed = plan(**nodes, placement=placement, parallel={"expert_model_parallel_size": 2}).placement
     assert placed is not None and placed.stages[0].domains == ("rack0", "rack1")
 
 
@@ -217,13 +216,13 @@ def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
     model = {**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
     spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
 
-    def notes(slots: int, **launch: object) -> tuple[str, ...]:
+    def notes(slots: int, **keys: object) -> tuple[str, ...]:
         placement: dict[str, object] = {"algorithm": spread, "num_slots_per_rank": slots, "min_replicas": 2}
-        nodes: dict[str, object] = {"num_nodes": 4, "ranks_per_node": 1, **launch}
+        nodes = grouped(**{"num_nodes": 4, "ranks_per_node": 1, **keys})
         parallel: dict[str, object] = {"use_distributed_optimizer": False}
-        return plan(model=model, placement=placement, parallel=parallel, launch=nodes).notes
+        return plan(model=model, placement=placement, parallel=parallel, **nodes).notes
 
     (note,) = notes(2, min_nodes=2)
-    assert "after the loss of a node 6 slots are left, too few for 2 replicas of 4 experts" in note
-    assert note.endswith("the loss of another one can end the job; 3 slots per rank are enough")
+    assert "after the loss of a node the job has 6 slots, too few for 2 replicas of 4 experts" in note
+    assert note.endswith("the next loss can end the job; 3 slots per rank avoid this")
     assert notes(3, min_nodes=2) == notes(2) == notes(4, num_nodes=2, min_nodes=1) == ()

@@ -46,8 +46,8 @@ def test_a_limit_that_training_fits_but_no_save_is_refused() -> None:
     planned = plan(**groups)
     while_training = 2 * (450_000_000 + planned.stages[0].memory.total_bytes)
     assert planned.host_bytes_per_node > while_training
-    with pytest.raises(ConfigError, match=r"launch\.host_memory_bytes=\d+: must be at least \d+"):
-        plan(**{**groups, "launch": {"ranks_per_node": 2, "host_memory_bytes": while_training}})
+    with pytest.raises(ConfigError, match=r"limits\.host_memory_bytes=\d+: must be at least \d+"):
+        plan(**groups, limits={"host_memory_bytes": while_training})
 
 
 def test_background_writing_keeps_its_copy_beside_activations() -> None:

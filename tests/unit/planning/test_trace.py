@@ -115,15 +115,15 @@ def test_records_follow_iterations_and_start_over() -> None:
     assert trace.wrap(2) is None
     assert "after iteration 2" in (trace.wrap(3) or "")
     alone = RoutingTrace.of(model(num_layers=1), recording([[[1, 1]]]))
-    assert (alone.wrap(1), alone.wrap(2)) == (None, "r.json has one record: every iteration is routed by it")
+    assert (alone.wrap(1), alone.wrap(2)) == (None, "r.json has one record, which routes every iteration")
 
 
 @pytest.mark.parametrize(
     ("chosen", "tokens", "error", "says"),
     [
-        (model(num_layers=3), [[[1, 2], [3, 4]]], DataError, "has 2 layers with loads: must have at least 3"),
-        (model(num_experts=3), [[[1, 2], [3, 4]]], DataError, "has 2 experts: must have at least 3"),
-        (model(), [[[1, 2], [3, 4]], [[0, 0], [1, 1]]], DataError, "record 1 must have tokens for layer 1"),
+        (model(num_layers=3), [[[1, 2], [3, 4]]], DataError, "has 2 layers with loads, but needs at least 3"),
+        (model(num_experts=3), [[[1, 2], [3, 4]]], DataError, "has 2 experts, but needs at least 3"),
+        (model(), [[[1, 2], [3, 4]], [[0, 0], [1, 1]]], DataError, "record 1 has no tokens for layer 1"),
         (
             model(router_trace_start=1),
             [[[1, 2], [3, 4]]],

@@ -29,7 +29,7 @@ def job(num_nodes: int = 1, ranks_per_node: int = 1, **groups: dict[str, object]
     """Sequences of 16, hidden size 32, 12 samples an iteration."""
     model = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     training = {"global_batch_size": 12, "micro_batch_size": 2, **groups.pop("training", {})}
-    launch = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node, **groups.pop("launch", {})}
+    launch = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
     return from_dict({"model": model, "training": training, "launch": launch, **groups})
 
 
@@ -119,8 +119,10 @@ def kept_job(pp: int = 3, **groups: dict[str, Any]) -> JobConfig:
     target = "megatron_ft.planning.snapshot.dense.DenseInterval"
     known = {"bandwidth_bytes_per_second": 1e9, "iteration_seconds": 1.0, "num_peer_copies": 1}
     snapshot = {"policy": {"_target_": target, "interval_iterations": 10}, **known, **groups.pop("snapshot", {})}
-    launch = {"keep_layout": True, "num_spare_nodes": 1, **groups.pop("launch", {})}
-    return job(2, 3, parallel=pipeline(pp), launch=launch, snapshot=snapshot, **groups)
+    recovery = {"keep_layout": True, **groups.pop("recovery", {})}
+    return job(
+        2, 3, parallel=pipeline(pp), recovery=recovery, nodes={"num_spare_nodes": 1}, snapshot=snapshot, **groups
+    )
 
 
 def reported(config: JobConfig) -> tuple[UpstreamLogReport | None, SnapshotReport | None]:
@@ -147,7 +149,7 @@ def test_what_hangs_on_windows_is_open_while_they_are_measured() -> None:
 
 def test_nothing_is_reported_where_nothing_is_sent_or_no_layout_is_kept() -> None:
     assert reported(kept_job(pp=1))[0] is None
-    assert reported(kept_job(launch={"keep_layout": False}))[0] is None
+    assert reported(kept_job(recovery={"keep_layout": False}))[0] is None
 
 
 def test_a_node_over_the_limit_is_refused_with_the_bytes_needed() -> None:

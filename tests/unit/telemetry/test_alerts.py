@@ -13,8 +13,9 @@ from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.sinks.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, free_share
 from megatron_ft.telemetry.sinks.base import SinkContext
+from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record
 
-from .conftest import RUN_STARTED, FakeClock, metrics_record
+from .conftest import FakeClock
 
 LIMITS = AlertLimits(
     single_loss_survival=1.0, stall_share=0.05, windows_behind=3.0, free_disk_share=0.1, slowest_rank_over_median=2.0

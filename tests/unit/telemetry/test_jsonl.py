@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft import durable
 from megatron_ft.events import Evaluation, LogTruncated, Metrics
 from megatron_ft.telemetry.sinks import jsonl
 from megatron_ft.telemetry.sinks.base import Outcome
@@ -69,7 +70,7 @@ def test_events_are_forced_to_disk_metrics_are_not(tmp_path: Path, monkeypatch: 
     assert len(synced) == 3
 
 
-@pytest.mark.parametrize("tail", [b'{"kind":"met', b"x" * (3 * jsonl._CHUNK_BYTES + 7), b"\0" * 512])
+@pytest.mark.parametrize("tail", [b'{"kind":"met', b"x" * (3 * durable._CHUNK_BYTES + 7), b"\0" * 512])
 @pytest.mark.parametrize("num_whole", [0, 1, 3])
 def test_a_torn_last_line_is_cut_off_and_reported(tmp_path: Path, num_whole: int, tail: bytes) -> None:
     path = tmp_path / "metrics.jsonl"

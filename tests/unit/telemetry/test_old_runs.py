@@ -42,7 +42,7 @@ def test_the_page_tells_the_recoveries(run: str, recoveries: list[tuple[int, str
     assert [each[:3] for each in found] == [each[:3] for each in recoveries]
     assert (found[0][3] > 0) == (run != "replicas")
     assert timeline_of(report.recoveries[0]) is not None
-    assert report.outcome.level == "good" and "How each went" in render(report)
+    assert report.outcome.level == "good" and "Details of each recovery" in render(report)
     assert len(read_metrics(RUNS / run)) == report.iteration
 
 

@@ -14,6 +14,9 @@ from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
+from megatron_ft.telemetry.report.files import read_run
+from megatron_ft.telemetry.report.model import build
+from megatron_ft.telemetry.report.page import render
 
 from .conftest import FakeClock
 
@@ -45,6 +48,18 @@ def test_an_event_is_one_class(tmp_path: Path) -> None:
     assert "! no coffee after 12 cups" in done.stdout
     assert "| **`coffee_finished`** | | | *The coffee machine of the data centre is empty.* |" in done.stdout
     assert "| | `cups` | int | Cups since it was filled. |" in done.stdout
+
+
+def test_a_run_with_an_event_from_outside_has_a_page(config: JobConfig, run_dir: Path, clock: FakeClock) -> None:
+    """In a process that does not know its class, as that of ``tools.report``."""
+    sinks = open_sinks(config, run_dir, world_size=2, clock=clock, stream=io.StringIO())
+    sinks.close(0, "done")
+    with (run_dir / "events.jsonl").open("a") as lines:
+        lines.write(json.dumps({"kind": "lunch_served", "menu": "<soup>", "time_unix_seconds": 1.7e9}) + "\n")
+    (*_, lunch) = read_events(run_dir)
+    assert lunch.kind == "lunch_served" and lunch.time_unix_seconds == 1.7e9
+    page = render(build(read_run(run_dir)))
+    assert "2023-11-14 22:13:20" in page and 'lunch served: menu="&lt;soup&gt;"' in page
 
 
 def test_a_sink_can_be_left_out(config: JobConfig, run_dir: Path, clock: FakeClock) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
+from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 from tools import plot_run
-
-from .conftest import RUN_STARTED, run_records
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.telemetry.read import first_metrics, read_metrics
-
-from .conftest import metrics_record
+from megatron_ft.testing.made_up_runs import metrics_record
 
 
 def write(folder: Path, *lines: str, end: str = "\n") -> None:

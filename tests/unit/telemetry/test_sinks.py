@@ -14,8 +14,9 @@ from megatron_ft.events import Record
 from megatron_ft.telemetry import SinkSet, open_sinks
 from megatron_ft.telemetry.read import read_events, read_metrics
 from megatron_ft.telemetry.sinks.base import Outcome, Sink
+from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record, run_records
 
-from .conftest import RUN_STARTED, FakeClock, metrics_record, run_records
+from .conftest import FakeClock
 
 
 class Remembering(Sink):
@@ -194,7 +195,7 @@ def test_a_full_disk_is_seen_on_the_terminal_and_in_the_summary(
     for record in run_records(1, 4):
         sinks.write(record)
     sinks.close(0, "done")
-    assert stream.getvalue().count("metrics.jsonl takes no records: OSError: [Errno 28]") == 1
+    assert stream.getvalue().count("sink metrics.jsonl no longer accepts records: OSError: [Errno 28]") == 1
     assert [event.kind for event in read_events(run_dir)].count("sink_failed") == 1
     assert list(summary(run_dir)["failed_sinks"]) == ["metrics.jsonl"]
 

@@ -13,8 +13,7 @@ from megatron_ft.telemetry.sinks.base import Outcome
 from megatron_ft.telemetry.sinks.panel import ASCII, BLOCKS, PanelStyle, Symbols, TimedNote, panel
 from megatron_ft.telemetry.sinks.terminal import TerminalSink
 from megatron_ft.telemetry.state import RunState
-
-from .conftest import RUN_STARTED, metrics_record, run_records
+from megatron_ft.testing.made_up_runs import RUN_STARTED, metrics_record, run_records
 
 
 def fold(records: list[Record], train_iterations: int = 12) -> RunState:
@@ -84,6 +83,18 @@ def test_panel_fits_a_small_terminal(num_layers: int, height: int) -> None:
     lines = render(state, width=80, height=height)
     assert len(lines) < height
     assert sum("busiest" in line for line in lines) >= 4
+
+
+def test_panel_shows_whole_process_ids_in_80_columns() -> None:
+    process_ids = tuple(range(4_000_000, 4_000_008))
+    note = events.RanksReady(seconds=12.3, world_size=8, process_ids=process_ids).describe()
+    console = Console(file=io.StringIO(), width=80, height=40, force_terminal=False, legacy_windows=False)
+    style = PanelStyle(title="t", width=80, height=40, symbols=BLOCKS)
+    told = [TimedNote(time_unix_seconds=1000.0, note=note)]
+    console.print(panel(fold(some_records()), told, style, now_seconds=1030.0))
+    lines = console.file.getvalue().splitlines()
+    assert all(str(process_id) in "\n".join(lines) for process_id in process_ids)
+    assert len(lines) == len(render(fold(some_records()), width=80)) and {len(line) for line in lines} == {80}
 
 
 def test_panel_says_how_well_the_run_goes_so_far() -> None:
@@ -252,7 +263,8 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
                 generation=2, reason="rank 3 raised", failed_ranks=(3,), iteration=7, num_restarts_left=1
             ),
             "warning",
-            "starting all ranks again (generation 2; 1 more without progress): rank 3 raised in iteration 7",
+            "starting all ranks again (generation 2; at most 1 more restarts without progress): "
+            "rank 3 raised in iteration 7",
         ),
         (events.RunStarted(run_name="r", model="m", world_size=1), "info", "r: m, 1 rank"),
         (
@@ -270,12 +282,12 @@ def test_an_iteration_that_is_not_a_number_is_shown() -> None:
         (
             events.UpstreamLogPlanned(iteration=3, iterations_kept=12, log_bytes=3_200_000, node_bytes=12_800_000),
             "info",
-            "upstream log: 12 iterations, 3.2 MB a rank",
+            "upstream log: keeps 12 iterations, 3.2 MB per rank",
         ),
         (
             events.UpstreamLogFull(iteration=16, iterations_kept=12),
             "warning",
-            "upstream log is full from iteration 16 on: no stage can replay alone until a later window is committed",
+            "upstream log is full from iteration 16 on; until a later window is committed, no stage can replay alone",
         ),
         (events.RanksReady(seconds=0.42), "info", "all ranks ready after 0.42 s"),
         (

@@ -15,9 +15,10 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.sinks.wandb import ID_FILE, Reported, run_id, wandb_mode
+from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 from tests.helpers.disk import note_steps
 
-from .conftest import RUN_STARTED, FakeClock, is_listed, run_records
+from .conftest import FakeClock, is_listed
 
 WANDB_OWN = {"iteration", "_step", "_runtime", "_timestamp"}
 KILLED_ATTEMPT = """
@@ -25,7 +26,7 @@ import io, os, signal, sys
 from pathlib import Path
 from megatron_ft.config.job import JobConfig
 from megatron_ft.telemetry import open_sinks
-from tests.unit.telemetry.conftest import RUN_STARTED, run_records
+from megatron_ft.testing.made_up_runs import RUN_STARTED, run_records
 
 config = JobConfig()
 config.telemetry.wandb = "offline"
@@ -91,7 +92,10 @@ def test_wandb_missing_stops_nothing_and_is_told_once(
     for record in [RUN_STARTED, *run_records(1, 8)]:
         sinks.write(record)
     sinks.close(0, "done")
-    assert stream.getvalue().count("wandb takes no records: ModuleNotFoundError: No module named 'wandb'") == 1
+    assert (
+        stream.getvalue().count("sink wandb no longer accepts records: ModuleNotFoundError: No module named 'wandb'")
+        == 1
+    )
     assert [event.kind for event in read_events(run_dir)].count("sink_failed") == 1
     assert "wandb" in json.loads((run_dir / "summary.json").read_text())["failed_sinks"]
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import yaml
 from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
+from megatron_ft.control.run_id import make_run_id
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.devices import DeviceFacts
 from megatron_ft.planning.placement.stage import first_plans, stage_requests
+from megatron_ft.snapshot.storage.manifest import write_manifest
+from megatron_ft.snapshot.storage.window_file import write_window
+from megatron_ft.testing.stored_samples import sample_window
 from tests.unit.snapshot.storage.conftest import make_checkpoint
 from tools import can_recover
 from tools.can_recover import grouped, read_config
@@ -51,7 +56,7 @@ class MadeUpRun:
 
         path.mkdir()
         self.path = path
-        given, _ = compose([*ELASTIC, "launch.min_nodes=2"])
+        given, _ = compose([*ELASTIC, "recovery.min_nodes=2"])
         (path / "config.yaml").write_text(yaml.safe_dump(to_dict(given)))
         self.config = read_config(path / "config.yaml")
         self.say(RanksReady(seconds=1.0, world_size=4))
@@ -113,16 +118,16 @@ def test_a_living_run_goes_on_with_replicas_in_the_time_it_took_before(living: M
 def test_an_answer_names_its_device_and_what_the_other_one_refuses(
     ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--config", *ELASTIC, "launch.min_nodes=3", "--lose", "1"]
+    words = ["--config", *ELASTIC, "recovery.min_nodes=3", "--lose", "1"]
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=False, driver="", num_gpus=0))
     found = ask(*words)
     assert (found["rung"], found["device"]) == ("replicas", "cpu")
-    assert "on cuda this job is refused before it starts" in found["notes"][0]
+    assert "on cuda this job would be refused before it starts" in found["notes"][0]
     assert can_recover.main(words) == 0
     assert capsys.readouterr().out.startswith("on cpu: loss of nodes 1: replicas")
     monkeypatch.setattr("pretrain_moe.observe_here", lambda: DeviceFacts(has_driver=True, driver="", num_gpus=8))
     found = ask(*words)
-    assert found["code"] == ConfigError.exit_code and "must be cpu with launch.min_nodes=3" in found["error"]
+    assert found["code"] == ConfigError.exit_code and "must be cpu with recovery.min_nodes=3" in found["error"]
 
 
 def test_a_run_on_gpus_is_not_promised_what_only_cpus_do(living: MadeUpRun, ask: Ask) -> None:
@@ -158,6 +163,23 @@ def test_too_many_lost_go_back_to_the_newest_checkpoint_that_verifies(living: Ma
     assert found["max_iterations"] == 4 and "iter_0000005: skipped" in found["notes"][0]
 
 
+def test_checkpoints_and_windows_of_another_run_are_not_promised(living: MadeUpRun, ask: Ask) -> None:
+    """A job of this run would not continue from them."""
+    own, other = make_run_id(living.path, is_older=False).run_id, "6" * 32
+    for iteration, run_id in ((3, own), (5, other)):
+        directory = living.path / "checkpoints" / f"iter_{iteration:07d}"
+        manifest = make_checkpoint(directory, iteration)
+        write_manifest(directory, replace(manifest, run_id=run_id))
+    for rank in range(4):
+        window, payload = sample_window(6, rank)
+        window = replace(window, run_id=other, world_size=4)
+        write_window(living.path / "windows", window, [memoryview(part) for part in payload])
+    found = ask(str(living.path), "--lose", "0,3")
+    assert (found["rung"], found["max_iterations"]) == ("checkpoint", 4)
+    skipped = [note for note in found["notes"] if ": skipped: " in note]
+    assert len(skipped) == 2 and all("belongs to another run" in note for note in skipped)
+
+
 def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> None:
     found = ask(str(living.path), "--lose", "0,1")
     assert (found["code"], found["rung"]) == (RecoveryError.exit_code, "nothing")
@@ -179,7 +201,7 @@ def test_ranks_that_were_started_again_are_on_all_nodes(run: MadeUpRun, ask: Ask
 def test_a_placement_of_another_membership_is_refused(run: MadeUpRun, ask: Ask) -> None:
     run.say(RanksReady(seconds=1.0, world_size=4))
     found = ask(str(run.path), "--lose", "2")
-    assert found["code"] == DataError.exit_code and "is of 3 ranks" in found["error"]
+    assert found["code"] == DataError.exit_code and "a placement of 3 ranks" in found["error"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "placements/iter_0000004.json"])
@@ -190,11 +212,11 @@ def test_a_damaged_folder_is_named(run: MadeUpRun, ask: Ask, name: str) -> None:
 
 
 def test_a_configuration_is_judged_before_it_runs(ask: Ask) -> None:
-    found = ask("--config", *ELASTIC, "launch.min_nodes=2", "--lose", "1")
+    found = ask("--config", *ELASTIC, "recovery.min_nodes=2", "--lose", "1")
     assert (found["code"], found["rung"], found["seconds_to_continue"]) == (0, "replicas", None)
     found = ask("--config", *ELASTIC, "checkpoint.save_interval_iterations=7", "--lose", "1")
     assert (found["rung"], found["max_iterations"], found["seconds_again"]) == ("checkpoint", 7, None)
-    windows = ["snapshot=sparse_window", "launch.num_nodes=3", "launch.max_restarts=1", "model=moe_micro"]
+    windows = ["snapshot=sparse_window", "launch.num_nodes=3", "recovery.max_restarts=1", "model=moe_micro"]
     found = ask("--config", *windows, "--lose", "0", "--ranks-only")
     assert (found["code"], found["rung"], found["max_iterations"]) == (0, "memory", None)
 
@@ -203,7 +225,7 @@ def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixt
     assert can_recover.main(["--config", *ELASTIC, "--lose", "1"]) == RecoveryError.exit_code
     out = capsys.readouterr().out
     assert "iterations again: seconds unknown" in out and "to continue: seconds unknown" in out
-    assert "not replicas: launch.min_nodes=null" in out
+    assert "not replicas: recovery.min_nodes=null" in out
 
 
 def test_operators_are_told_in_ranges() -> None:
@@ -226,8 +248,8 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
-        (["launch.min_nodes=3"], "stay alive in their present state"),
-        ([], "have their present state on nodes that are left, which is not used"),
+        (["recovery.min_nodes=3"], "keep their present state"),
+        ([], "have their present state on other nodes, but it is not used"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
         assert words in capsys.readouterr().out

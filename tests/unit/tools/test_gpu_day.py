@@ -2,17 +2,16 @@
 
 import io
 import json
+import os
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_engine
-from benchmarks.source import ROOT
-from pretrain_moe import compose
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from tools import gpu_day, gpu_site
-from tools.gpu import abort, day, layouts, ranks, recovery, results, runner, suites, training
+from tools.gpu import abort, day, layouts, ranks, results, runner, suites, training
 from tools.gpu.day import Day
 from tools.gpu.runner import Outcome
 from tools.gpu.stages import CALLS
@@ -42,6 +41,12 @@ def test_a_stage_is_not_started_without_time() -> None:
     found = list(runner.run_stages(CALLS["first"], budget_seconds=runner.RESERVE_SECONDS + 1.0))
     assert {each.status for each in found} == {"no time"} and len(found) == len(CALLS["first"])
     assert all(each.failed for each in found)
+
+
+def test_stages_run_pytest_without_options_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k no_such_test")
+    assert list(runner.run_stages([], budget_seconds=runner.RESERVE_SECONDS)) == []
+    assert "PYTEST_ADDOPTS" not in os.environ
 
 
 def test_a_stage_reports_at_once(tmp_path: Path) -> None:
@@ -100,12 +105,6 @@ def test_configurations_of_all_variants_are_valid_on_either_device() -> None:
         ranks.config_for("cuda", {**training.MODEL, **parallel}, world_size=world_size)
 
 
-def test_the_jobs_of_a_claim_have_the_size_that_it_names() -> None:
-    config, _ = compose([*recovery.job_words("cuda", 60), *recovery.windows(1), *gpu_engine.slice_words()])
-    assert config.model.hidden_size == 2048 and config.model.num_moe_experts == 16
-    assert config.training.device == "cuda" and config.training.train_iterations == 60
-
-
 def test_the_worst_number_decides() -> None:
     expected = {"losses": [1.0, 2.0], "grad_norms": [1.0], "aux_losses": [4.0]}
     assert ranks.difference({**expected, "losses": [1.0, 2.2]}, expected) == pytest.approx(0.1)
@@ -119,7 +118,7 @@ def test_the_rank_that_raised_is_named_and_not_one_that_waits_for_it() -> None:
 
 
 def test_ranks_that_are_silent_are_named() -> None:
-    with pytest.raises(RuntimeError, match="of 1 ranks these reported nothing in time: 0"):
+    with pytest.raises(RuntimeError, match="of 1 ranks, these did not report in time: 0"):
         ranks.run_ranks("tests.helpers.gpu_day_stages:wait_or_raise", world_size=1, arguments={}, seconds=0.2)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_ft.failures.injecting import Injector
+from tests.helpers.keys import grouped
 from tests.unit.tools.test_operating import FakeJob
 from tools import inject_failures
 
-LAUNCH = {"ranks_per_node": 2, "num_nodes": 2, "num_spare_nodes": 0, "max_nodes": 4}
+CONFIG = grouped(ranks_per_node=2, num_nodes=2, num_spare_nodes=0, max_nodes=4)
 TRACE = "0,add,a\n0,add,b\n60000,remove,b\n120000,add,c\n"
 Calls = list[tuple[Any, ...]]
 
@@ -20,7 +21,7 @@ Calls = list[tuple[Any, ...]]
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[FakeJob]:
     made = FakeJob(tmp_path)
-    (tmp_path / "config.yaml").write_text(json.dumps({"launch": LAUNCH}))  # JSON is YAML
+    (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))  # JSON is YAML
     yield made
     made.server.stop()
 
@@ -100,9 +101,9 @@ def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
     trace.write_text(TRACE)
     assert inject_failures.main([str(job.folder), "--trace", str(trace), "--scale", "0.5", "--minutes", "3"]) == 8
     ((name, schedule, _),) = calls
-    assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of launch.max_nodes"
+    assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of nodes.max_nodes"
     said = capsys.readouterr()
-    assert "2 of 4 nodes at first, 1 leave" in said.out and "not all is injected" in said.out
+    assert "starts with 2 of 4 nodes; 1 leave" in said.out and "not all is injected" in said.out
     assert "not injected: event 1: add of nodes [1]: refused" in said.err
 
 
@@ -118,13 +119,13 @@ def test_a_trace_that_begins_with_other_nodes_is_refused(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--kill 1 --for 2", 2, "--for=2.0: is for --stop, --partition and --disk-error only"),
+        ("--kill 1 --for 2", 2, "--for=2.0: can only be used with --stop, --partition or --disk-error"),
         ("--stop 1 --for 0", 2, "--for=0.0"),
         ("--stop 1 --for nan", 2, "--for=nan"),
-        ("--partition 1", 2, "--for=None: must be given: a partition or a disk error ends by itself"),
+        ("--partition 1", 2, "--for=None: must be given, because a partition or disk error needs an end"),
         ("--disk-error 1 --for 0", 2, "--for=0.0: must be finite and above 0"),
-        ("--add 1 --minutes 2", 2, "--minutes=2.0: is for --trace only"),
-        ("--add 1 --most-nodes 2", 2, "--most-nodes=2: is for --trace only"),
+        ("--add 1 --minutes 2", 2, "--minutes=2.0: can only be used with --trace"),
+        ("--add 1 --most-nodes 2", 2, "--most-nodes=2: can only be used with --trace"),
         ("--trace none.csv", 3, "none.csv: cannot be read"),
     ],
 )
@@ -153,4 +154,4 @@ def test_one_failure_per_command(job: FakeJob, capsys: pytest.CaptureFixture[str
             inject_failures.main([str(job.folder), *words])
     with pytest.raises(SystemExit):
         inject_failures.main(["--help"])
-    assert "launch.failpoints" in capsys.readouterr().out, "where phases are named"
+    assert "testing.failpoints" in capsys.readouterr().out, "where phases are named"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.control import admin as operating
-from megatron_ft.control.rpc import RpcServer, new_token
+from megatron_ft.control.rpc import ACCEPT_SECONDS, RpcServer, new_token
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
 from tools import add_node, drain, status
@@ -38,6 +39,7 @@ class FakeJob:
         self.folder = folder
         self.asked: list[tuple[str, Message]] = []
         self.token = new_token()
+        self.seconds_to_answer = 0.0
         methods = {"status": self._status, "drain": self._drain, "add": self._add}
         self.server = RpcServer("Controller", methods, interface="127.0.0.1", token=self.token)
         self.server.start()
@@ -58,7 +60,8 @@ class FakeJob:
     def _drain(self, request: Message) -> Message:
         self.asked.append(("drain", request))
         if request["node"] == 0:
-            raise ControlError("node 0: 1 nodes would be left of launch.min_nodes=2")
+            raise ControlError("node 0: 1 nodes would be left of recovery.min_nodes=2")
+        threading.Event().wait(self.seconds_to_answer)
         return {}
 
     def _add(self, request: Message) -> Message:
@@ -99,12 +102,12 @@ def test_an_answer_that_is_none_is_said_to_be(job: FakeJob, monkeypatch: pytest.
 def test_drain_and_add_name_the_node(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain.main([str(job.folder), "1"]) == 0 and add_node.main([str(job.folder), "2"]) == 0
     assert job.asked == [("drain", {"node": 1}), ("add", {"node": 2})]
-    assert "node 1 leaves" in capsys.readouterr().out
+    assert "node 1 is to leave" in capsys.readouterr().out
 
 
 def test_a_refusal_says_why(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert drain.main([str(job.folder), "0"]) == ControlError.exit_code
-    assert "1 nodes would be left of launch.min_nodes=2" in capsys.readouterr().err
+    assert "1 nodes would be left of recovery.min_nodes=2" in capsys.readouterr().err
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -113,7 +116,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_folder_without_a_job_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no job runs there: it has no controller.json" in refusal(tmp_path, capsys)
+    assert "no job runs there: the folder has no controller.json" in refusal(tmp_path, capsys)
     assert "there is no such folder" in refusal(tmp_path / "none", capsys)
 
 
@@ -149,5 +152,15 @@ def test_a_controller_that_is_gone_is_told(
     job: FakeJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.server.stop()
-    monkeypatch.setattr(operating, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(operating, "STATUS_SECONDS", 0.5)
+    monkeypatch.setattr(operating, "REQUEST_SECONDS", 0.5)
     assert "does not answer" in refusal(job.folder, capsys)
+    assert drain.main([str(job.folder), "1"]) == ControlError.exit_code
+    assert "the request may still take effect" in capsys.readouterr().err
+
+
+def test_a_request_waits_as_long_as_a_busy_controller_may_take(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert operating.REQUEST_SECONDS > ACCEPT_SECONDS
+    monkeypatch.setattr(operating, "STATUS_SECONDS", 0.1)
+    job.seconds_to_answer = 0.5
+    assert drain.main([str(job.folder), "1"]) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.source import ROOT
-from tests.unit.telemetry.report.conftest import MadeUpRun, localized
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
+from megatron_ft.testing.made_up_runs import MadeUpRun, localized
 from tools import report
 
 
@@ -57,7 +57,7 @@ def test_a_place_that_cannot_be_written_is_refused(
 ) -> None:
     out = tmp_path / "missing" / "page.html"
     assert report.main([str(run.path), "--out", str(out)]) == 2
-    assert f"--out={out}: must be a file that can be written" in capsys.readouterr().err
+    assert f"--out={out}: must be a writable file" in capsys.readouterr().err
 
 
 WITHOUT_TORCH = """

@@ -220,7 +220,7 @@ def test_what_is_delivered_again_while_it_waits_is_queued_once(
     job.controller.post(AddRequested(4))
     assert job.held.wait(10)
     items = [record(2, 0), record(2, 1)]
-    monkeypatch.setattr(server, "_ACCEPT_SECONDS", 0.1)
+    monkeypatch.setattr(server, "ACCEPT_SECONDS", 0.1)
     assert job.deliver(2, 1, *items) == 1, "not in time"
     assert job.deliver(2, 1, *items, record(2, 2)) == 1
     assert job.controller._server._inbox._queue.qsize() == 3

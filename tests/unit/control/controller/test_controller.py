@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attacks import malformed_items
 from megatron_ft.control.controller.controller import Controller
 from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.detector import DetectorPolicy
@@ -20,8 +19,9 @@ from megatron_ft.control.node.store_endpoint import StoreEndpoint
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
 from megatron_ft.serde import encode
+from megatron_ft.testing.attacks import malformed_items
+from megatron_ft.testing.votes import vote_of
 from tests.helpers.node_states import of_agents
-from tests.helpers.votes import vote_of
 
 TOKEN = new_token()
 VOTE = vote_of(4)
@@ -239,7 +239,7 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ("deliver", {"node": 0, "session": "x", "first": 0, "items": []}, "malformed"),
         ("poll", {"node": -1, "after": 0, "wait_seconds": 0}, "nodes 0 to 1"),
         ("poll", {"node": 0, "after": 0}, "malformed"),
-        ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not of node 0"),
+        ("deliver", {"node": 0, "first": 0, "items": [exited(1, -9)]}, "not belong to node 0"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "decree", "rank": 0, "generation": 0}]}, "unknown report"),
         (
             "deliver",
@@ -248,7 +248,7 @@ def test_what_is_delivered_twice_counts_once(job: Running) -> None:
         ),
         ("deliver", {"node": 0, "first": 0, "items": [{**exited(0), "iteration": "many"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0}]}, "malformed"),
-        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not of generation 1"),
+        ("deliver", {"node": 0, "first": 0, "items": [reported(0, 1)]}, "not a member of generation 1"),
         ("deliver", {"node": 0, "first": 0, "items": [{"op": "reported", "rank": 0, "generation": 0}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**reported(0), "op": "progress"}]}, "malformed"),
         ("deliver", {"node": 0, "first": 0, "items": [{**reported(0), "op": "hung"}]}, "malformed"),
@@ -324,7 +324,7 @@ def test_a_rank_fails_with_its_first_error_and_by_its_number_in_the_membership(j
     [
         (broken(0, rank=1), "sends the position"),
         ({**broken(0), "position": broken(0, 1)["position"]}, "sends the position"),
-        (broken(0, 1), "not of generation 1"),
+        (broken(0, 1), "not a member of generation 1"),
         (broken(0, completed="4"), "malformed (report broken: )?position"),
         (broken(0, contributed=6), "malformed (report broken: )?position"),
         (broken(0, has_state=1), "malformed (report broken: )?position"),
@@ -378,7 +378,7 @@ def test_a_node_joins_the_job_that_runs_and_another_leaves_it(job: Running) -> N
     job.deliver(2, 2, exited(2, 0, 2, 1))
     job.thread.join(timeout=10)
     assert job.end is not None and job.end.outcome is Outcome.FINISHED
-    assert (job.end.num_reforms, job.end.survived) == (2, ("nodes joined or left as asked",) * 2)
+    assert (job.end.num_reforms, job.end.survived) == (2, ("nodes joined or left on request",) * 2)
     assert job.end.details[2]["number"] == 1
 
 
@@ -419,7 +419,7 @@ def test_an_item_of_the_wrong_shape_is_refused_and_the_controller_goes_on(job: R
 
 def test_items_from_the_future_are_refused_for_those_between_would_be_lost(job: Running) -> None:
     job.start()
-    with pytest.raises(RpcError, match="must be at most 0, the next"):
+    with pytest.raises(RpcError, match="report 0 is next"):
         job.deliver(0, 10**9, record(0, 1))
     assert job.deliver(0, 0, record(0, 0)) == 1
 
@@ -435,7 +435,9 @@ def test_a_node_that_does_not_call_is_lost_and_may_not_come_back(job: Running) -
             job.deliver(rank, 0, reported(rank))
         order = job.call("poll", node=1, after=1, wait_seconds=10)["orders"][0]
         assert (order["op"], order["lost"]) == ("break", [0])
-        assert order["reason"] == "node 0 was lost: no sign of its process (detector.heartbeat_timeout_seconds=0.4)"
+        assert (
+            order["reason"] == "node 0 was lost: no heartbeat from its agent (detector.heartbeat_timeout_seconds=0.4)"
+        )
         for method, body in (
             ("poll", {"node": 0, "after": 1, "wait_seconds": 0}),
             ("deliver", {"node": 0, "first": 1, "items": []}),
@@ -456,7 +458,7 @@ def test_ranks_that_get_no_further_are_hung(job: Running) -> None:
         job.deliver(rank, 0, reported(rank), progress(rank, 5 + rank))
     order = job.order(1)
     assert (order["op"], order["lost"]) == ("break", [0])
-    assert order["reason"] == "rank 0 got no further than in iteration 5, phase data for detector.hang_seconds=0.3"
+    assert order["reason"] == "rank 0 made no progress for detector.hang_seconds=0.3: it is in iteration 5, phase data"
     assert job.controller.details[0]["hung"] == order["reason"].removeprefix("rank 0 ")
 
 
@@ -517,7 +519,7 @@ def test_operators_see_the_job_and_have_nodes_leave_and_join(job: Running) -> No
             job.call("drain", **body)
     assert job.call("drain", node=0) == {"epoch": 1}
     assert job.order(2)["leaving"] == [0]
-    for node, reason in ((0, "leaving already"), (1, "0 nodes would be left, launch.min_nodes=1")):
+    for node, reason in ((0, "leaving already"), (1, "only 0 nodes would remain, fewer than recovery.min_nodes=1")):
         with pytest.raises(RpcError, match=reason):
             job.call("drain", node=node)
     assert job.call("status")["draining"] == [0]
@@ -543,7 +545,7 @@ def test_a_process_that_ends_before_it_registers_is_started_again(job: Running) 
     assert await_step(job, Decision.START_AGENTS).nodes == (2,), "of one whose predecessor was given up"
     job.controller.post(NodeLost(2, 4.0, "its process ended", 73))
     assert eventually(lambda: not of_agents(job.controller.state, AgentState.STARTING)), (
-        "as often as launch.max_node_restarts=3 allows"
+        "as often as nodes.max_node_restarts=3 allows"
     )
     assert 2 not in job.controller.state.nodes.wanted
 
@@ -563,8 +565,10 @@ def test_what_came_of_starts_is_passed_on_once(job: Running) -> None:
     job.call("add", node=2)
     await_step(job, Decision.START_AGENTS)
     job.controller.post(NodeLost(2, 1.0, "exited with code 8: no memory", 70))
-    first = await_step(job, Decision.START_AGENTS)
+    first = job.steps.get(timeout=10)
+    assert first.decision is Decision.WAIT, "there is a pause before the next start"
     assert first.state.failed_starts == (FailedStart(2, "exited with code 8: no memory", starts_again=True),)
+    assert await_step(job, Decision.START_AGENTS).state.failed_starts == ()
     job.controller.post(NodeLost(2, 1.0, "was killed by SIGKILL", 71))
     last = job.steps.get(timeout=10)
     assert last.decision is Decision.WAIT
@@ -611,7 +615,7 @@ def test_the_end_of_a_process_that_was_given_up_before_is_no_news(job: Running) 
         job.deliver(rank, 0, reported(rank))
     job.join(2, process_id=71)
     job.start_of[2] = 1
-    job.controller.post(NodeLost(2, 1.0, "no sign of its process"))
+    job.controller.post(NodeLost(2, 1.0, "no heartbeat from its agent"))
     assert eventually(lambda: of_agents(job.controller.state, AgentState.STARTING) == {2})
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
     job.controller.post(NodeLost(2, 2.0, "its process was killed by SIGKILL", 71))
@@ -627,10 +631,10 @@ def test_a_process_that_asks_twice_to_take_a_place_has_it(job: Running) -> None:
     sessions = job.controller._server._sessions
     replaced = sessions.replaced(0, 8)
     assert replaced == 7
-    for event in (NodeLost(0, 1.0, "another process has taken its place", replaced),) * 2:
+    for event in (NodeLost(0, 1.0, "another process has registered for this node", replaced),) * 2:
         job.controller.post(event)
     assert job.join(0, process_id=8)["session"] == 1
-    job.controller.post(NodeLost(0, 1.0, "another process has taken its place", replaced))
+    job.controller.post(NodeLost(0, 1.0, "another process has registered for this node", replaced))
     assert job.call("poll", node=0, after=0, wait_seconds=0)["orders"], "the late word is of the one before"
 
 

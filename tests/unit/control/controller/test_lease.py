@@ -20,7 +20,7 @@ def test_epochs_rise(tmp_path: Path) -> None:
 
 def test_a_second_controller_does_not_begin_beside_the_first(tmp_path: Path) -> None:
     first = acquire_lease(tmp_path)
-    with pytest.raises(ControlError, match="another controller of this run lives"):
+    with pytest.raises(ControlError, match="another controller of this run is alive"):
         acquire_lease(tmp_path)
     assert not first.is_stale
     first.release()

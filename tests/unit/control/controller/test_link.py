@@ -1,8 +1,12 @@
 """The launcher's side of the controller: nothing that one has said before it died is lost."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,41 @@ from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.membership.events import StopRequested
 from megatron_ft.control.membership.state import Outcome
 from megatron_ft.errors import ControlError
+from megatron_ft.testing.jobs import REPOSITORY
+
+_PROGRAM = """
+import subprocess, sys
+from pathlib import Path
+from megatron_ft.control.controller import link
+link.LEAST_SILENCE_SECONDS = float(sys.argv[3])
+link._PING_SECONDS = 0.1
+
+def start(launcher):
+    command = [sys.executable, "-c", sys.argv[1], str(launcher.fileno()), sys.argv[2]]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[launcher.fileno()])
+
+made = link.ControllerLink(start, access_path=Path(sys.argv[2]) / "access", access={}, silence_seconds=0.0)
+made.begin()
+made.run(lambda record: print("record", flush=True), lambda event: print(event["event"], flush=True))
+made.close()
+print("ended", flush=True)
+"""
+"""A launcher, as far as its link goes; it prints what it takes in."""
+
+_ANSWERS = """
+import json, pathlib, socket, sys
+from megatron_ft.framing import FrameReader, send
+sock, end = socket.socket(fileno=int(sys.argv[1])), pathlib.Path(sys.argv[2]) / "end"
+send(sock, {"op": "record", "record": {}, "origin": [0, 0, 0]})
+reader, closed = FrameReader(sock), False
+while not closed:
+    messages, closed = reader.pump()
+    for message in messages:
+        send(sock, {"op": "pong"})
+        if end.exists():
+            send(sock, json.loads(end.read_text()))
+"""
+"""A controller that answers pings, and ends the job by the message in a file once that is there."""
 
 END = JobResult(Outcome.FINISHED, "all ranks have finished", None)
 _SAYS = """
@@ -85,7 +124,7 @@ def test_an_end_that_a_dead_controller_has_told_is_the_end(tmp_path: Path) -> No
 def test_controllers_that_say_nothing_are_not_replaced_for_ever(tmp_path: Path) -> None:
     launcher = Console(tmp_path, [], all_die=True)
     launcher.link.begin()
-    with pytest.raises(ControlError, match="ended 5 times in a row; the last time it was killed by SIGKILL"):
+    with pytest.raises(ControlError, match="failed 5 times in a row; last failure: it was killed by SIGKILL"):
         launcher.run()
     assert launcher.started == 5
 
@@ -95,3 +134,20 @@ def test_a_session_that_follows_counts_from_the_beginning(tmp_path: Path) -> Non
     launcher.link.begin()
     assert launcher.run() == END
     assert [found["n"] for found in launcher.records] == [5, 0]
+
+
+def test_a_launcher_that_was_stopped_does_not_kill_its_controller(tmp_path: Path) -> None:
+    silence_seconds = 3.0
+    command = [sys.executable, "-c", _PROGRAM, _ANSWERS, str(tmp_path), str(silence_seconds)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "record\n", "the controller is there"
+        os.kill(launcher.pid, signal.SIGSTOP)
+        wakes_at = time.monotonic() + silence_seconds + 0.5
+        while time.monotonic() < wakes_at:
+            threading.Event().wait(wakes_at - time.monotonic())
+        os.kill(launcher.pid, signal.SIGCONT)
+        (tmp_path / "message").write_text(json.dumps(ended(0)))
+        (tmp_path / "message").rename(tmp_path / "end")
+        assert launcher.stdout.read() == "ended\n", "by the controller that there was"
+        assert launcher.wait(timeout=20) == 0

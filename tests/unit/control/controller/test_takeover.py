@@ -158,13 +158,47 @@ def test_time_goes_on_where_it_was() -> None:
     assert 5000.0 <= soon < 5001.0, "a clock that was set back"
 
 
+def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fence() -> None:
+    is_read, newer_is_in = threading.Event(), threading.Event()
+
+    class Late(ControllerClient):
+        """The thread ``late`` is held up when it has read the epoch, until the other one has its answer, or waits."""
+
+        @property
+        def _epoch(self) -> int:
+            known = self._known
+            if threading.current_thread().name == "late":
+                is_read.set()
+                newer_is_in.wait(0.5)
+            return known
+
+        @_epoch.setter
+        def _epoch(self, epoch: int) -> None:
+            self._known = epoch
+
+    answers = {"join": {"epoch": 1}, "poll": {"epoch": 2}}
+    methods = {name: lambda _, name=name: answers[name] for name in answers}
+    server = RpcServer("Controller", methods, interface="127.0.0.1", token=TOKEN)
+    server.start()
+    client = Late(server.address, token=TOKEN)
+    late = threading.Thread(target=client.call, args=("join", {}), kwargs={"timeout_seconds": 20}, name="late")
+    late.start()
+    assert is_read.wait(20)
+    client.call("poll", {}, timeout_seconds=20)
+    newer_is_in.set()
+    late.join()
+    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced"):
+        client.call("join", {}, timeout_seconds=20)
+    server.stop()
+
+
 def test_an_agent_obeys_the_highest_epoch_alone(tmp_path: Path) -> None:
     answers = iter([{"epoch": 2}, {"epoch": 1, "orders": ["kill"]}, {"epoch": 3}])
     server = RpcServer("Controller", {"poll": lambda _: next(answers)}, interface="127.0.0.1", token=TOKEN)
     server.start()
     client = ControllerClient(server.address, token=TOKEN)
     assert client.call("poll", {}, timeout_seconds=5) == {"epoch": 2}
-    with pytest.raises(RpcError, match="of epoch 1, which 2 has ended") as caught:
+    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced") as caught:
         client.call("poll", {}, timeout_seconds=5)
     assert not caught.value.refused, "the right one is asked again"
     assert client.call("poll", {}, timeout_seconds=5) == {"epoch": 3}

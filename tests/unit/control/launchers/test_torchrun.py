@@ -12,7 +12,9 @@ from megatron_ft.control.launchers.torchrun import (
     expand_nodelist,
     read_environment,
 )
+from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
+from megatron_ft.testing.jobs import REPOSITORY as ROOT
 
 TORCHRUN = {
     "RANK": "5",
@@ -46,12 +48,24 @@ def test_srun() -> None:
     found = read_environment("srun", SRUN)
     assert (found.rank, found.world_size, found.local_rank, found.node, found.num_nodes) == (5, 6, 1, 2, 3)
     assert found.master_addr == "gpu07"
-    assert 20000 <= found.master_port < 40000
+    assert found.master_port in PORTS
     assert (
         found.master_port == read_environment("srun", {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port
     )
     assert found.master_port != read_environment("srun", {**SRUN, "SLURM_STEP_ID": "1"}).master_port
     assert read_environment("srun", SRUN, master_port=1234).master_port == 1234
+
+
+def test_every_job_has_a_port_that_the_documentation_names() -> None:
+    """Firewalls are set by it, and above it the system gives ports to outgoing connections."""
+    found = {
+        read_environment("srun", {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in range(10_000, 13_000)
+        for step in (0, 1, 15)
+    }
+    assert found <= set(PORTS) and len(found) > len(PORTS) // 10
+    about = f"Free ports between {PORTS[0]} and {PORTS[-1]} are used unless `launch.master_port` names one"
+    assert about in " ".join((ROOT / "SECURITY.md").read_text(encoding="utf-8").split())
 
 
 def test_a_job_without_step_variables_is_read_from_the_job() -> None:
@@ -79,7 +93,7 @@ def test_who_started_this_process() -> None:
         ("torchrun", {"LOCAL_RANK": "4"}, "local rank 4"),
         ("torchrun", {"LOCAL_RANK": "2"}, "node by node"),
         ("srun", {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST"),
-        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "must fit 2 nodes"),
+        ("srun", {"SLURM_STEP_NODELIST": "gpu[07-08]"}, "2 nodes and 6 tasks contradict"),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, "same number of tasks on every node"),
         ("srun", {"SLURM_LOCALID": "0"}, "node by node"),
     ],
@@ -162,15 +176,19 @@ def test_ft_launcher_is_torchrun_by_another_name() -> None:
 @pytest.mark.parametrize(
     ("mode", "variables", "says"),
     [
-        ("torchrun", FT_LAUNCHER, "rank of ft_launcher: 2 nodes x 4 ranks; .* ft_launcher start all again .* 3 times"),
-        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* will end the job"),
-        ("srun", SRUN, "rank of srun: 3 nodes x 2 ranks; .* will end the step"),
+        (
+            "torchrun",
+            FT_LAUNCHER,
+            "rank of ft_launcher: 2 nodes x 4 ranks. .* ft_launcher start all ranks again .* 3 times",
+        ),
+        ("torchrun", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0"}, "rank of torchrun: .* ends the job"),
+        ("srun", SRUN, "rank of srun: 3 nodes x 2 ranks. .* ends the job step"),
     ],
 )
 def test_a_start_says_what_is_not_there(mode: str, variables: dict[str, str], says: str) -> None:
     summary = read_environment(mode, variables).summary()
     assert re.search(says, summary), summary
-    assert "no node processes and no controller" in summary
+    assert "no controller and no agent" in summary
 
 
 NEVER_AGAIN = {**FT_LAUNCHER, "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -183,7 +201,9 @@ REQUEUED = {**SRUN, "SLURM_RESTART_COUNT": "1"}
 )
 def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variables: dict[str, str]) -> None:
     environment = read_environment(mode, variables)
-    with pytest.raises(ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* keeps no store"):
+    with pytest.raises(
+        ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not survive"
+    ):
         check_restarts(environment, RunConfig())
     with pytest.raises(ConfigError, match=r"^run\.resume=never: must be auto or must"):
         check_restarts(environment, RunConfig(name="first"))

@@ -43,7 +43,7 @@ def test_a_lost_node_comes_back_whenever_it_comes() -> None:
 def test_nobody_can_add_a_node_that_is_not_there() -> None:
     job = Job(COMING)
     assert refuse_add(COMING, job.state, 2) == (
-        "node 2 has no process, and launch.node_launcher=none starts none: it joins when it comes"
+        "node 2 has no process, and launch.node_launcher=none starts none; start it, and it joins by itself"
     )
     assert refuse_add(POLICY, job.state, 2) is None
     ready(job, 2)
@@ -87,7 +87,7 @@ def test_who_does_not_come_in_time_is_not_waited_for(policy: MembershipPolicy) -
     lose_cable(job, 1)
     step = job.tick(101.0)
     assert step.decision is Decision.STOP
-    assert "no replacement node for place 1 of node 1" in step.reason
+    assert "node 1 (place 1) has no replacement" in step.reason
 
 
 def test_a_dead_rank_of_a_node_that_is_there_is_started_as_ever() -> None:

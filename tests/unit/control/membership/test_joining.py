@@ -97,7 +97,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     ready(job, 2)
     assert job.tick(5.0).decision is CHANGE
     stand(job, 0, 1)
-    assert job.die(4).decision is WAIT, "ranks stand at the boundary"
+    assert job.die(4).decision is WAIT, "ranks wait at the iteration boundary"
     step = stand(job, 2, 3)
     assert (step.decision, step.reason) == (REFORM, "no node joins or leaves")
     assert shape(step) == ((0, 1, 2, 3), (0, 0, 1, 1))
@@ -217,7 +217,7 @@ def test_a_spare_keeps_a_job_going_that_needs_all_nodes() -> None:
     job.die(0)
     assert job.say(2, 3, 4, 5).decision is REFORM
     step = job.die(2)
-    assert (step.decision, step.reason) == (Decision.STOP, "2 nodes are left, launch.min_nodes=3")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 2 nodes are left, fewer than recovery.min_nodes=3")
 
 
 def test_a_lost_spare_is_no_failure_and_a_node_beyond_the_job_is_started_by_request() -> None:
@@ -296,6 +296,13 @@ def test_a_node_that_has_settled_may_be_lost_as_often_as_it_likes() -> None:
         come_back(job, 1, completed=completed + 10)
 
 
+def after_pause(job: Job, seconds: float) -> Step:
+    """The step when a node whose start has failed is started again, which is not before ``seconds`` have passed."""
+    assert job.tick(seconds - 0.1).decision is WAIT
+    assert job.state.wake_seconds == pytest.approx(job.now + 0.1)
+    return job.tick(0.2)
+
+
 RETURNING = replace(POLICY, num_nodes=3, restart_lost_nodes=True, max_node_restarts=2)
 
 
@@ -305,13 +312,59 @@ def test_a_node_whose_process_ends_before_it_registers_is_started_as_often_as_al
     job.say(0, 1, 4, 5)
     assert job.tick(0.0).decision is Decision.START_AGENTS
     step = job.see(NodeLost(1, 1.0, "its process exited with code 8"))
-    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (1,))
     assert step.state.failed_starts == (FailedStart(1, "its process exited with code 8", starts_again=True),)
+    step = after_pause(job, 1.0)
+    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (1,))
     step = job.see(NodeLost(1, 2.0, "its process exited with code 8"))
     assert step.state.failed_starts == (FailedStart(1, "its process exited with code 8", starts_again=False),)
     assert (step.decision, job.state.wake_seconds) == (WAIT, None)
     step = job.see(AddRequested(1))
     assert (step.decision, step.state.failed_starts) == (Decision.START_AGENTS, ())
+
+
+def test_pauses_between_failed_starts_grow_and_an_operator_ends_one() -> None:
+    job = Job(replace(RETURNING, max_node_restarts=9))
+    job.see(NodeLost(1, 0.0, "cable"))
+    job.say(0, 1, 4, 5)
+    assert job.tick(0.0).decision is Decision.START_AGENTS, "a node that was lost comes back at once"
+    for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0):
+        job.see(NodeLost(1, 1.0, "its process exited with code 8"))
+        assert after_pause(job, seconds).decision is Decision.START_AGENTS
+    job.see(NodeLost(1, 1.0, "its process exited with code 8"))
+    assert job.see(AddRequested(1)).decision is Decision.START_AGENTS
+
+
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_a_node_whose_process_hangs_before_it_registers_is_started_again(ends_early: bool) -> None:
+    """Its process ends during the pause, or when the launcher puts another in its place; either counts once."""
+    job = Job(RETURNING)
+    job.see(NodeLost(1, 0.0, "cable"))
+    job.say(0, 1, 4, 5)
+    assert job.tick(0.0).decision is Decision.START_AGENTS
+    assert job.state.wake_seconds == 100.0
+    step = job.tick(100.0)
+    reason = "its agent did not register (launch.start_timeout_seconds=100)"
+    assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
+    killed = NodeLost(1, 101.0, "its process was killed by SIGKILL")
+    if ends_early:
+        assert job.see(killed).state.failed_starts == ()
+    assert after_pause(job, 1.0).decision is Decision.START_AGENTS
+    if not ends_early:
+        step = job.see(killed)
+        assert (step.decision, step.state.failed_starts) == (WAIT, ())
+    assert job.see(NodeJoined(1)).decision is Decision.START_NODES
+
+
+def test_a_process_that_registers_late_takes_its_node_up_again() -> None:
+    job = Job(replace(RETURNING, max_node_restarts=1))
+    job.see(NodeLost(1, 0.0, "cable"))
+    job.say(0, 1, 4, 5)
+    job.tick(0.0)
+    assert not job.tick(100.0).state.failed_starts[0].starts_again
+    assert (job.tick(1000.0).decision, job.state.wake_seconds) == (WAIT, None)
+    job.see(NodeJoined(1))
+    assert job.tick(2.0).decision in (WAIT, Decision.START_NODES) and job.state.nodes[1].state is NodeState.STARTING
+    assert job.see(NodeLost(1, 9.0, "cable")).state.failed_starts, "its loss counts"
 
 
 def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
@@ -321,7 +374,8 @@ def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     step = job.die(2)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
     assert step.state.failed_starts == (FailedStart(1, "its rank 2 was killed by SIGKILL", starts_again=True),)
-    step = job.die(3)
+    assert job.die(3).decision is WAIT
+    step = after_pause(job, 1.0)
     assert (step.decision, step.nodes, step.state.failed_starts) == (Decision.START_NODES, (1,), ())
     step = job.see(NodeLost(1, 3.0, "its process was killed by SIGKILL"))
     assert step.state.failed_starts == (FailedStart(1, "its process was killed by SIGKILL", starts_again=False),)
@@ -347,7 +401,8 @@ def test_a_newcomer_that_is_late_is_killed_and_started_again() -> None:
     reason = "not all of its ranks reported (launch.start_timeout_seconds=100)"
     assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
     job.die(2)
-    assert job.die(3).decision is Decision.START_NODES
+    job.die(3)
+    assert after_pause(job, 1.0).decision is Decision.START_NODES
     come_back(job, 1, completed=30)
 
 
@@ -355,10 +410,12 @@ def test_a_spare_comes_back_also_where_its_process_never_registered() -> None:
     policy = replace(SPARE, restart_lost_nodes=True)
     job = Job(policy)
     step = job.see(NodeLost(3, 1.0, "its process exited with code 8"))
-    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (3,))
     assert [failed.node for failed in step.state.failed_starts] == [3]
+    step = after_pause(job, 0.5)
+    assert (step.decision, step.nodes) == (Decision.START_AGENTS, (3,))
     ready(job, 3)
-    step = job.see(NodeLost(3, 2.0, "cable"))
+    job.see(NodeLost(3, 2.0, "cable"))
+    step = after_pause(job, 1.0)
     assert (step.decision, step.nodes) == (Decision.START_AGENTS, (3,))
 
 
@@ -420,7 +477,7 @@ def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> N
 
 
 def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:
-    job = Job(replace(POLICY, reform_timeout_seconds=30.0))
+    job = Job(replace(POLICY, reconfigure_timeout_seconds=30.0))
     job.see(DrainRequested(0))
     assert job.tick(1000.0).decision is WAIT, "an iteration may take its time"
     stand(job, 0, 1, 2)
@@ -428,7 +485,7 @@ def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:
     step = job.tick(0.1)
     assert (step.decision, step.reason) == (
         Decision.STOP,
-        "launch.reform_timeout_seconds=30: timed out waiting for ranks [3]",
+        "recovery.reconfigure_timeout_seconds=30: timed out waiting for ranks [3]",
     )
     assert job.tick(2.0).decision is Decision.KILL
     for rank in range(4):

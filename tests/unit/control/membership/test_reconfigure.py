@@ -25,7 +25,7 @@ from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.recovery.target import Position, Target
-from tests.helpers.votes import vote_of
+from megatron_ft.testing.votes import vote_of
 
 POLICY = MembershipPolicy(
     num_nodes=3, ranks_per_node=2, start_timeout_seconds=100.0, stop_timeout_seconds=20.0, min_nodes=1
@@ -196,7 +196,7 @@ def test_too_few_living_agents_end_the_job() -> None:
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)
     step = job.see(NodeLost(2, 1.0, "cable"))
-    assert (step.decision, step.reason) == (Decision.STOP, "1 nodes are left, launch.min_nodes=2")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 1 nodes are left, fewer than recovery.min_nodes=2")
     for rank in (0, 1):
         step = job.see(RankExited(rank, 1, 3.0, done=False))
     assert (step.decision, step.reason) == (Decision.END, "node 2 was lost: cable")
@@ -207,7 +207,7 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
     job.die(0)
     job.say(2, 3, 4, 5)
     step = job.die(2, iteration=7)
-    assert (step.decision, step.reason) == (Decision.STOP, "1 nodes are left, launch.min_nodes=2")
+    assert (step.decision, step.reason) == (Decision.STOP, "only 1 nodes are left, fewer than recovery.min_nodes=2")
     for rank in (1, 3, 4, 5):
         step = job.see(RankExited(rank, 1, job.now + 1, done=False))
     assert (step.decision, step.reason) == (Decision.RESTART, "rank 0 was killed by SIGKILL")
@@ -217,14 +217,14 @@ def test_too_few_nodes_stop_and_all_start_again_where_the_agents_live() -> None:
 
 
 def test_ranks_that_do_not_speak_in_time_are_named() -> None:
-    job = Job(replace(POLICY, reform_timeout_seconds=30.0, position_timeout_seconds=30.0))
+    job = Job(replace(POLICY, reconfigure_timeout_seconds=30.0, position_timeout_seconds=30.0))
     job.die(0)
     job.say(2, 3, 4)
     assert job.tick(29.9).decision is Decision.WAIT
     step = job.tick(0.1)
     assert (step.decision, step.reason) == (
         Decision.STOP,
-        "launch.reform_timeout_seconds=30: timed out waiting for ranks [5]",
+        "recovery.reconfigure_timeout_seconds=30: timed out waiting for ranks [5]",
     )
     assert job.tick(2.0).decision is Decision.KILL
 
@@ -238,7 +238,7 @@ def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> N
     step = job.tick(0.1)
     assert (step.decision, step.state.nodes.announced) == (Decision.BREAK, {0, 2})
     assert step.state.failures[-1].detail == (
-        "rank 5 does not report how far it is (launch.position_timeout_seconds=8)"
+        "rank 5 did not report its position (recovery.position_timeout_seconds=8)"
     )
     step = job.tick(0.0)
     assert step.decision is Decision.REFORM and step.reform is not None
@@ -251,18 +251,18 @@ def test_a_rank_that_stays_silent_while_others_have_spoken_loses_its_node() -> N
 
 
 def test_silence_is_borne_as_long_as_the_whole_may_take_where_nobody_else_could_go_on() -> None:
-    job = Job(replace(POLICY, min_nodes=2, position_timeout_seconds=8.0, reform_timeout_seconds=30.0))
+    job = Job(replace(POLICY, min_nodes=2, position_timeout_seconds=8.0, reconfigure_timeout_seconds=30.0))
     job.die(0)
     job.say(2, 3, 4)
     assert job.tick(29.9).decision is Decision.WAIT
     assert job.say(5).decision is Decision.REFORM
-    job = Job(replace(POLICY, position_timeout_seconds=8.0, reform_timeout_seconds=30.0))
+    job = Job(replace(POLICY, position_timeout_seconds=8.0, reconfigure_timeout_seconds=30.0))
     job.die(0)
     assert job.tick(29.9).decision is Decision.WAIT, "all are silent: an iteration takes its time"
     step = job.tick(0.1)
     assert (step.decision, step.reason) == (
         Decision.STOP,
-        "launch.reform_timeout_seconds=30: timed out waiting for ranks [2, 3, 4, 5]",
+        "recovery.reconfigure_timeout_seconds=30: timed out waiting for ranks [2, 3, 4, 5]",
     )
 
 
@@ -270,7 +270,7 @@ def test_a_rank_that_has_done_its_work_cannot_go_on() -> None:
     job = Job()
     job.see(RankExited(1, 0, 0.0, done=True))
     step = job.die(3)
-    assert (step.decision, step.reason) == (Decision.STOP, "rank 1 had done its work")
+    assert (step.decision, step.reason) == (Decision.STOP, "rank 1 had finished and its process had ended")
 
 
 def test_a_rank_that_raises_instead_of_speaking_ends_the_job() -> None:
@@ -335,8 +335,8 @@ def test_a_hung_rank_is_lost_with_its_node_and_dies_once() -> None:
 
 def test_a_job_whose_ranks_hang_together_starts_again() -> None:
     job = Job(replace(POLICY, max_restarts=1))
-    step = job.see(JobHung(0.0, "no rank got any further"))
-    assert (step.decision, step.reason) == (Decision.STOP, "no rank got any further")
+    step = job.see(JobHung(0.0, "no rank made progress"))
+    assert (step.decision, step.reason) == (Decision.STOP, "no rank made progress")
     assert job.tick(2.0).decision is Decision.KILL
     for rank in range(6):
         step = job.die(rank)

@@ -127,6 +127,18 @@ def test_a_lost_node_without_a_process_gets_one_first() -> None:
     assert report(job, 1).decision is REFORM
 
 
+def test_a_place_is_not_given_up_where_the_process_that_was_started_for_it_hangs() -> None:
+    job = Job(AGAIN)
+    job.see(NodeLost(1, 0.0, "cable"))
+    assert job.say(0, 1, 4, 5).decision is Decision.START_AGENTS
+    step = job.tick(job.policy.start_timeout_seconds)
+    assert (step.decision, [failed.starts_again for failed in step.state.failed_starts]) == (WAIT, [True])
+    assert job.tick(1.0).decision is Decision.START_AGENTS
+    assert job.see(NodeLost(1, job.now, "its process was killed by SIGKILL")).decision is WAIT, "that one is replaced"
+    assert job.see(NodeJoined(1)).decision is Decision.START_NODES
+    assert report(job, 1).decision is REFORM
+
+
 def test_those_that_stood_at_a_lost_place_take_it_again_whoever_is_ready_first() -> None:
     job = Job(AGAIN)
     job.die(2)
@@ -160,8 +172,8 @@ def test_a_spare_that_registers_while_a_place_waits_takes_it() -> None:
     step = late.tick(100.0)
     assert (step.decision, late.now) == (STOP, 100.0)
     assert step.reason == (
-        "no replacement node for place 2 of node 2: there is no spare, and it is not started again: "
-        "launch.restart_lost_nodes=false"
+        "node 2 (place 2) has no replacement: no spare is left, and the node is not restarted: "
+        "nodes.restart_lost_nodes=false"
     )
 
 
@@ -172,7 +184,7 @@ def test_where_nobody_can_come_the_job_stops_at_once() -> None:
     job.die(0)
     step = job.die(2)
     assert (step.decision, step.state.phase) == (STOP, Phase.STOPPING)
-    assert "no replacement node for place 0 of node 0" in step.reason
+    assert "node 0 (place 0) has no replacement" in step.reason
 
 
 def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
@@ -180,12 +192,13 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     assert lose(job, 1, completed=40).nodes == (1,)
     step = job.die(2)
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
-    step = job.die(3)
+    assert job.die(3).decision is WAIT
+    step = job.tick(1.0)
     assert (step.decision, step.nodes) == (Decision.START_NODES, (1,))
     step = job.die(2)
     assert step.decision is STOP
-    assert step.reason.endswith("too often in a row (launch.max_node_restarts=2)")
-    assert "place 1 of node 1" in step.reason
+    assert step.reason.endswith("too often in a row (nodes.max_node_restarts=2)")
+    assert "node 1 (place 1)" in step.reason
 
 
 def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> None:
@@ -198,12 +211,13 @@ def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> No
     assert (step.decision, step.nodes) == (Decision.KILL_NODES, (1,))
     assert settle(job) == [], "its ranks still live"
     job.die(2)
-    assert job.die(3).decision is Decision.START_NODES
+    job.die(3)
+    assert job.tick(1.0).decision is Decision.START_NODES
     assert report(job, 1).decision is REFORM
 
 
-def test_a_process_that_does_not_register_in_time_is_not_waited_for() -> None:
-    job = Job(AGAIN)
+def test_processes_that_do_not_register_in_time_are_not_waited_for_more_often_than_allowed() -> None:
+    job = Job(replace(AGAIN, max_node_restarts=1))
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)
     settle(job)
@@ -237,7 +251,9 @@ def test_a_newcomer_that_dies_while_its_place_waits_is_tried_again() -> None:
     job.say(0, 1)
     settle(job)
     report(job, 1)
-    assert job.see(NodeLost(1, 0.0, "cable")).decision is Decision.START_AGENTS
+    assert job.see(NodeLost(1, 0.0, "cable")).decision is WAIT
+    assert job.tick(0.9).decision is WAIT, "a start that has failed is followed by a pause"
+    assert job.tick(0.1).decision is Decision.START_AGENTS
     job.see(NodeJoined(1))
     settle(job)
     assert report(job, 2).decision is WAIT
@@ -270,7 +286,7 @@ def test_a_rank_that_stays_silent_loses_its_node_whose_place_is_filled_too() -> 
     alone.die(0)
     alone.say(2, 3, 4)
     assert alone.tick(10.0).decision is WAIT, "there is nobody for a second place: it has longer"
-    assert alone.tick(50.0).reason == "launch.reform_timeout_seconds=60: timed out waiting for ranks [5]"
+    assert alone.tick(50.0).reason == "recovery.reconfigure_timeout_seconds=60: timed out waiting for ranks [5]"
 
 
 def test_ranks_that_spoke_before_a_death_was_known_wait_for_its_place() -> None:
@@ -287,7 +303,7 @@ def test_the_death_of_everybody_is_an_obstacle() -> None:
     for rank in (0, 2):
         assert job.die(rank).decision is BREAK
     step = job.die(4)
-    assert (step.decision, step.reason) == (STOP, "no node is left: the nodes of all places are lost")
+    assert (step.decision, step.reason) == (STOP, "no node is left: every node of the job is lost")
 
 
 def test_no_membership_is_formed_of_ranks_without_state() -> None:
@@ -314,7 +330,7 @@ def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
 def test_no_member_may_leave_and_no_change_is_ordered() -> None:
     job = Job(SPARES)
     ready(job, 3)
-    assert "launch.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
+    assert "recovery.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
     assert job.see(DrainRequested(0)).decision is WAIT
     assert job.state.nodes.draining == frozenset()
 

@@ -1,15 +1,19 @@
 """What strangers say to a fork server costs them their connection, and nobody else."""
 
+import errno
+import os
 import select
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import SILENT, connect, requests, throw
 from megatron_ft.control.node import fork_server as forkserver
-from tests.helpers.jobs import forkserver as started
+from megatron_ft.framing import FrameReader, send
+from megatron_ft.testing.attacks import SILENT, connect, requests, throw
+from megatron_ft.testing.jobs import forkserver as started
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +52,39 @@ def test_of_too_many_clients_the_last_are_not_served(tmp_path: Path, monkeypatch
     assert [is_served(client) for client in clients] == [True, True, False]
     for sock in (*clients, listener):
         sock.close()
+
+
+@pytest.mark.parametrize("call", ["fork", "pidfd_open"])
+def test_a_rank_that_cannot_be_forked_fails_alone(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses it a process (EAGAIN) or a descriptor (EMFILE)."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    listener = forkserver.listen(tmp_path / "fork.sock")
+    server = forkserver.ForkServer(listener, lambda _: signal.pause() or 0, watch_stdin=False)
+    log = tmp_path / "rank.log"
+
+    def spawn(rank: int) -> dict[str, object]:
+        """Ask for a rank; the answer."""
+        with log.open("wb") as file:
+            send(agent, {"op": "spawn", "rank": rank, "spec": {}}, [file.fileno()])
+        server._read(server._clients[0])
+        assert server._clients, "the client has not been dropped"
+        (answer,), _ = reader.pump()
+        return answer
+
+    with connect(str(tmp_path / "fork.sock")) as agent:
+        server._accept()
+        reader = FrameReader(agent)
+        other = spawn(0)["process_id"]
+        with monkeypatch.context() as limited:
+            limited.setattr(os, call, refuse)
+            answer = spawn(1)
+        assert (answer["op"], answer["rank"], answer["returncode"]) == ("exited", 1, 1)
+        assert log.read_text() == "rank 1 could not be started: [Errno 11] Resource temporarily unavailable\n"
+        assert set(server._clients[0].children) == {other}, "the other rank lives"
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the server can still be ended"
+        assert spawn(1)["op"] == "spawned", "and tries again"
+        server._drop(server._clients[0])
+    listener.close()

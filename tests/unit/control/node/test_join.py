@@ -22,7 +22,7 @@ from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
 from megatron_ft.control.slurm.attempts import leave_marker
 from megatron_ft.errors import ControlError
-from tests.helpers.slurm_cluster import wait_until
+from megatron_ft.testing.slurm_cluster import wait_until
 from tests.unit.control.controller.test_controller import ONE_NODE_IS_ENOUGH, launch_spec
 
 JOB = "17"
@@ -94,7 +94,7 @@ def test_it_stays_until_the_job_is_over(node: Node, launcher: Console) -> None:
 
 
 def test_nobody_publishes_in_time(node: Node) -> None:
-    with pytest.raises(ControlError, match=r"no launcher for 0\.05 s"):
+    with pytest.raises(ControlError, match=r"found no launcher within 0\.05 s"):
         node.run()
 
 
@@ -124,7 +124,9 @@ def test_a_lost_node_comes_back_as_often_as_the_job_lets_it(node: Node, launcher
     def lost() -> int:
         return ControlError.exit_code
 
-    with pytest.raises(ControlError, match=r"node 1 came back 2 times and does not come back .*restart_lost_nodes"):
+    with pytest.raises(
+        ControlError, match=r"node 1 came back 2 times and does not join this job again .*restart_lost_nodes"
+    ):
         node.run(lost, lost, lost, lost)
     assert node.tokens == [launcher.content.agent.token] * 3
 
@@ -166,7 +168,7 @@ def test_what_cannot_be_read_ends_no_node_that_has_its_console(
     path = node.run_dir / "control" / "join.json"
     path.chmod(0o644)
     assert [stays._check(launcher.content) for _ in range(3)] == [None] * 3
-    assert capsys.readouterr().err.count("stays with its launcher") == 1
+    assert capsys.readouterr().err.count("keeps its present launcher") == 1
     path.chmod(0o600)
     assert stays._check(launcher.content) is None
     join_file.publish(

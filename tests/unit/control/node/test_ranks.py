@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attacks import greetings
 from megatron_ft.control.node import outbox, ranks
 from megatron_ft.control.node.fork_server import listen
 from megatron_ft.control.node.outbox import Outbox
 from megatron_ft.control.node.ranks import Ranks
 from megatron_ft.framing import FrameReader, encode, send
+from megatron_ft.testing.attacks import greetings
 
 NUMBER = 5
 HEARTBEAT_SECONDS = 10.0

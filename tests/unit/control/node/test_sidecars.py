@@ -11,9 +11,9 @@ import pytest
 
 from megatron_ft.control.node.sidecars import Sidecars
 from megatron_ft.errors import ControlError
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
 
-MODULE = "tests.helpers.dummy_service"
+MODULE = "megatron_ft.testing.dummy_sidecar"
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def test_no_service_is_ready_at_once(tmp_path: Path) -> None:
 
 def test_a_service_that_says_nothing_is_waited_for_in_bounds(start: Callable[..., Sidecars]) -> None:
     sidecars = start("mute", start_seconds=0.3)
-    with pytest.raises(ControlError, match=r"no address of sidecar dummy \(log: .*node-003-dummy.log\) within 0.3 s"):
+    with pytest.raises(
+        ControlError, match=r"did not report their address within 0.3 s: dummy \(log: .*node-003-dummy.log\)"
+    ):
         serve(sidecars, lambda: sidecars.ready)
 
 
@@ -77,8 +79,8 @@ def test_a_service_that_says_nothing_is_waited_for_in_bounds(start: Callable[...
     [
         ("fails", "sidecar dummy exited with code 3"),
         ("garbage", "must be an object"),
-        ("homeless", "must hold its address"),
-        ("wordy", "must have at most 4096 bytes"),
+        ("homeless", "must contain its address"),
+        ("wordy", "is longer than 4096 bytes"),
     ],
 )
 def test_a_service_that_ends_or_says_something_else_is_refused(

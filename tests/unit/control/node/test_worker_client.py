@@ -142,7 +142,7 @@ def test_a_rank_says_how_far_it_is_and_why_and_goes_by_its_new_number(start: Cal
     assert rank.last["exit_code"] == TrainingStopped.exit_code
     rank.say(op="reform", next=NEXT.to_json())
     assert future.result(SECONDS) == NEXT
-    with pytest.raises(ControlError, match="rank 1 of generation 1 must not report"):
+    with pytest.raises(ControlError, match="rank 1 of generation 1 cannot report"):
         rank.client.survive(POSITION, "peer")
     future = rank.survive(replace(POSITION, rank=1, generation=1))
     rank.say(op="reform", next=LATER.to_json())
@@ -179,7 +179,7 @@ def test_an_agent_that_is_lost_or_speaks_nonsense_ends_the_wait(
 def test_a_rank_of_a_job_that_needs_all_nodes_does_not_wait(start: Callable[..., Rank]) -> None:
     rank = start(can_survive=False)
     assert not rank.client.can_survive
-    with pytest.raises(ControlError, match=r"launch\.min_nodes"):
+    with pytest.raises(ControlError, match=r"recovery\.min_nodes"):
         rank.client.survive(POSITION, "peer")
     alone = InProcessClient(lambda _: None, stop=StopFlag())
     assert not alone.can_survive
@@ -210,7 +210,7 @@ def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) 
     rank.say(op="end", reason="all ranks have finished")
     with pytest.raises(ControlError, match="all ranks have finished"):
         future.result(SECONDS)
-    with pytest.raises(ControlError, match="was started with the others"):
+    with pytest.raises(ControlError, match="was started with the job"):
         start().client.await_membership()
 
 
@@ -278,7 +278,7 @@ def test_a_busy_rank_answers_pings(start: Callable[..., Rank], can_survive: bool
 def test_ranks_without_an_agent_or_of_a_fixed_job_see_nobody_join(start: Callable[..., Rank]) -> None:
     fixed = start(can_survive=False).client
     alone = InProcessClient(lambda _: None, stop=StopFlag())
-    for client, word in ((fixed, r"launch\.min_nodes"), (alone, "without an agent")):
+    for client, word in ((fixed, r"recovery\.min_nodes"), (alone, "without an agent")):
         assert not client.change_requested()
         with pytest.raises(ControlError, match=word):
             client.change(POSITION)

@@ -17,9 +17,9 @@ from megatron_ft.control.rundir import RunDir, claim
 from megatron_ft.control.slurm.batch_job import Site
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.recovery.job_attempts import Next
-from tests.helpers.jobs import REPOSITORY
+from megatron_ft.testing.jobs import REPOSITORY
+from megatron_ft.testing.slurm_cluster import wait_until
 from tests.helpers.programs import write_program
-from tests.helpers.slurm_cluster import wait_until
 
 ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_JOB_NAME": "lm", "SLURM_NTASKS": "4"}
 CONSOLE = """\
@@ -135,7 +135,7 @@ def test_a_run_that_ends_well(play: Play) -> None:
     assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
     assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True}
     (told,) = play.told
-    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "launch.num_spare_nodes=1"]
+    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
     assert told["SLURM_NTASKS"] is None and told["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
     assert play.calls == []
 
@@ -149,7 +149,7 @@ def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has
     code, _ = play.run(acts, nodes_now="n[0,2-3]", MFT_SPARE_NODES="1")
     assert code == 0
     second = play.told[1]
-    assert second["words"] == ["launch.num_nodes=3", "launch.num_spare_nodes=0", "run.resume=auto"]
+    assert second["words"] == ["launch.num_nodes=3", "nodes.num_spare_nodes=0", "run.resume=auto"]
     assert (second["SLURM_JOB_NODELIST"], second["SLURM_JOB_NUM_NODES"]) == ("n0,n2,n3", "3")
     attempts = [json.loads(line) for line in (play.folder / "run/slurm/attempts.jsonl").read_text().splitlines()]
     assert [attempt["lost_hosts"] for attempt in attempts] == [["n1"], []]
@@ -203,14 +203,14 @@ def test_a_job_that_somebody_else_requeues_leaves_no_marker(play: Play) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, play.marker) == (130, None)
-    assert "requeued from outside" in errors
+    assert "an operator or Slurm has requeued it" in errors
 
 
 def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> None:
     earlier = play.claim()
     process = play.start([{"exit_code": 0}], SLURM_RESTART_COUNT="1")
     assert process.stderr is not None
-    assert "an earlier launcher has the run still" in process.stderr.readline()
+    assert "waiting for an earlier launcher of this run to end" in process.stderr.readline()
     assert not (earlier.path / "told.jsonl").exists()
     earlier.release()
     assert process.wait(timeout=60) == 0
@@ -228,13 +228,15 @@ def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
 def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
     earlier = play.claim()
     process = play.start([], SLURM_RESTART_COUNT="1", MFT_ON_WARNING="end")
-    assert process.stderr is not None and "an earlier launcher has the run still" in process.stderr.readline()
+    assert (
+        process.stderr is not None and "waiting for an earlier launcher of this run to end" in process.stderr.readline()
+    )
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=60)
     earlier.release()
     assert process.returncode == 130
     assert not (play.folder / "run" / "told.jsonl").exists()
-    assert play.marker is not None and "warned" in play.marker["reason"]
+    assert play.marker is not None and "warning signal" in play.marker["reason"]
 
 
 def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:
@@ -258,7 +260,7 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
     code, errors = play.run([{"exit_code": 0}], MFT_CHAINED="1", REFUSES="slurmctld is down")
     assert (code, play.marker) == (0, {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True})
-    assert "jobs named lm still wait: " in errors and "slurmctld is down" in errors
+    assert "cannot cancel the waiting jobs named lm: " in errors and "slurmctld is down" in errors
 
 
 def test_a_chain_without_a_name_is_refused() -> None:

@@ -30,9 +30,9 @@ def test_an_answer_that_is_none_is_refused() -> None:
 
 
 def test_nodes_that_are_none_are_refused() -> None:
-    with pytest.raises(SlurmError, match=r"names nodes that are none: NodeList=node\[1-: must be"):
+    with pytest.raises(SlurmError, match=r"cannot read the list of nodes: NodeList=node\[1-: must be"):
         parse_job("JobId=2 JobState=RUNNING NodeList=node[1-")
-    with pytest.raises(SlurmError, match=r"names nodes that are none: ExcNodeList=node\[2-1\]: has a range"):
+    with pytest.raises(SlurmError, match=r"cannot read the list of nodes: ExcNodeList=node\[2-1\]: has a range"):
         parse_job("JobId=2 JobState=PENDING NodeList=(null) ExcNodeList=node[2-1]")
 
 
@@ -48,7 +48,7 @@ def test_hosts_of_an_arrays_tasks() -> None:
 
 @pytest.mark.parametrize("text", ["N/A node3", "3", "[0-2] node3", "3 node3 node4", "\u0663 node3"])
 def test_what_is_no_task_and_host_is_refused(text: str) -> None:
-    with pytest.raises(SlurmError, match="names no task and its host"):
+    with pytest.raises(SlurmError, match="a line is not a task and its host"):
         parse_array_hosts(text)
 
 

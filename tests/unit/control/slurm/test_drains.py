@@ -78,8 +78,8 @@ def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsy
     silent = SlurmError("does not answer")
     watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")] * 2))
     said = capsys.readouterr().err
-    assert said.count("unknown for now: does not answer") == 1
-    assert said.count("b is drained, but node 1 does not leave: its place has nobody else") == 1
+    assert said.count("cannot query Slurm for drained nodes, trying again: does not answer") == 1
+    assert said.count("b is drained, but node 1 cannot leave: its place has nobody else") == 1
 
 
 def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_the_end_waits_for_a_question_no_longer_than_a_call_may_take(
     monkeypatch.setattr(calls, "CALL_SECONDS", 0.1)
     with drains.watch_drains(Path("run"), HOSTS, poll_seconds=0.0):
         assert is_asked.wait(60)
-    assert "which nodes are drained did not end within 0.1 s" in capsys.readouterr().err
+    assert "the query for drained nodes did not end within 0.1 s" in capsys.readouterr().err
     may_answer.set()
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)

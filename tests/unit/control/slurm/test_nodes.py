@@ -73,7 +73,7 @@ def test_the_script_that_ran_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interface", ["lo", "localhost", "127.0.0.1", "::1", "[::1]"])
 def test_other_machines_do_not_reach_a_loopback(interface: str) -> None:
-    with pytest.raises(ConfigError, match=r"launch\.interface=.*other nodes reach"):
+    with pytest.raises(ConfigError, match=r"control\.interface=.*other nodes can reach"):
         address_of(interface)
 
 
@@ -88,7 +88,7 @@ def test_an_interface_stands_for_its_address(monkeypatch: pytest.MonkeyPatch) ->
         "10.9.9.9",
         "head",
     ]
-    with pytest.raises(ConfigError, match="ib2: must have an address"):
+    with pytest.raises(ConfigError, match="ib2: must have an IPv4 or IPv6 address"):
         address_of("ib2")
 
 
@@ -108,7 +108,7 @@ def test_a_node_that_is_told_nothing_ends() -> None:
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (
         ControlError.exit_code,
-        "node: standard input closed before the node's spec came\n",
+        "node: standard input was closed before it contained the node's spec\n",
     )
 
 

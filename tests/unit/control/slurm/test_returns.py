@@ -26,7 +26,7 @@ def test_it_ends_after_so_many_that_got_no_further(tmp_path: Path, capsys: pytes
     assert read_end(tmp_path, "17") is None and capsys.readouterr().err == ""
     assert main([str(tmp_path), *OPTIONS]) == ControlError.exit_code
     assert read_end(tmp_path, "17") == ControlError.exit_code
-    reason = "3 attempts in a row made no progress: none came beyond iteration 6"
+    reason = "3 attempts in a row made no progress beyond iteration 6"
     assert capsys.readouterr().err == f"array 17 ends: {reason}\n"
     assert json.loads((tmp_path / "slurm" / "17.json").read_text())["reason"] == reason
 

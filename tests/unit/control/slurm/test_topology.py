@@ -9,6 +9,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control.slurm.topology import domains_of, read_topology, summary, with_failure_domains
 from megatron_ft.errors import ConfigError
+from tests.helpers.keys import grouped
 from tests.helpers.programs import write_program
 
 TREE = """\
@@ -34,9 +35,9 @@ def printing(text: str) -> str:
     return f"cat <<'END'\n{text}END"
 
 
-def job(num_nodes: int, **launch: object) -> JobConfig:
+def job(num_nodes: int, **keys: object) -> JobConfig:
     about = {"node_launcher": "srun", "failure_domain_source": "slurm_topology"}
-    return from_dict({"launch": {"num_nodes": num_nodes, **about, **launch}})
+    return from_dict(grouped(**{"num_nodes": num_nodes, **about, **keys}))
 
 
 def test_a_nodes_domain_is_its_leaf_switch() -> None:
@@ -46,23 +47,29 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
 @pytest.mark.parametrize(
     ("topology", "said"),
     [
-        (TREE.replace("b Level=0 LinkSpeed=1 Nodes=node2", "b Level=0 LinkSpeed=1"), "of node2 Slurm's .* has none"),
-        (TREE.replace("Nodes=node2", "Nodes=node[2-3]"), "of node3 Slurm's topology has b, c"),
-        (TREE.replace("Nodes=node2", "Nodes=node[2-1]"), r"of switch b Slurm says Nodes=node\[2-1\]: has a range"),
+        (
+            TREE.replace("b Level=0 LinkSpeed=1 Nodes=node2", "b Level=0 LinkSpeed=1"),
+            "Slurm's topology has for node2: none",
+        ),
+        (TREE.replace("Nodes=node2", "Nodes=node[2-3]"), "Slurm's topology has for node3: b, c"),
+        (
+            TREE.replace("Nodes=node2", "Nodes=node[2-1]"),
+            r"cannot read the nodes of switch b: Nodes=node\[2-1\]: has a range",
+        ),
         ("BlockName=b1 BlockIndex=0 Nodes=node[0-3] BlockSize=4\n", "topology/tree, .*: BlockName=b1"),
     ],
 )
 def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^launch\.failure_domain_source=slurm_topology: needs .*{said}"):
+    with pytest.raises(ConfigError, match=rf"^topology\.failure_domain_source=slurm_topology: .*{said}"):
         domains_of(["node0", "node1", "node2", "node3"], topology)
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (NO_PLUGIN, "TopologyPlugin=topology/tree; .* says: .*No topology information available. List"),
-        ("exit 3", "says: nothing, and ended with 3"),
-        (f"{printing(TREE)}\nexit 1", "says: nothing, and ended with 1"),
+        (NO_PLUGIN, "TopologyPlugin=topology/tree; .* prints: .*No topology information available. List"),
+        ("exit 3", "prints: nothing, and ended with 3"),
+        (f"{printing(TREE)}\nexit 1", "prints: nothing, and ended with 1"),
     ],
 )
 def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, said: str) -> None:
@@ -71,7 +78,7 @@ def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, said
 
 
 def test_without_scontrol_nothing_is_assumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs an answer of `scontrol show topology`: .*No such file"):
+    with pytest.raises(ConfigError, match="`scontrol show topology` failed: .*No such file"):
         read_topology({"PATH": str(tmp_path)})
 
 
@@ -82,9 +89,9 @@ def test_lines_are_read_whole(tmp_path: Path) -> None:
 
 def test_domains_are_of_the_nodes_of_the_job_and_its_spares(tmp_path: Path) -> None:
     config = with_failure_domains(job(2, num_spare_nodes=1), site(tmp_path, printing(TREE)))
-    assert config.launch == job(2, num_spare_nodes=1, failure_domain_source="listed", failure_domains=[*"aab"]).launch
-    assert config.launch.member_domains == ["a", "a"]
-    assert summary(config) == "failure domains by Slurm's topology: a (nodes 0, 1), b (nodes 2)"
+    assert config == job(2, num_spare_nodes=1, failure_domain_source="listed", failure_domains=[*"aab"])
+    assert config.member_domains == ["a", "a"]
+    assert summary(config) == "failure domains from Slurm's topology: a (nodes 0, 1), b (nodes 2)"
 
 
 def test_who_does_not_ask_is_not_answered() -> None:

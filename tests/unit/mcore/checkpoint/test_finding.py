@@ -78,7 +78,7 @@ def other(concern: str, key: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"name": 50}, "holds iteration 20, its name says 50"),
+        ({"name": 50}, "contains iteration 20, not 50"),
         ({"run_id": "6" * 32, "run_name": "second"}, "belongs to another run, second"),
         ({"run_id": "6" * 32}, "belongs to another run, first"),
     ],
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_is_not_the_run_s_is_passed_over_and_set_aside(
     assert (tmp_path / f"foreign_{foreign.name}" / MANIFEST_NAME).exists()
     assert json.loads((tmp_path / "latest").read_text())["checkpoint"] == own.name
     (report,) = reports
-    assert report.startswith(f"{foreign.name}: foreign, set aside as foreign_{foreign.name}: ") and reason in report
+    assert report.startswith(f"{foreign.name}: foreign, renamed to foreign_{foreign.name}: ") and reason in report
     assert found.newest(tmp_path) == own and not found.foreign
 
 
@@ -150,7 +150,7 @@ def test_what_a_load_on_purpose_differs_in_is_told(tmp_path: Path) -> None:
     manifest = found.check(written, trust=False)
     assert manifest is not None
     assert found.differences(written, manifest) == (
-        f"{written}: holds iteration 20, its name says 30: it was renamed, or its files swapped",
+        f"{written}: contains iteration 20, not 30 as its name says: it was renamed, or its files swapped",
         "optimizer.lr: was 0.5, now 0.001",
     )
     elsewhere = written.rename(tmp_path / "best")

@@ -4,7 +4,7 @@ import torch
 
 from megatron_ft.mcore.data.batches import BatchReader
 from megatron_ft.planning.batch import BatchPlan
-from tests.helpers.engines import MadeUpSamples
+from megatron_ft.testing.engines import MadeUpSamples
 
 SEQ_LENGTH = 8
 

@@ -22,7 +22,7 @@ def test_a_newcomer_that_reads_other_data_is_refused_before_it_joins(tmp_path: P
     check_run_data(config, samples("b"), tmp_path)
     note_run_data(samples("a"), tmp_path)
     check_run_data(config, samples("a"), tmp_path)
-    with pytest.raises(DataError, match="data.train=.*: must be the data that the run reads"):
+    with pytest.raises(DataError, match="data.train=.*: a rank that joins must read the run's data"):
         check_run_data(config, samples("b"), tmp_path)
     note_run_data(samples("b"), tmp_path)
     check_run_data(config, samples("b"), tmp_path)
@@ -33,7 +33,7 @@ def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
     from megatron_ft.mcore.data.data_checks import RUN_DATA_NAME, check_run_data
 
     (tmp_path / RUN_DATA_NAME).write_bytes(content)
-    with pytest.raises(DataError, match=f"{RUN_DATA_NAME}: must say what the run reads"):
+    with pytest.raises(DataError, match=f"{RUN_DATA_NAME}: must contain the fingerprint"):
         check_run_data(JobConfig(), samples("a"), tmp_path)
 
 
@@ -43,8 +43,8 @@ def test_without_survivors_other_data_ends_the_job() -> None:
     worker = SimpleNamespace(can_survive=False)
     trainer: Any = SimpleNamespace(job=JobConfig(), context=SimpleNamespace(worker=worker, rank=2))
     check_newcomers_data(trainer, ["a", "a", "a"], 0)
-    with pytest.raises(DataError, match="rank 2 reads other data than rank 1"):
+    with pytest.raises(DataError, match="rank 2 and rank 1 read different data"):
         check_newcomers_data(trainer, ["a", "a", "b"], 1)
     worker.can_survive, trainer.context.rank = True, 0
-    with pytest.raises(RuntimeError, match=r"ranks \[2\] do not join: data.train="):
+    with pytest.raises(RuntimeError, match=r"ranks \[2\] cannot join: data.train="):
         check_newcomers_data(trainer, ["a", "a", "b"], 1)

@@ -13,7 +13,7 @@ torch.cuda.is_available = lambda: True  # the branch of a machine with GPUs; not
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.mcore.device.install import install
-from tests.helpers.engines import micro_config
+from megatron_ft.testing.engines import micro_config
 
 config = from_dict({**to_dict(micro_config()), "training": {**to_dict(micro_config())["training"], "device": "cuda"}})
 assert install(config) == ("cuda", "local")

@@ -38,7 +38,7 @@ def test_a_second_install_changes_nothing() -> None:
 def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_installed", False)
     monkeypatch.setattr(cpu.common, "num_visible_gpus", lambda: 1)
-    with pytest.raises(SoftwareError, match=r"training\.device=cpu: must not see a GPU"):
+    with pytest.raises(SoftwareError, match=r"training\.device=cpu: no GPU may be visible"):
         cpu.install()
 
 

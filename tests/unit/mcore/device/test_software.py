@@ -10,7 +10,7 @@ import pytest
 from megatron_ft.errors import ConfigError, SoftwareError
 from megatron_ft.mcore.device import install, software
 from megatron_ft.mcore.device.software import Software, check_provider, choose_transformer_impl
-from tests.helpers.engines import REPOSITORY
+from megatron_ft.testing.engines import REPOSITORY
 
 PROBE = """
 import importlib, json, sys
@@ -75,7 +75,7 @@ def test_half_installed_software_is_told_before_megatron(said: dict[str, list[ob
 def test_what_only_transformer_engine_does_is_refused_without_it() -> None:
     check_provider(None, 1, "local")
     check_provider("hybrid", 2, "transformer_engine")
-    with pytest.raises(ConfigError, match=r"precision\.fp8=hybrid: needs a provider"):
+    with pytest.raises(ConfigError, match=r"precision\.fp8=hybrid: needs Transformer Engine"):
         check_provider("hybrid", 1, "local")
     with pytest.raises(ConfigError, match=r"parallel\.context_parallel_size=2: must be 1 without Transformer Engine"):
         check_provider(None, 2, "local")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 
 def test_initial_weights_by_kind() -> None:

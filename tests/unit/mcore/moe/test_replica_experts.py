@@ -9,7 +9,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
 from megatron_ft.mcore.moe.replica_experts import ReplicaExperts
-from tests.helpers import engines, mixtures
+from megatron_ft.testing import engines
+from tests.helpers import mixtures
 
 METADATA = {"singleton_local_shards": True, "dp_cp_group": None}
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_ft.mcore.moe.replica_layer import holders, replica_matrix
-from tests.helpers import engines, mixtures
+from megatron_ft.testing import engines
+from tests.helpers import mixtures
 
 SLOTS = ((0, 1, 1, 2, 3, 3),)
 """Uneven copies on the one rank there is."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ft.planning.trace import expert_token_counts
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 pytestmark = pytest.mark.slow  # trains
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ft.planning.commit import clip_coefficient
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 pytestmark = pytest.mark.slow  # trains
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 STYLES: dict[str, dict[str, Any]] = {
     "constant": {},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.engines import of_ranks, run_scenarios
+from megatron_ft.testing.engines import of_ranks, run_scenarios
 
 PP2 = {"model.num_layers": 4, "parallel.pipeline_model_parallel_size": 2}
 PIPELINES = {"pp2": PP2, "vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2}}
@@ -30,3 +30,12 @@ def test_what_goes_through_host_memory_arrives_with_the_same_bits() -> None:
             assert through_host["state"] == direct["state"]
             assert through_host["num_messages"] == direct["num_messages"] > 0
             assert (through_host["num_direct"], direct["num_direct"] > 0) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_an_output_arrives_although_its_memory_is_freed_while_it_is_sent() -> None:
+    """Interleaved schedules wait for a send one pass later."""
+    entry = "tests.helpers.staged_scenarios:send_and_free"
+    outcomes = run_scenarios({"freed": (entry, 2, {"overrides": PIPELINES["vpp2"]})})
+    assert of_ranks(outcomes, "freed") == [0, 1 << 22]

@@ -91,7 +91,7 @@ def test_state_that_can_be_used_is_used_whatever_the_key_says(tmp_path: Path) ->
 
 def test_resume_must_names_what_it_could_not_use(tmp_path: Path) -> None:
     damaged_checkpoint(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=r"run\.resume=must: .*it holds none: .*damaged_iter_0000005"):
+    with pytest.raises(CheckpointError, match=r"run\.resume=must: .*but has none: .*damaged_iter_0000005"):
         start(tmp_path, replace(AUTO, resume="must"))
 
 
@@ -101,11 +101,11 @@ def test_iterations_that_were_never_saved_are_named(tmp_path: Path) -> None:
     source, records = start(tmp_path)
     assert source == "nothing"
     (chosen,) = [record for record in records if isinstance(record, RecoveryStarted)]
-    assert "records 3 iterations, and has saved no state of them" in chosen.declined[0]
+    assert "records 3 iterations, but no state was saved" in chosen.declined[0]
     assert newest_iteration(tmp_path / "none") == 0
 
 
 def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"piece 7; and 12 more\. Mend"):
+    with pytest.raises(CheckpointError, match=r"piece 7; and 12 more\. Repair"):
         check_start_over([f"piece {index}" for index in range(20)], run_dir=tmp_path, start_over=False)
     check_start_over([], run_dir=tmp_path, start_over=False)

@@ -36,7 +36,8 @@ class Run:
                 "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16},
                 "training": {"global_batch_size": 12, "micro_batch_size": 2},
                 "parallel": {"pipeline_model_parallel_size": 2},
-                "launch": {"num_nodes": 2, "ranks_per_node": 2, "keep_layout": True},
+                "launch": {"num_nodes": 2, "ranks_per_node": 2},
+                "recovery": {"keep_layout": True},
                 "upstream_log": {"commit_lag_iterations": 1, **upstream_log},
             }
         )
@@ -167,6 +168,6 @@ def test_logs_over_the_limit_are_refused_before_memory_is_taken() -> None:
 
 def test_nothing_is_logged_where_no_layout_is_kept() -> None:
     run = Run(windows(2))
-    run.config.launch.keep_layout = False
+    run.config.recovery.keep_layout = False
     run.train(2)
     assert run.boundaries.log is None and not run.said

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stored_samples import sample_window
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
-from megatron_ft.mcore.snapshot.local_window import SETTINGS as WRITTEN_WITH
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.storage.rejected_windows import read_rejected
+from megatron_ft.snapshot.storage.run_settings import SETTINGS as WRITTEN_WITH
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.testing.stored_samples import sample_window
 
 SETTINGS = {"data": "fingerprint"}
 TOPOLOGY = {"data_parallel": 1}
@@ -103,10 +103,10 @@ def refuse(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     assert window is not None
 
     def differ(*_: object) -> None:
-        raise RecoveryError("iteration 31 was replayed to something else")
+        raise RecoveryError("iteration 31 was replayed to other results")
 
     monkeypatch.setattr(found, "_carry_out", differ)
-    with pytest.raises(RecoveryError, match="replayed to something else"):
+    with pytest.raises(RecoveryError, match="replayed to other results"):
         found.replay(None, window)  # type: ignore[arg-type]
     assert [record.what for record in records if isinstance(record, SnapshotProblem)] == ["replay"]
     return window.window.start_iteration
@@ -118,7 +118,7 @@ def test_a_refused_window_is_not_chosen_by_later_starts(tmp_path: Path, monkeypa
     assert refuse(tmp_path, monkeypatch) == 30
     window, chosen, _ = choose(tmp_path)
     assert window is not None and window.window.start_iteration == 20
-    reason = "persisted window of iteration 30: refused before: iteration 31 was replayed to something else"
+    reason = "persisted window of iteration 30: was rejected before: iteration 31 was replayed to other results"
     assert chosen.declined == (reason,)
     assert refuse(tmp_path, monkeypatch) == 20
     assert [window.start_iteration for window in read_rejected(tmp_path)] == [30, 20]
@@ -134,7 +134,7 @@ def test_where_refused_windows_leave_nothing_the_job_stops_and_says_so(
     found, _ = recovery(tmp_path)
     assert found.find(None) is None
     (reason,) = found.unusable
-    assert reason.startswith("persisted window of iteration 30: refused before: ")
+    assert reason.startswith("persisted window of iteration 30: was rejected before: ")
     assert found.chosen.kind == "nothing"
 
 
@@ -244,4 +244,4 @@ def test_a_window_that_does_not_say_its_settings_is_passed_over(tmp_path: Path, 
     window, _, records = choose(tmp_path)
     assert window is not None and window.window.start_iteration == 20
     (problem,) = [record for record in records if isinstance(record, SnapshotProblem)]
-    assert "must have the settings it was captured with" in problem.error
+    assert "must contain readable settings" in problem.error

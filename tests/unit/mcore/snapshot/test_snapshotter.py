@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
 from megatron_ft.planning.commit import WindowReport
-from tests.helpers import engines
-from tests.unit.snapshot.server.nodes import wait_until
+from megatron_ft.testing import engines
+from megatron_ft.testing.snapshot_servers import wait_until
 from tests.unit.snapshot.server.served import Served
 
 pytestmark = pytest.mark.slow  # trains

@@ -8,7 +8,8 @@ import pytest
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.target import Target, choose_target
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 pytestmark = pytest.mark.slow  # trains
 
@@ -37,7 +38,7 @@ PHASES = {
 
 def whole_state(engine: Any) -> dict[str, str]:
     """All but the counts of the last forward passes, which do not outlive the model."""
-    volatile = engines.volatile_state(engine)
+    volatile = volatile_state(engine)
     counts = ("load.", "auxiliary.")
     kept = {name: value for name, value in volatile.items() if not name.startswith(counts)}
     return {**engines.digests(engine), **{name: value for name, value in kept.items() if "local_tokens" not in name}}
@@ -125,5 +126,5 @@ def test_an_update_that_broke_is_no_state(undisturbed: tuple[dict, dict], monkey
         monkeypatch.setattr(commit, "update", break_in_the_middle)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.run_iteration(2)
-        with pytest.raises(RecoveryError, match="rank 5: iteration 2 broke in the middle of its update"):
+        with pytest.raises(RecoveryError, match="rank 5: iteration 2 failed in the middle of its update"):
             position_of(engine, rank=5)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_ft import failpoints
-from tests.helpers import engines
+from megatron_ft.testing import engines
+from tests.helpers.volatile import volatile_state
 
 pytestmark = pytest.mark.slow  # trains
 
@@ -70,9 +71,10 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
             assert engine.run_iteration(iteration).decision.action == "commit"
         engine.expert_load()
         # Where the state is between two iterations: the learning rate of the next is set as it begins.
-        engine.abort(engine.prepare(3))
+        engine.prepare(3)
+        engine.abort()
         engine.expert_load()
-        before = {**engines.digests(engine), **engines.volatile_state(engine)}
+        before = {**engines.digests(engine), **volatile_state(engine)}
         history = engine.history
         if precision:
             engine.history = type(history)(losses=(0.01, 0.01))
@@ -81,7 +83,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         assert engine.run_iteration(3).decision.action == "stop"
         engine.expert_load()
         assert engine.iteration == 2
-        assert {**engines.digests(engine), **engines.volatile_state(engine)} == before
+        assert {**engines.digests(engine), **volatile_state(engine)} == before
         poisoned.clear()
         engine.history = history
         again = engine.run_iteration(3)
@@ -91,13 +93,31 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
         assert losses[2] == again.vote.loss
 
 
+def test_an_aborted_iteration_draws_no_number_of_any_generator() -> None:
+    """Neither Megatron nor the samples draw from Python's and numpy's, but a user's transform may."""
+    import random
+
+    import numpy as np
+
+    with engines.engine_of(engines.micro_config(EVERYTHING)) as engine:
+        engine.run_iteration(1)
+        engine.stop_requested = lambda: random.random() + np.random.random() < 0
+        before = engine.train_state()
+        engine.prepare(2)
+        assert "rng" in engine.train_state().differences(before)
+        engine.abort()
+        assert engine.train_state().differences(before) == []
+        engine.abort()  # nothing is in progress
+        assert engine.run_iteration(2).decision.action == "commit"
+
+
 def test_evaluation_changes_nothing() -> None:
     with engines.engine_of(engines.micro_config(EVERYTHING)) as engine:
         engine.run_iteration(1)
         engine.run_iteration(2)
-        before = {**engines.digests(engine), **engines.volatile_state(engine)}
+        before = {**engines.digests(engine), **volatile_state(engine)}
         first, second = engine.evaluate(), engine.evaluate()
-        assert {**engines.digests(engine), **engines.volatile_state(engine)} == before
+        assert {**engines.digests(engine), **volatile_state(engine)} == before
         assert first == second
         assert all(chunk.training for chunk in engine.model_chunks)
         mixed = engine.run_iteration(3).vote

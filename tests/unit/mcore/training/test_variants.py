@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import engines
+from megatron_ft.testing import engines
 
 pytestmark = pytest.mark.slow  # trains
 
@@ -92,7 +92,7 @@ def test_trains(name: str) -> None:
 
 
 def test_mixture_runs_count_every_choice() -> None:
-    """Without dropping, each token is given to top-k experts in every mixture layer, and to none in a dense one."""
+    """Without dropping, each token is given to top-k experts in every MoE layer, and to none in a dense one."""
     config = engines.micro_config({"model.num_layers": 4, "model.moe_layer_freq": 2})
     with engines.engine_of(config) as engine:
         engine.run_iteration(1)

@@ -58,7 +58,7 @@ def test_copies_with_every_holder() -> None:
     owned = plan_copies(plan, None, expert_bytes=10, non_expert_bytes=[(0, 7)])
     assert owned.num_bytes == 10 * sum(len(set(experts)) for experts in plan.slots[0]) + 4 * 7
     assert owner_domains(owned) == {*plan.all_expert_domains(), frozenset(plan.domains)}
-    assert "every rank that computes with it" in owned.summary()
+    assert "every rank that computes with the expert" in owned.summary()
 
 
 def test_non_expert_state_is_shared_evenly() -> None:

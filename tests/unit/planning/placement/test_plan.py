@@ -36,7 +36,7 @@ def test_round_trip_and_views() -> None:
     [
         ({"slots": [[[0, 0], [0]]]}, "expert of layer 3=1: must have at least one slot"),
         ({"slots": [[[0, 1, 1], [0]]]}, "slots of layer 3, rank 0"),
-        ({"slots": [[[0, 1]]]}, "slots of layer 3=1: must be for 2 ranks"),
+        ({"slots": [[[0, 1]]]}, "slot lists of layer 3=1: must be 2"),
         ({"slots": [[[0, 1], [2]]]}, "expert of layer 3=2: must be below 2"),
         ({"slots": [[[0, 1], [-1]]]}, "expert of layer 3=-1"),
         ({"layer_numbers": [3, 4]}, "layer_numbers"),

@@ -100,7 +100,7 @@ def test_a_lowered_minimum_is_said() -> None:
     assert report().notes == ()
     short = report(nodes=3)
     assert short.kept_min_replicas == 1
-    assert short.notes == ("placement.min_replicas=2: there are too few slots, the rarest expert has 1 replicas",)
+    assert short.notes == ("placement.min_replicas=2: there are too few slots; the rarest expert has 1 replicas",)
 
 
 def test_json_holds_the_survival_and_stages_that_a_schedule_can_name() -> None:
@@ -124,6 +124,6 @@ def test_every_scripted_placement_is_checked() -> None:
 
 def test_text_names_what_people_look_for() -> None:
     text = render_placement(report(state_copies=2))
-    for part in ("slots per rank", "2 in each mixture layer: 8 on 4 ranks for 4 experts", "of losses of 2", "2 copies"):
+    for part in ("slots per rank", "2 in each MoE layer: 8 on 4 ranks for 4 experts", "of losses of 2", "2 copies"):
         assert part in text
     assert "rank 3  node3" in text

@@ -86,5 +86,5 @@ def test_scripts_that_do_not_fit_are_refused_by_file(stage: int, changes: dict[s
 
 
 def test_scripts_name_every_stage() -> None:
-    with pytest.raises(DataError, match="stages=0: must be 2"):
+    with pytest.raises(DataError, match="stages=0: has 0 stages: must have 2"):
         scripted_plans(stage_requests(job(), 4), ScheduledPlacement(path="p.json", stages=()))

@@ -92,12 +92,34 @@ def test_declines_where_a_log_has_a_gap_beside_the_region() -> None:
         Standing(stage=2, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
     ]
     found = plan_localized(standings, num_stages=3, is_ring=False)
-    assert isinstance(found, Declined) and "rank 0 lacks iterations [7]" in found.reason
+    assert isinstance(found, Declined) and "needs iterations [7] of the upstream log of rank 0" in found.reason
 
 
 def test_declines_where_no_rank_has_the_votes() -> None:
     found = decide({1}, 3, voted=(5, 6, 8, 9))
-    assert isinstance(found, Declined) and "votes of iterations [7]" in found.reason
+    assert isinstance(found, Declined) and "rank 0 lacks those of iterations [7]" in found.reason
+
+
+def test_declines_where_several_ranks_have_a_part_of_the_votes() -> None:
+    """One rank sends them to all: the replay would find that some are missing after the model is built."""
+    standings = [
+        Standing(stage=0, iteration=TARGET, voted=(5, 6), window=WINDOW, logged=LOGGED),
+        Standing(stage=1, iteration=None, voted=LOGGED),
+        Standing(stage=1, iteration=TARGET, voted=(7, 8, 9), window=WINDOW, logged=LOGGED),
+    ]
+    found = plan_localized(standings, num_stages=2, is_ring=False)
+    assert isinstance(found, Declined) and "rank 2 lacks those of iterations 5 to 6" in found.reason
+
+
+def test_the_first_rank_with_all_votes_sends_them() -> None:
+    standings = [
+        Standing(stage=0, iteration=TARGET, voted=(8, 9), window=WINDOW, logged=LOGGED),
+        Standing(stage=1, iteration=None),
+        Standing(stage=1, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
+        Standing(stage=0, iteration=TARGET, voted=LOGGED, window=WINDOW, logged=LOGGED),
+    ]
+    plan = plan_localized(standings, num_stages=2, is_ring=False)
+    assert isinstance(plan, LocalizedPlan) and plan.voter(standings) == 2
 
 
 def test_a_stage_that_is_the_whole_job_needs_votes_and_no_log() -> None:

@@ -26,6 +26,7 @@ from megatron_ft.planning.recovery.means import (
     windows_serve,
 )
 from megatron_ft.planning.snapshot.report import report_snapshots
+from tests.helpers.keys import grouped
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 8, "moe_layer_freq": 2}
 SPREAD = {
@@ -41,9 +42,10 @@ def job(**groups: Any) -> JobConfig:
 
 
 def elastic(num_nodes: int = 4, min_nodes: int | None = 2, **groups: Any) -> JobConfig:
-    launch = {"num_nodes": num_nodes, "ranks_per_node": 1, "min_nodes": min_nodes, **groups.pop("launch", {})}
+    launch = {"num_nodes": num_nodes, "ranks_per_node": 1, **groups.pop("launch", {})}
+    recovery = {"min_nodes": min_nodes, **groups.pop("recovery", {})}
     parallel = {"use_distributed_optimizer": False}
-    return job(launch=launch, parallel=parallel, placement=SPREAD, **groups)
+    return job(launch=launch, recovery=recovery, parallel=parallel, placement=SPREAD, **groups)
 
 
 def plans_of(config: JobConfig) -> list[PlacementPlan]:
@@ -62,7 +64,8 @@ def restarting(**snapshot: Any) -> JobConfig:
     """Two nodes of two ranks whose ranks are started again."""
     measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
     return job(
-        launch={"num_nodes": 2, "ranks_per_node": 2, "max_restarts": 2},
+        launch={"num_nodes": 2, "ranks_per_node": 2},
+        recovery={"max_restarts": 2},
         snapshot={"policy": WINDOWS, "num_peer_copies": 1, **measured, **snapshot},
     )
 
@@ -113,7 +116,7 @@ def test_an_expert_without_holder_is_named_by_layer_and_number() -> None:
 
 def test_too_few_nodes_left_decline() -> None:
     cost = cost_of_loss(means(elastic(4, 3)), [0, 1])
-    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left, fewer than launch.min_nodes=3"
+    assert cost.rung != "replicas" and cost.declined[0].reason == "2 nodes are left, fewer than recovery.min_nodes=3"
 
 
 def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
@@ -142,7 +145,7 @@ def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], said: s
 
 def test_without_min_nodes_copies_do_not_help() -> None:
     cost = cost_of_loss(means(elastic(min_nodes=None)), [1])
-    assert "launch.min_nodes=null" in cost.declined[0].reason and not cost.lost_operators
+    assert "recovery.min_nodes=null" in cost.declined[0].reason and not cost.lost_operators
 
 
 # --- windows and checkpoints -------------------------------------------------------------------------------------
@@ -210,13 +213,13 @@ def test_saved_state_of_the_run_replaces_bounds() -> None:
 def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
     """From a dense checkpoint: windows are of the size they were captured at."""
     windows = {"policy": WINDOWS, "num_peer_copies": 1, "persist_interval_windows": 1}
-    config = elastic(6, 1, snapshot=windows, checkpoint={"save_interval_iterations": 9}, launch={"max_restarts": 1})
+    config = elastic(6, 1, snapshot=windows, checkpoint={"save_interval_iterations": 9}, recovery={"max_restarts": 1})
     held = means(config)
     assert cost_of_loss(held, [1]).rung == "replicas", "snapshots do not stand against it"
     cost = cost_of_loss(held, [0, 1, 2, 3])
     assert (cost.rung, cost.is_automatic, cost.is_bitwise, cost.max_iterations) == ("checkpoint", True, False, 9)
     assert [d.reason for d in cost.declined[1:]] == [
-        "ranks restart on fewer nodes, and windows fit the previous number of ranks only"
+        "ranks restart on fewer nodes, but windows can only be loaded by the previous number of ranks"
     ] * 2
     too_few = cost_of_loss(dataclasses.replace(held, min_nodes=3), [0, 1, 2, 3])
     assert (too_few.is_automatic, too_few.is_bitwise) == (False, True)
@@ -225,8 +228,8 @@ def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
 
 
 def test_nodes_that_joined_later_are_domains_of_their_own() -> None:
-    config = elastic(4, launch={"failure_domains": ["a", "a", "b", "b"]})
-    assert config_of(config, (1, 3, 5)).launch.failure_domains == ["a", "b", "node5"]
+    config = elastic(4, topology={"failure_domains": ["a", "a", "b", "b"]})
+    assert config_of(config, (1, 3, 5)).topology.failure_domains == ["a", "b", "node5"]
     held = means(config, (1, 2, 3, 5))
     assert held.domain_of(5) == "node5" and held.domain_of(0) == "a"
 
@@ -299,12 +302,12 @@ def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
 # --- the layout is kept ------------------------------------------------------------------------------------------
 
 
-def keeping(**launch: Any) -> RecoveryMeans:
+def keeping(**keys: Any) -> RecoveryMeans:
     """Four nodes of a rank each, in two stages, whose places are filled again."""
-    filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **launch}
+    filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **keys}
     measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
     snapshot = {"policy": WINDOWS, "num_peer_copies": 1, **measured}
-    return means(job(launch=filled, snapshot=snapshot, parallel={"pipeline_model_parallel_size": 2}))
+    return means(job(**grouped(**filled), snapshot=snapshot, parallel={"pipeline_model_parallel_size": 2}))
 
 
 def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
@@ -318,22 +321,22 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "launch", "said"),
+    ("lost", "keys", "said"),
     [
-        ([0, 1, 2, 3], {}, "no rank is left"),
-        ([0, 1], {}, "are lost together with their peers"),
+        ([0, 1, 2, 3], {}, "no surviving rank has the votes"),
+        ([0, 1], {}, "are lost, and so are the peers"),
         ([0, 2], {"restart_lost_nodes": False, "num_spare_nodes": 1}, "2 nodes need a replacement"),
     ],
 )
 def test_localized_replay_declines_without_replacement_or_window(
-    lost: list[int], launch: dict[str, Any], said: str
+    lost: list[int], keys: dict[str, Any], said: str
 ) -> None:
-    cost = cost_of_loss(keeping(**launch), lost)
+    cost = cost_of_loss(keeping(**keys), lost)
     assert cost.rung != "localized" and said in cost.declined[1].reason
 
 
 @pytest.mark.parametrize(
-    ("max_restarts", "launch", "is_automatic"),
+    ("max_restarts", "keys", "is_automatic"),
     [
         (2, {}, True),
         (0, {}, False),
@@ -342,14 +345,14 @@ def test_localized_replay_declines_without_replacement_or_window(
     ],
 )
 def test_all_ranks_start_again_where_the_places_of_lost_nodes_are_filled(
-    max_restarts: int, launch: dict[str, Any], is_automatic: bool
+    max_restarts: int, keys: dict[str, Any], is_automatic: bool
 ) -> None:
-    held = keeping(max_restarts=max_restarts, **launch)
+    held = keeping(max_restarts=max_restarts, **keys)
     cost = cost_of_loss(held, [0, 1], stored=Stored(iteration=30, memory_start=26, checkpoint=20))
     assert (cost.rung, cost.max_iterations, cost.is_automatic) == ("checkpoint", 10, is_automatic)
     assert cost.is_bitwise, "it starts again at the same size"
     if is_automatic:
-        assert "peer copies are lost" in cost.declined[2].reason
+        assert "peer copies of the lost nodes are lost" in cost.declined[2].reason
 
 
 def test_a_stage_goes_back_to_what_has_been_committed() -> None:
@@ -361,30 +364,30 @@ def test_a_stage_goes_back_to_what_has_been_committed() -> None:
 def test_copies_that_no_recovery_reads_are_named() -> None:
     assert idle_copies(elastic()) == () and idle_copies(job()) == ()
     (state,) = idle_copies(job(launch={"num_nodes": 4}, placement={**SPREAD, "state_copies": 2}))
-    assert state.startswith("placement.state_copies=2: no recovery reads these copies")
+    assert state.startswith("placement.state_copies=2: no recovery uses these copies")
     (windows,) = idle_copies(restarting())
     assert windows.startswith("snapshot.num_peer_copies=1: ") and "the loss of a node ends the job" in windows
     (beside_replicas,) = idle_copies(elastic(snapshot={"policy": WINDOWS, "num_peer_copies": 1}))
     assert "the loss of a node ends the job" not in beside_replicas
-    kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
-    assert idle_copies(job(launch=kept, snapshot={"policy": WINDOWS, "num_peer_copies": 1})) == ()
+    kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)
+    assert idle_copies(job(**kept, snapshot={"policy": WINDOWS, "num_peer_copies": 1})) == ()
 
 
 def test_replicas_are_used_as_the_job_is_configured() -> None:
     assert why_no_replicas(elastic()) == ""
-    assert why_no_replicas(elastic(min_nodes=None)) == "launch.min_nodes=null: the loss of a node ends the job"
+    assert why_no_replicas(elastic(min_nodes=None)) == "recovery.min_nodes=null: the loss of a node ends the job"
     assert why_no_replicas(job()) == "placement.algorithm=null"
     assert why_no_replicas(elastic(training={"device": "cuda"})) == "training.device=cuda"
 
 
 def test_windows_serve_what_the_job_is_configured_for() -> None:
-    assert windows_serve(restarting()) == "the death of ranks on running nodes (launch.max_restarts=2)"
+    assert windows_serve(restarting()) == "the death of ranks on running nodes (recovery.max_restarts=2)"
     assert windows_serve(restarting(persist_interval_windows=1)).endswith(
-        "run.resume on the same number of ranks, from persisted windows"
+        "run.resume with the same number of ranks, from persisted windows"
     )
-    assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: launch.max_restarts=0")
-    kept = {"num_nodes": 2, "keep_layout": True, "num_spare_nodes": 1}
-    assert windows_serve(job(launch=kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
+    assert windows_serve(job(snapshot={"policy": WINDOWS})).startswith("no failure: recovery.max_restarts=0")
+    kept = grouped(num_nodes=2, keep_layout=True, num_spare_nodes=1)
+    assert windows_serve(job(**kept, snapshot={"policy": WINDOWS})).startswith("the loss of a rank or a node")
 
 
 def test_a_job_of_slurm_is_not_started_again_by_hand() -> None:

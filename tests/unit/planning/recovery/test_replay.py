@@ -64,7 +64,7 @@ def test_a_dense_snapshot_replays_nothing() -> None:
 
 
 def test_a_missing_vote_is_named() -> None:
-    with pytest.raises(RecoveryError, match=r"vote of iteration 12 is not logged; logged are iterations \[11\]"):
+    with pytest.raises(RecoveryError, match=r"vote of iteration 12 is not in the log, which has iterations \[11\]"):
         plan_replay(window(units(HEAD), units(REST), units(EMBEDDING)), 10, {11: vote(11)})
 
 
@@ -85,10 +85,13 @@ def test_any_order_covers_everything_once_and_survives_json() -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda steps: (*steps[:2], dataclasses.replace(steps[2], frozen=(HEAD,))), "last slice makes the state dense"),
-        (lambda steps: (steps[1], steps[0], steps[2]), "slices are loaded in order"),
+        (
+            lambda steps: (*steps[:2], dataclasses.replace(steps[2], frozen=(HEAD,))),
+            "operators are frozen after the last slice",
+        ),
+        (lambda steps: (steps[1], steps[0], steps[2]), "slices are not loaded in order"),
         (lambda steps: (dataclasses.replace(steps[0], vote=vote(12)), *steps[1:]), "replays"),
-        (lambda steps: (*steps[:2], dataclasses.replace(steps[2], active=(HEAD,))), "freezes what was active"),
+        (lambda steps: (*steps[:2], dataclasses.replace(steps[2], active=(HEAD,))), "freezes an active operator"),
         (lambda steps: (dataclasses.replace(steps[0], frozen=()), *steps[1:]), "other operators"),
     ],
 )

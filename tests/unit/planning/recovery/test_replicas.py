@@ -16,7 +16,7 @@ LAYERS = (2, 4)
 
 
 def placed(num_ranks: int) -> PlacementPlan:
-    """Two mixture layers over as many nodes as ranks, experts shared evenly over the slots."""
+    """Two MoE layers over as many nodes as ranks, experts shared evenly over the slots."""
     each, more = divmod(num_ranks * NUM_SLOTS, NUM_EXPERTS)
     counts = [each + (expert < more) for expert in range(NUM_EXPERTS)]
     return Spread().place(

@@ -15,7 +15,7 @@ def window(
 def test_the_newest_window_that_every_rank_has_is_taken() -> None:
     source = choose_source([[window(4), window(7)], [window(4)]], checkpoint_iteration=2)
     assert (source.kind, source.iteration) == ("memory", 6)
-    assert source.declined == ("memory window of iteration 7: incomplete, rank 1 lacks it",)
+    assert source.declined == ("memory window of iteration 7: incomplete, missing on rank 1",)
     source.validate()
 
 

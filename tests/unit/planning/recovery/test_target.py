@@ -9,7 +9,7 @@ import pytest
 from megatron_ft.errors import RecoveryError
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, Target, choose_target
-from tests.helpers.votes import vote_of
+from megatron_ft.testing.votes import vote_of
 
 LAST_ITERATION = 3
 

@@ -16,8 +16,8 @@ from megatron_ft.planning.snapshot.peers import assign_peers
 from megatron_ft.planning.snapshot.pieces import slice_bytes, slice_pieces, window_bytes
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
+from megatron_ft.testing.demands import context, dense_model, one_huge_embedding, uneven
 from megatron_ft.topology import Topology
-from tests.helpers.demands import context, dense_model, one_huge_embedding, uneven
 
 
 def unit_bytes(unit: Unit, shards: Sequence[StateShard]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded, useful_time_ratio
 from megatron_ft.planning.snapshot.policy import SnapshotContext
-from tests.helpers.demands import equal_experts, uneven
+from megatron_ft.testing.demands import equal_experts, uneven
 
 DEMAND = equal_experts(10)
 WHOLE_BYTES = 10 * 100 * 12

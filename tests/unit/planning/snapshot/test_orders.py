@@ -17,7 +17,7 @@ from megatron_ft.planning.snapshot.orders import (
     OperatorOrder,
     TimeDecayed,
 )
-from tests.helpers.demands import EMBEDDING, expert, rest
+from megatron_ft.testing.demands import EMBEDDING, expert, rest
 
 HEAD = OperatorId(layer=3, kind="head")
 GATES = [OperatorId(layer=layer, kind="gate") for layer in (1, 2)]

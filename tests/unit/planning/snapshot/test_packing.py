@@ -11,7 +11,7 @@ from megatron_ft.planning.snapshot.demand import Demand, UnitBytes
 from megatron_ft.planning.snapshot.packing import Packing, least_peak_bytes, num_parts, pack, smallest_packing
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
-from tests.helpers.demands import expert, shard
+from megatron_ft.testing.demands import expert, shard
 
 
 @st.composite

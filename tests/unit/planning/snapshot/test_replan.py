@@ -8,7 +8,7 @@ from megatron_ft.planning.snapshot.dense import OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront
 from megatron_ft.planning.snapshot.policy import SnapshotContext, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
-from tests.helpers.demands import equal_experts
+from megatron_ft.testing.demands import equal_experts
 
 DEMAND = equal_experts(8)
 COUNTED = Activations(layers=(1,), tokens=(((80, 70, 60, 50, 40, 30, 20, 10),),))
@@ -31,7 +31,7 @@ def test_budgets_beyond_the_drift_make_another() -> None:
     plan = policy.plan(DEMAND, given(0.5))
     for share in (0.35, 0.61):
         other = replan(policy, DEMAND, given(share), plan)
-        assert other.reason.startswith("bytes per iteration went from 4,800 to ")
+        assert other.reason.startswith("the budget of an iteration changed from 4,800 to ")
         assert other.slices == policy.plan(DEMAND, given(share)).slices
         assert replan(policy, DEMAND, given(share), other) is other
     assert replan(SparseWindow(replan_drift=0.5), DEMAND, given(0.35), plan) is plan
@@ -43,7 +43,7 @@ def test_changed_popularity_makes_another_order_and_is_its_basis() -> None:
     assert plan.slices[0][0].operator.expert == 7
     other = replan(policy, DEMAND, given(activations=REVERSED), plan)
     assert other.slices[0][0].operator.expert == 0
-    assert other.reason.startswith("activation frequencies have changed; ")
+    assert other.reason.startswith("experts are activated with other frequencies; ")
     assert replan(policy, DEMAND, given(activations=REVERSED), other) is other
     assert replan(policy, DEMAND, given(activations=COUNTED), other).slices == plan.slices
 
@@ -65,7 +65,7 @@ def test_other_operators_or_larger_ones_make_another_plan() -> None:
     assert more.reason.startswith("the operators have changed")
     more.validate(equal_experts(9).operators)
     larger = replan(policy, equal_experts(8, 130), given(), plan)
-    assert larger.reason.startswith("the largest slice went from ")
+    assert larger.reason.startswith("the largest slice changed from ")
 
 
 def test_a_plan_without_a_basis_is_made_again() -> None:

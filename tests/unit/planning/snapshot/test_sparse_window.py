@@ -13,7 +13,7 @@ from megatron_ft.planning.snapshot.packing import pack
 from megatron_ft.planning.snapshot.plan import Unit
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
-from tests.helpers.demands import context, equal_experts, expert, one_huge_embedding, shard, uneven
+from megatron_ft.testing.demands import context, equal_experts, expert, one_huge_embedding, shard, uneven
 
 
 def algorithm_1(num_operators: int, master_optim: int, compute: int, budget: int) -> tuple[int, int]:

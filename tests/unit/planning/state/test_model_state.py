@@ -94,7 +94,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     layout = ParallelLayout.regular(4, tensor_size=1, num_stages=1)
     with pytest.raises(ConfigError, match="expert_model_parallel_size=3: must divide 2 experts"):
         needs_of(model(), layout, Sharding(expert_parallel_size=3))
-    with pytest.raises(ConfigError, match="must have the stages and TP degree of the model"):
+    with pytest.raises(ConfigError, match="must have as many stages and the same TP degree"):
         needs_of(model(num_stages=2), layout, Sharding())
     with pytest.raises(ConfigError, match="num_state_copies=5"):
         needs_of(model(), layout, Sharding(num_state_copies=5))

@@ -27,7 +27,7 @@ def test_full_buckets_and_shared_embeddings_end_a_bucket() -> None:
 
 
 def test_a_bucket_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_shards=3: must divide every bucket; one has 128 elements"):
+    with pytest.raises(ConfigError, match="num_shards=3: must divide the size of every bucket; one has 128 elements"):
         BufferLayout.of([10], padded_for=[1]).shards(3)
 
 

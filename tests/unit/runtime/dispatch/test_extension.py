@@ -53,7 +53,7 @@ def test_a_failed_build_says_what_the_compiler_said(source: Path, tmp_path: Path
 
 
 def test_a_cache_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(SoftwareError, match=r"dispatch_backend=cpp: cannot build in .*answer\.cpp.*backend reference"):
+    with pytest.raises(SoftwareError, match=r"=cpp: cannot build in .*answer\.cpp.*dispatch_backend=reference"):
         extension.build("cpp", COMMAND, [source], source / "cache")
 
 
@@ -135,7 +135,7 @@ def test_cuda_kernels_compile_for_sm_90(source: Path, tmp_path: Path) -> None:
         nvcc = extension.find_compiler("cuda")
     except SoftwareError as missing:
         pytest.skip(f"needs nvcc: {missing}")
-    command = [nvcc, *extension.NVCC_FLAGS, "-arch=sm_90", "-Werror=all-warnings", *extension.include_flags(), "-c"]
+    command = [*nvcc, *extension.NVCC_FLAGS, "-arch=sm_90", "-Werror=all-warnings", *extension.include_flags(), "-c"]
     compiled = extension.build("cuda", command, [source], tmp_path)
     assert compiled.stat().st_size > 0
     assert os.access(compiled, os.R_OK)

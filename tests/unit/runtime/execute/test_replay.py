@@ -30,7 +30,7 @@ class RecordingEngine:
 
     def replay(self, vote: Vote, frozen: Collection[OperatorId]) -> None:
         if vote.iteration == self.refused:
-            raise RecoveryError(f"iteration {vote.iteration} was replayed to something else")
+            raise RecoveryError(f"iteration {vote.iteration} was replayed to other results")
         self.asked.append(("replay", vote.iteration, set(frozen)))
 
 

@@ -159,7 +159,7 @@ def test_an_iteration_that_sends_too_little_or_too_much_is_noticed() -> None:
     log = make()
     log.begin(1, 0)
     log.append("backward", tensor(1, "backward", 0))
-    with pytest.raises(AssertionError, match="has sent"):
+    with pytest.raises(AssertionError, match="an iteration sent"):
         log.end()
     log.begin(1, 0)
     log.append("backward", tensor(1, "backward", 0))

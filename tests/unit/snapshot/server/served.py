@@ -2,40 +2,59 @@
 
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.store import Store
 from megatron_ft.snapshot.server.workers import Hasher, Persister
-from tests.unit.snapshot.server.nodes import TOKEN, Cluster
+from megatron_ft.testing.snapshot_servers import TOKEN, Cluster
+
+
+class Interrupted(dict[str, Any]):
+    """A request during which something happens: after it was admitted, when its field ``at`` is read."""
+
+    def __init__(self, happens: Callable[[], None], at: str, **fields: object) -> None:
+        super().__init__(fields)
+        self._happens, self._at = happens, at
+
+    def get(self, name: str, default: object = None) -> Any:
+        """Read a field."""
+        if name == self._at:
+            self._happens()
+        return super().get(name, default)
 
 
 class Served:
     """A store whose storage thread has not started yet: ``persister.start()`` has storage answer."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = Store(0, TOKEN, Memory())
+    def __init__(self, folder: Path, memory: Memory | None = None) -> None:
+        self.store = Store(0, TOKEN, Memory() if memory is None else memory)
         self.persister = Persister(self.store)
         self.path = str(folder / "s")
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.path)
         self.listener.listen()
         self.url = str(folder / "windows")
+        self.sessions: list[RankSession] = []
         Hasher(self.store).start()
 
-    def client(self) -> KeeperClient:
-        """Rank 0, which persists every window."""
+    def client(self, rank: int = 0, **changes: object) -> KeeperClient:
+        """Connect as a rank, the only one, which persists every window; ``changes`` are fields of the greeting."""
         accept = threading.Thread(target=self._accept)
         accept.start()
-        hello = Cluster(Path()).hello(0, node=0, peer_nodes=[], persist_every=1, persist_url=self.url, world_size=1)
+        about: dict[str, object] = {"persist_every": 1, "persist_url": self.url, "world_size": 1, **changes}
+        hello = Cluster(Path()).hello(rank, node=0, peer_nodes=[], **about)
         client = KeeperClient(self.path, hello=hello)
         accept.join()
         return client
 
     def _accept(self) -> None:
-        RankSession(self.listener.accept()[0], self.store, self.persister).start()
+        self.sessions.append(RankSession(self.listener.accept()[0], self.store, self.persister))
+        self.sessions[-1].start()
 
     def close(self) -> None:
         """Take no more connections."""

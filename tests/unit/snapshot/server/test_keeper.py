@@ -2,7 +2,7 @@
 
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server import client as words
-from tests.unit.snapshot.server.nodes import begin, capture, cluster, content, fetch, find, wait_until, window
+from megatron_ft.testing.snapshot_servers import begin, capture, cluster, content, fetch, find, wait_until, window
 
 
 def test_a_window_reaches_its_peers_and_comes_back_from_them() -> None:

@@ -14,7 +14,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.server.wire import connect
-from tests.unit.snapshot.server.nodes import PAGE, Cluster, cluster, slice_of, wait_replicated, window
+from megatron_ft.testing.snapshot_servers import PAGE, Cluster, cluster, slice_of, wait_replicated, window
 from tests.unit.snapshot.server.test_refusals import GREETING, announcement
 
 ODD: list[Any] = [

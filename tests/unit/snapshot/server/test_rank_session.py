@@ -1,14 +1,37 @@
 """One rank's connection, served in this process."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+from megatron_ft.errors import ControlError
 from megatron_ft.planning.snapshot.buffers import BufferStates
-from megatron_ft.snapshot.server.client import MAX_UNREAD, REPLICATED_START, KeeperClient, KeeperRefused
-from tests.unit.snapshot.server.nodes import PAGE, begin, capture, wait_replicated, wait_until, window
-from tests.unit.snapshot.server.served import Served
+from megatron_ft.snapshot.server.client import (
+    MAX_UNREAD,
+    NUM_PROBLEMS,
+    PERSISTED_START,
+    REPLICATED_START,
+    KeeperClient,
+    KeeperRefused,
+)
+from megatron_ft.snapshot.server.memory import Memory, Segment
+from megatron_ft.snapshot.server.wire import Refused
+from megatron_ft.testing.snapshot_servers import (
+    PAGE,
+    begin,
+    capture,
+    content,
+    fetch,
+    wait_replicated,
+    wait_until,
+    window,
+)
+from tests.helpers.failing_store import FailingStore
+from tests.unit.snapshot.server.served import Interrupted, Served
 
 
 @pytest.fixture
@@ -74,7 +97,7 @@ def test_a_window_the_job_lets_go_of_is_forgotten(served: Served) -> None:
     assert [entry.start_iteration for entry in client.inventory(0)] == [12]
     client.committed(12)
     client.abandon(12)
-    with pytest.raises(KeeperRefused, match="start_iteration=12: no window that could be given up"):
+    with pytest.raises(KeeperRefused, match="start_iteration=12: there is no window to abandon"):
         client.problems()
     client.close()
 
@@ -88,4 +111,85 @@ def test_many_slices_between_two_requests(served: Served) -> None:
     for index in range(num_slices):
         capture(client, arena, 0, 0, 0, index, num_bytes=16)
     wait_until(lambda: arena.status(REPLICATED_START) == 0, "all are hashed", seconds=60)
+    client.close()
+
+
+class GatedMemory(Memory):
+    """Allocations begin, and wait for the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.gate = threading.Event(), threading.Event()
+
+    def allocate(self, name: str, num_bytes: int) -> Segment:
+        self.has_begun.set()
+        assert self.gate.wait(60), "timed out"
+        return super().allocate(name, num_bytes)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_allocation_of_a_replaced_process_does_not_count(tmp_path: Path, generation: int) -> None:
+    """Its successor may have mapped memory of its own by then."""
+    memory = GatedMemory()
+    served = Served(tmp_path, memory)
+    replaced = served.client()
+    with ThreadPoolExecutor(2) as pool:
+        earlier = pool.submit(replaced.allocate, 2 * PAGE)
+        assert memory.has_begun.wait(60), "timed out"
+        client = served.client(generation=generation)
+        later = pool.submit(client.allocate, 4 * PAGE)
+        memory.gate.set()
+        with pytest.raises(ControlError, match="the connection was lost"):
+            earlier.result(60)
+        served.sessions[0].join(60)
+        arena = later.result(60)
+    own = served.store.ranks[0]
+    assert own.segment is not None and memory.used_bytes == own.segment.num_bytes == PAGE + 3 * 4 * PAGE
+    window(client, arena, 0, 0, 10)
+    wait_replicated(arena, 10)
+    assert fetch(client, 0, 10, node=0, generation=generation) == [content(0, 10, PAGE), content(0, 11, PAGE)]
+    client.close()
+    served.close()
+
+
+def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(served: Served) -> None:
+    """It would give away the buffer that its successor is filling."""
+    replaced = served.client()
+    replaced.allocate(2 * PAGE)
+    clients: list[KeeperClient] = []
+
+    def greet() -> None:
+        clients.append(served.client())
+        window(clients[0], clients[0].allocate(2 * PAGE), 0, 1, 20)
+        clients[0].problems()
+
+    about = {"start_iteration": 10, "num_slices": 2, "plan": {}, "buffer": 1}
+    with pytest.raises(Refused, match="another process acts for this rank now"):
+        served.sessions[0]._answer(Interrupted(greet, "buffer", op="begin", **about), [])
+    assert [entry.start_iteration for entry in clients[0].inventory(0)] == [20]
+    clients[0].close()
+
+
+@pytest.mark.parametrize("refused", ["open wb", "ls"])
+def test_a_client_of_an_object_store_that_fails_is_reported(
+    served: Served, store: type[FailingStore], refused: str
+) -> None:
+    """Its errors are of no common class; the snapshot server would end with one that its thread does not expect."""
+    url = f"failing://{uuid4().hex}/windows"
+    client = served.client(persist_url=url, num_persisted=1)
+    arena = client.allocate(2 * PAGE)
+    served.persister.start()
+    store.refused = {refused}
+    window(client, arena, 0, 0, 10)
+    wait_replicated(arena, 10)
+    client.committed(10)
+    wait_until(lambda: arena.status(NUM_PROBLEMS) == 1, "a problem")
+    (problem,) = client.problems()
+    assert (problem["what"], problem["start_iteration"]) == ("persist" if refused != "ls" else "retain", 10)
+    assert f"ClientError: {refused}: the token has expired" in problem["error"]
+    store.refused = set()
+    window(client, arena, 0, 1, 12)
+    wait_replicated(arena, 12)
+    client.committed(12)
+    wait_until(lambda: arena.status(PERSISTED_START) == 12, "the next window is written")
     client.close()

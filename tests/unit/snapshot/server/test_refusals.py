@@ -19,7 +19,7 @@ from megatron_ft.snapshot.server.fields import host_and_port
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect
 from megatron_ft.snapshot.storage.window_file import open_window
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION
-from tests.unit.snapshot.server.nodes import (
+from megatron_ft.testing.snapshot_servers import (
     PAGE,
     TOKEN,
     WAIT_SECONDS,
@@ -74,7 +74,7 @@ def test_a_stale_rank_is_refused_and_a_newer_one_takes_its_place() -> None:
         nodes.client(0, node=0, peer_nodes=[], generation=2).problems()
         with pytest.raises(ControlError, match="lost"):
             old.problems()
-        with pytest.raises(KeeperRefused, match="generation=1: is stale, 2 is the newest"):
+        with pytest.raises(KeeperRefused, match="generation=1: is stale, the newest is 2"):
             other.problems()
         with pytest.raises(KeeperRefused, match="is stale"):
             nodes.client(0, node=0, peer_nodes=[], generation=1)
@@ -104,7 +104,7 @@ def test_a_peer_of_a_newer_generation_fences_the_ranks_here() -> None:
         wire, answer = connect(nodes.nodes[0].address, {**GREETING, "generation": 3})
         assert answer["held"] == []
         wire.close()
-        with pytest.raises(KeeperRefused, match="generation=1: is stale, 3 is the newest"):
+        with pytest.raises(KeeperRefused, match="generation=1: is stale, the newest is 3"):
             rank.problems()
 
 
@@ -144,7 +144,7 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"num_bytes": 10}, "outside the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
         ({"slice": 1}, "must be slice 0"),
-        ({"waits": False}, "no memory for windows of 8192 bytes"),
+        ({"waits": False}, "no memory was requested for windows of 8192 bytes"),
         ({"num_slices": 0}, "num_slices"),
         ({"rank": -1}, "rank"),
         ({"rank": "0/../1"}, "rank"),
@@ -173,7 +173,7 @@ def test_a_slice_that_cannot_be_is_refused_before_memory_is_taken(changes: dict[
 def test_an_arena_over_the_limit_is_refused() -> None:
     with cluster(1, memory_limit_bytes=1 << 20) as nodes:
         rank = nodes.client(0, node=0, peer_nodes=[])
-        with pytest.raises(KeeperRefused, match="at most 1048576"):
+        with pytest.raises(KeeperRefused, match="the limit is 1048576"):
             rank.allocate(1 << 20)
         for _ in range(20):
             rank.allocate(PAGE).close()

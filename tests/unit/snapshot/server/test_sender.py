@@ -10,7 +10,7 @@ from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, WAITING_BYTES, Arena
 from megatron_ft.snapshot.server.sender import MAX_UNANSWERED
 from megatron_ft.snapshot.server.wire import Wire
-from tests.unit.snapshot.server.nodes import PAGE, Cluster, cluster, content, wait_replicated, wait_until, window
+from megatron_ft.testing.snapshot_servers import PAGE, Cluster, cluster, content, wait_replicated, wait_until, window
 
 NUM_SLICES = MAX_UNANSWERED + 2
 
@@ -85,7 +85,7 @@ def test_what_was_not_acknowledged_is_asked_and_sent_again() -> None:
             peer.take(index)
         peer.answer(op="ack")
         wait_until(lambda: arena.status(WAITING_BYTES) == (NUM_SLICES - 1) * PAGE, "the first is acknowledged")
-        peer.answer(op="error", kind="hash", reason="slice=1 of window 10: arrived damaged")
+        peer.answer(op="error", kind="hash", reason="slice=1 of window 10: was damaged on the way")
         key = WindowKey(start_iteration=10, generation=1)
         held = StoredWindow(**asdict(key), num_slices=NUM_SLICES, num_held=1, where="copy", node=1, buffer=0)
         peer.wire.close()

@@ -12,13 +12,12 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 
-from benchmarks.hostile_files import forge
-from benchmarks.stored_samples import sample_window
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.storage import files, window_file
 from megatron_ft.snapshot.storage.backends import open_backend
 from megatron_ft.snapshot.storage.window_file import open_window, rank_name, window_name, write_window
+from megatron_ft.testing.stored_samples import forge, sample_window
 from tests.helpers import window_fixture
 
 
@@ -95,7 +94,7 @@ def test_another_sound_file_is_never_replaced(folder: Path | str) -> None:
     window, payload = sample_window(20, 1)
     write_window(folder, window, views(payload))
     write_window(folder, window, views(payload))
-    with pytest.raises(CheckpointError, match="set that window aside first"):
+    with pytest.raises(CheckpointError, match="move that file away first"):
         write_window(folder, replace(window, plan={}), views(payload))
     write_window(folder, replace(window, plan={}, generation=1), views(payload))
     with open_window(path_in(folder)) as first, open_window(path_in(folder, generation=1)) as second:
@@ -129,11 +128,11 @@ def test_sizes_are_checked_before_anything_is_allocated(tmp_path: Path) -> None:
         damaged = bytearray(content)
         struct.pack_into("<Q", damaged, offset, length)
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=f"manifest of {length} bytes in a file of {len(content)}"):
+        with pytest.raises(CheckpointError, match=f"manifest of {length} bytes in a file of only {len(content)}"):
             open_window(path)
     path.write_bytes(content)
     os.truncate(path, 1 << 40)
-    with pytest.raises(CheckpointError, match="1099511627776 bytes, its manifest says"):
+    with pytest.raises(CheckpointError, match="1099511627776 bytes, but the manifest says"):
         open_window(path)
 
 

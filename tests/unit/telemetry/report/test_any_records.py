@@ -12,8 +12,9 @@ from megatron_ft.events import Metrics, Record
 from megatron_ft.telemetry.report.files import Decision, RunFiles
 from megatron_ft.telemetry.report.model import build
 from megatron_ft.telemetry.report.page import render
+from megatron_ft.testing.made_up_runs import ZERO
 
-from .conftest import ZERO, Parts, drawings
+from .conftest import Parts, drawings
 
 LARGE = 2**63 - 1
 INTEGERS = some.one_of(some.integers(-1, 4), some.sampled_from([-LARGE, LARGE, 10**12]))

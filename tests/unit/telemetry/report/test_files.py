@@ -6,8 +6,7 @@ import pytest
 
 from megatron_ft.errors import DataError
 from megatron_ft.telemetry.report.files import Decision
-
-from .conftest import ZERO, MadeUpRun, localized, next_membership
+from megatron_ft.testing.made_up_runs import ZERO, MadeUpRun, localized, next_membership
 
 
 def test_decisions_are_read_without_what_a_page_does_not_tell(run: MadeUpRun) -> None:
@@ -37,7 +36,7 @@ def test_a_line_that_is_being_written_is_left_out(run: MadeUpRun, file: str) -> 
 
 @pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl", "decisions.jsonl"])
 @pytest.mark.parametrize(
-    "damage", ["{", "[]", '{"kind":"lunch"}', '{"generation":"one"}', '{"iteration":1' + "0" * 400]
+    "damage", ["{", "[]", '{"kind":"no kind"}', '{"generation":"one"}', '{"iteration":1' + "0" * 400]
 )
 def test_a_damaged_line_in_the_middle_is_one_error_with_its_place(run: MadeUpRun, file: str, damage: str) -> None:
     localized(run)

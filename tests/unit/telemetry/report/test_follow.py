@@ -7,8 +7,7 @@ import pytest
 
 from megatron_ft.telemetry.report.files import POLL_SECONDS, follow, sizes
 from megatron_ft.telemetry.report.page import render
-
-from .conftest import MadeUpRun, localized
+from megatron_ft.testing.made_up_runs import MadeUpRun, localized
 
 
 class Time:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from .conftest import MadeUpRun, drawing_of, localized, restarted, started
+from megatron_ft.testing.made_up_runs import MadeUpRun, localized, restarted, started
+
+from .conftest import drawing_of
 
 
 def test_the_bar_is_as_long_as_the_wall_time(told: MadeUpRun) -> None:
@@ -19,7 +21,7 @@ def test_it_says_what_was_measured_and_what_the_formula_gives(run: MadeUpRun) ->
     assert found.predicted_ettr == pytest.approx(8.1 / 10.1, abs=1e-5)
     assert "<dt>ETTR, measured</dt><dd>79.2 %</dd>" in page
     assert "<dt>ETTR, by the formula</dt><dd>80.2 %</dd>" in page
-    assert "<dt>interruptions</dt><dd>1</dd>" in page and "<dt>lost to each</dt><dd>2.00 s</dd>" in page
+    assert "<dt>interruptions</dt><dd>1</dd>" in page and "<dt>time lost to each</dt><dd>2.00 s</dd>" in page
 
 
 def test_iterations_that_were_run_again_have_their_share(run: MadeUpRun) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from megatron_ft.events import ExpertLoad
 from megatron_ft.telemetry.report.maps import MAX_CELLS, MAX_COLUMNS, MAX_ROWS, expert_loads, level
+from megatron_ft.testing.made_up_runs import MadeUpRun, started
 
-from .conftest import MadeUpRun, Parts, drawing_of, drawings, started
+from .conftest import Parts, drawing_of, drawings
 
 
 def load(iteration: int, *layers: tuple[int, ...], numbers: tuple[int, ...] | None = None) -> ExpertLoad:
@@ -100,4 +101,4 @@ def test_many_layers_are_folded(run: MadeUpRun) -> None:
         "Load of experts: layer 9 to layer 16",
         "Load of experts: layer 17 to layer 20",
     ]
-    assert "The other layers" in run.page()
+    assert "Layers not shown above" in run.page()

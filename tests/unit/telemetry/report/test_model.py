@@ -6,8 +6,16 @@ from megatron_ft import events
 from megatron_ft.events import Metrics
 from megatron_ft.telemetry.report.model import Mark
 from megatron_ft.telemetry.report.timeline import steps_of, timeline_of
-
-from .conftest import ZERO, MadeUpRun, elastic, localized, next_membership, restarted, stage_recovery, started
+from megatron_ft.testing.made_up_runs import (
+    ZERO,
+    MadeUpRun,
+    elastic,
+    localized,
+    next_membership,
+    restarted,
+    stage_recovery,
+    started,
+)
 
 
 def test_the_heading(run: MadeUpRun) -> None:
@@ -48,7 +56,7 @@ def test_a_localized_recovery(run: MadeUpRun) -> None:
     texts = [text for _, text in steps]
     assert texts[0] == "injected fault: kill in forward of iteration 13, rank 2"
     assert "rank 2 of stage 1 replayed 5 iterations up to 12 in 0.90 s" in texts
-    assert texts[-1] == "first iteration after it: 13"
+    assert texts[-1] == "first iteration after the recovery: 13"
     assert [at for at, _ in steps] == sorted(at for at, _ in steps)
 
 
@@ -71,9 +79,9 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
     restarted(run)
     report = run.report()
     (recovery,) = report.recoveries
-    assert recovery.lost == "node 1; rank 1 (SIGKILL); 1 more rank because of it"
+    assert recovery.lost == "node 1; rank 1 (SIGKILL); 1 more rank as a consequence"
     assert (recovery.strategy, recovery.iteration, recovery.num_again) == ("checkpoint", 6, 2)
-    assert recovery.declined == ("continuing without a restart: no copy of expert 3", "no window")
+    assert recovery.declined == ("continued without a restart: no copy of expert 3", "no window")
     assert recovery.seconds == pytest.approx(7.2 - 4.5)
     assert report.num_jobs == 1 and report.size == "2 ranks on 2 nodes, cpu"
     assert report.marks[0] == Mark(
@@ -148,7 +156,7 @@ def test_many_ranks_of_many_nodes_are_named_in_short(run: MadeUpRun) -> None:
     run.decide(1.1, 0, "killed", declined="no spare", lost_nodes=[1, 3, 2])
     run.say(1.2, events.RecoveryStarted(generation=1, strategy="window", iteration=1))
     (recovery,) = run.report().recoveries
-    assert recovery.lost == "nodes 1-3; ranks 1, 4-6 (SIGKILL); 1 more rank because of it"
+    assert recovery.lost == "nodes 1-3; ranks 1, 4-6 (SIGKILL); 1 more rank as a consequence"
 
 
 def test_a_node_that_is_lost_without_a_word_of_its_ranks_is_marked_too(run: MadeUpRun) -> None:
@@ -172,4 +180,4 @@ def test_a_job_that_fails_before_it_trains_has_decisions_of_its_own(run: MadeUpR
     assert report.num_jobs == 2
     first, _, restart = report.recoveries
     assert (first.lost, first.declined) == ("node 1; rank 1 (SIGKILL)", ())
-    assert restart.declined == ("continuing without a restart: told after the start",)
+    assert restart.declined == ("continued without a restart: told after the start",)

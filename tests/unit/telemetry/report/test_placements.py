@@ -6,8 +6,9 @@ import re
 import pytest
 
 from megatron_ft.errors import DataError
+from megatron_ft.testing.made_up_runs import PLAN, MadeUpRun, placed, started
 
-from .conftest import PLAN, MadeUpRun, Parts, drawing_of, placed, started
+from .conftest import Parts, drawing_of
 
 
 def test_the_newest_placement_is_drawn_and_all_are_listed(run: MadeUpRun) -> None:
@@ -21,7 +22,7 @@ def test_the_newest_placement_is_drawn_and_all_are_listed(run: MadeUpRun) -> Non
     cells = {str(path.get("class")): len(re.findall("M", str(path.get("d")))) for path in drawing.iter("path")}
     # expert 0 on rank 0; 1 twice on rank 0 and once on rank 1; 2 and 3 on rank 1
     assert cells == {"held-1": 4, "held-2": 1}
-    assert "In force from iteration 9 on (saves 50 %)." in page and PLAN.summary() in page
+    assert "In force since iteration 9 (saves 50 %)." in page and PLAN.summary() in page
     assert "3.0 MB" in page and "50.0 %" in page and "node1" in page
 
 
@@ -29,7 +30,7 @@ def test_a_plan_that_the_folder_does_not_hold_is_told_in_words(run: MadeUpRun) -
     run.say(0.0, started(2))
     placed(run, 1).unlink()
     page = run.page()
-    assert "Its slots are not drawn: the run's folder does not hold the plan." in page and PLAN.summary() in page
+    assert "Its slots are not drawn, because the run's folder has no plan of it." in page and PLAN.summary() in page
 
 
 def test_runs_without_replicas_have_no_such_part(run: MadeUpRun) -> None:

@@ -5,8 +5,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.telemetry.report.timeline import Lane, Timeline
 from megatron_ft.telemetry.report.timeline import timeline_of as timeline_of_recovery
-
-from .conftest import (
+from megatron_ft.testing.made_up_runs import (
     ITERATION_SECONDS,
     MadeUpRun,
     elastic,

@@ -1,0 +1,1 @@
+"""Harness for tests and benchmarks, and for tests of your own policies. Nothing else in the package imports it."""

@@ -1,0 +1,93 @@
+"""Demands of made-up jobs, for tests of snapshot policies."""
+
+import random
+from collections.abc import Sequence
+
+from megatron_ft.operator_state import Component, StateShard
+from megatron_ft.operators import OperatorId
+from megatron_ft.planning.snapshot.demand import Demand
+from megatron_ft.planning.snapshot.policy import SnapshotContext
+
+MASTERS = tuple(Component(name=name, dtype="float32", item_bytes=4) for name in ("master", "exp_avg", "exp_avg_sq"))
+STEP = Component(name="step", dtype="float32", item_bytes=4, per_element=False)
+WEIGHT = Component(name="weight", dtype="bfloat16", item_bytes=2)
+
+
+def shard(
+    operator: OperatorId, stop: int, start: int = 0, full: tuple[Component, ...] = (*MASTERS, STEP), name: str = "w"
+) -> StateShard:
+    return StateShard(
+        operator=operator,
+        parameter=f"{operator}.{name}",
+        tensor_part=0,
+        start=start,
+        stop=stop,
+        full=full,
+        frozen=(WEIGHT,),
+    )
+
+
+def expert(layer: int, number: int) -> OperatorId:
+    return OperatorId(layer=layer, kind="expert", expert=number)
+
+
+def rest(layer: int) -> OperatorId:
+    return OperatorId(layer=layer, kind="non_expert")
+
+
+EMBEDDING = OperatorId(layer=0, kind="embedding")
+
+
+def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
+    """Operators of one size on one rank, without step counts: what algorithm 1 is about."""
+    return Demand(
+        shards_by_rank=(tuple(shard(expert(1, number), num_elements, full=MASTERS) for number in range(num_operators)),)
+    )
+
+
+def one_huge_embedding() -> Demand:
+    """Most of the state is one operator, on both ranks."""
+    small = [expert(layer, number) for layer in (1, 2) for number in range(4)]
+    return Demand(
+        shards_by_rank=tuple(
+            (shard(EMBEDDING, 40_000), *(shard(operator, 500) for operator in small)) for _ in range(2)
+        )
+    )
+
+
+def dense_model(num_layers: int = 6) -> Demand:
+    """No experts: embedding, layers, head, on two ranks that share them evenly."""
+    operators = [EMBEDDING, *map(rest, range(1, num_layers + 1)), OperatorId(layer=num_layers + 1, kind="head")]
+    return Demand(shards_by_rank=tuple(tuple(shard(operator, 1000) for operator in operators) for _ in range(2)))
+
+
+def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
+    """Experts on one rank each, the rest on some, of many sizes, a rank with next to nothing."""
+    rng = random.Random(seed)
+    ranks: list[list[StateShard]] = [[] for _ in range(num_ranks)]
+    for layer in range(1, 5):
+        for number in range(8):
+            ranks[number % (num_ranks - 1)].append(shard(expert(layer, number), rng.randint(1, 900)))
+        for rank in rng.sample(range(num_ranks), 2):
+            ranks[rank].append(shard(rest(layer), 3000 + rank, start=17, name="attention"))
+            ranks[rank].append(shard(rest(layer), rng.randint(1, 40), name="norm"))
+    ranks[-1].append(shard(EMBEDDING, 3))
+    ranks[0].append(shard(EMBEDDING, 4, start=3))
+    return Demand(shards_by_rank=tuple(map(tuple, ranks)))
+
+
+def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
+    """A budget of ``share`` of the fullest rank's state."""
+    whole = max(sum(sizes) for sizes in full_bytes(demand))
+    return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
+
+
+def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
+    """[ranks][shards], by hand."""
+    return [
+        [
+            sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)
+            for found in shards
+        ]
+        for shards in demand.shards_by_rank
+    ]

@@ -1,0 +1,171 @@
+"""Entry points of ranks without a model, which replace the training loop where a test needs only the control plane."""
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig
+from megatron_ft.control.node.worker_client import RankContext
+from megatron_ft.errors import TrainingStopped
+from megatron_ft.framing import FrameReader, send
+from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.snapshot.peers import assign_peers
+from megatron_ft.snapshot.storage.checkpoints import directory_name
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
+
+ITERATION_SECONDS = 0.02
+LAST_COMPLETED = 4
+"""Iteration that every rank of ``run_surviving`` reports in generation 0; ten more in each later one."""
+
+
+def run(config: JobConfig, context: RankContext) -> None:
+    """Count iterations, report them from rank 0, obey failpoints and stop requests."""
+    record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
+    failpoints.arm(
+        config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record
+    )
+    failpoints.watch(context.worker.progress)
+    print(f"rank {context.rank} of {context.world_size} on node {context.node}", flush=True)
+    (context.run_dir / "logs" / f"started-{context.rank}").write_text(str(time.time()))
+    for iteration in range(1, config.training.train_iterations + 1):
+        for phase in ("forward", "backward"):
+            failpoints.hit(phase, iteration)
+        time.sleep(ITERATION_SECONDS)
+        if context.rank == 0:
+            context.worker.report({"kind": "metrics", "iteration": iteration, "loss": 1.0 / iteration})
+        if context.worker.stop_requested():
+            folder = context.run_dir / "checkpoints" / directory_name(iteration)
+            folder.mkdir(exist_ok=True)
+            (folder / f"rank-{context.rank}").touch()
+            (folder / MANIFEST_NAME).touch()
+            return
+
+
+def run_restarted(config: JobConfig, context: RankContext) -> None:
+    """Do as ``run``; each rank also reports what it was started with."""
+    names = ("rank", "generation", "master_port")
+    resume_from = None if context.resume_from is None else str(context.resume_from)
+    started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
+    context.worker.report({"kind": "started", **started})
+    run(config, context)
+
+
+def run_surviving(config: JobConfig, context: RankContext) -> None:
+    """Count iterations in one membership after the other, and report each that begins.
+
+    A rank passes the phase ``replay`` before it reports its position, and ``build`` when it continues.
+    """
+    record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
+    if context.is_joining:
+        context.worker.report({"kind": "waiting", "number": context.rank, "node": context.node})
+        context = _begin(context, context.worker.await_membership())
+    else:
+        _wait_for_all(context)
+    iteration = 1
+    while True:
+        where = {"rank": context.rank, "node": context.node, "generation": context.generation}
+        failpoints.arm(config.testing.failpoints, **where, record=record)
+        failpoints.watch(context.worker.progress)
+        broken = threading.Event()
+        context.worker.on_break(lambda _reason, broken=broken: broken.set())
+        failpoints.hit("build", iteration)
+        following: NextMembership | None
+        try:
+            while iteration <= config.training.train_iterations and not context.worker.change_requested():
+                failpoints.hit("forward", iteration)
+                if broken.wait(ITERATION_SECONDS):
+                    raise RuntimeError("connection closed by peer")
+                if context.worker.stop_requested():
+                    return
+                iteration += 1
+            if not context.worker.change_requested():
+                return
+            leaving = context.worker.awaited_change().leaving
+            following = context.worker.change(_position(context))
+            if following is None:
+                context.worker.report({"kind": "left", "rank": context.rank, "leaving": list(leaving)})
+                return
+        except (RuntimeError, TrainingStopped) as error:
+            failpoints.hit("replay", iteration)
+            following = context.worker.survive(_position(context), error)
+        context = _begin(context, following)
+
+
+def run_in_domains(config: JobConfig, context: RankContext) -> None:
+    """Do as ``run_surviving``; each rank also reports the failure domains in its configuration and its node's peers."""
+    peers = assign_peers(config.member_domains, config.snapshot.num_peer_copies).peers
+    own = peers[context.node] if context.node < len(peers) else ()
+    domains = config.topology.failure_domains
+    context.worker.report({"kind": "domains", "node": context.node, "domains": domains, "peers": list(own)})
+    run_surviving(config, context)
+
+
+def _position(context: RankContext) -> Position:
+    completed = LAST_COMPLETED + 10 * context.generation
+    return Position(
+        rank=context.rank, generation=context.generation, completed=completed, contributed=completed, vote=None
+    )
+
+
+def _begin(context: RankContext, following: NextMembership) -> RankContext:
+    """The rank that this process is in the next membership, which it reports."""
+    rank = following.rank_on(context.node, context.local_rank)
+    assert rank is not None
+    context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
+    about = {"rank": rank, "world_size": following.world_size, "generation": following.generation}
+    return dataclasses.replace(context, **about, master_port=following.master_port)
+
+
+def _wait_for_all(context: RankContext) -> None:
+    """Wait until reports of all ranks have reached the sink: ranks with a model wait for each other here as well."""
+    about = {"world_size": context.world_size, "nodes": list(context.nodes), "num_nodes": context.num_nodes}
+    started = {"rank": context.rank, "node": context.node, "generation": context.generation, **about}
+    context.worker.report({"kind": "started", **started})
+    sink = context.run_dir / "records.jsonl"
+    while True:
+        lines = [json.loads(line) for line in sink.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        started = [line for line in lines if line["kind"] == "started" and line["generation"] == context.generation]
+        if len(started) == context.world_size:
+            return
+        threading.Event().wait(ITERATION_SECONDS)
+
+
+def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
+    """Do as ``run``; each rank also reports the answer of its node's sidecar."""
+    service = context.sidecars["dummy"]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(service["socket"])
+        send(connection, {"token": service["token"]})
+        (answer,), _ = FrameReader(connection).pump()
+    where = {"rank": context.rank, "node": context.node, "generation": context.generation}
+    context.worker.report({"kind": "service", **where, **answer, "addresses": service["addresses"]})
+    run(config, context)
+
+
+def run_stubborn(config: JobConfig, context: RankContext) -> None:
+    """Run for ever; ignore stop requests."""
+    context.worker.report({"kind": "metrics", "iteration": 1, "loss": 1.0})
+    while True:
+        time.sleep(1.0)
+
+
+def run_stopped_by_policy(config: JobConfig, context: RankContext) -> None:
+    """End with an error of the project's own."""
+    raise TrainingStopped("training.non_finite_policy=stop: loss is NaN at iteration 3")
+
+
+def run_chatty(config: JobConfig, context: RankContext) -> None:
+    """Report as fast as possible."""
+    for iteration in range(1, config.training.train_iterations + 1):
+        context.worker.report({"kind": "metrics", "iteration": iteration, "loss": float(context.rank)})
+    Path(context.run_dir / f"chatty-{context.rank}").touch()
+
+
+def take_time() -> None:
+    """Delay a fork server that preloads this function."""
+    time.sleep(2.0)

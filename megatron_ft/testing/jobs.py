@@ -1,0 +1,161 @@
+"""Starts jobs: real ones through the entry point, and jobs whose ranks have no model."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.config.serialize import to_dict
+from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """Exit code, run folder and output of a job that has ended."""
+
+    exit_code: int
+    run_dir: Path
+    output: str
+    """Standard output and error."""
+
+    def records(self, file: str = "events.jsonl") -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl`` or ``events.jsonl``."""
+        path = self.run_dir / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each iteration, in order."""
+        return [record["loss"] for record in self.records("metrics.jsonl") if "loss" in record]
+
+
+def run_job(
+    overrides: Sequence[str],
+    *,
+    forkserver: str | None = None,
+    runs: Path,
+    timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run ``pretrain_moe.py`` to its end.
+
+    Args:
+        overrides: Hydra overrides; ``run.dir`` is set from ``runs``.
+        forkserver: socket of a warm fork server, see the fixture ``warm_forkserver``.
+
+    Raises:
+        AssertionError: it did not end in time; it has been ended, and its output is in the message.
+    """
+    words = [*overrides, f"run.dir={runs}"]
+    if forkserver is not None:
+        words.append(f"launch.forkserver_socket={forkserver}")
+    known = set(runs.iterdir()) if runs.exists() else set()
+    process = start([sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words], environment=environment)
+    output = wait(process, timeout_seconds)
+    return JobResult(process.returncode, _run_dir(runs, known, overrides), output)
+
+
+def start(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start a command in the repository, in a process group of its own; its output is collected."""
+    return subprocess.Popen(
+        list(command),
+        cwd=REPOSITORY,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait(process: "subprocess.Popen[str]", timeout_seconds: float) -> str:
+    """Wait for the end of a command; returns its output.
+
+    Raises:
+        AssertionError: it did not end in time.
+    """
+    try:
+        return process.communicate(timeout=timeout_seconds)[0]
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0]
+        raise AssertionError(f"no end within {timeout_seconds} s; output so far:\n{output}") from None
+
+
+def _run_dir(runs: Path, known: set[Path], overrides: Sequence[str]) -> Path:
+    """The folder that the job created; ``runs`` itself when it created none."""
+    for word in overrides:
+        if match := re.fullmatch(r"run\.name=(.+)", word):
+            return runs / match.group(1)
+    new = sorted(set(runs.iterdir()) - known) if runs.exists() else []
+    return new[-1] if new else runs
+
+
+def start_dummy_job(
+    runs: Path,
+    entry: str = "run",
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    preload: Sequence[str] = ("megatron_ft.testing.dummy_rank",),
+    sidecars: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> "subprocess.Popen[str]":
+    """Start a job of dummy ranks.
+
+    Args:
+        entry: function of ``megatron_ft/testing/dummy_rank.py``.
+        overrides: dotted key to value, e.g. ``{"launch.num_nodes": 2}``.
+        sidecars: name to module of sidecars of the nodes.
+    """
+    config = JobConfig()
+    for key, value in {"run.dir": str(runs), "run.name": "dummy", **(overrides or {})}.items():
+        group, name = key.split(".")
+        assert hasattr(getattr(config, group), name), key
+        setattr(getattr(config, group), name, value)
+    runs.mkdir(exist_ok=True)
+    spec = runs / "spec.json"
+    content = {"entry": entry, "preload": list(preload), "sidecars": dict(sidecars or {})}
+    spec.write_text(json.dumps({"config": to_dict(config), **content}))
+    return start([sys.executable, "-m", "megatron_ft.testing.dummy_job", str(spec)], environment=environment)
+
+
+@contextlib.contextmanager
+def forkserver(*modules: str) -> Iterator[str]:
+    """A fork server that has imported ``modules`` (or is about to: a job waits for it); gives its socket."""
+    directory = Path(tempfile.mkdtemp(prefix="megatron-ft-"))
+    path = directory / "warm.sock"
+    arguments = ["--socket", str(path), "--preload", *modules]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_ft.control.node.fork_server", *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, **SINGLE_THREAD_ENVIRONMENT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            ready = process.stdout.readline()
+            log.seek(0)
+            assert ready, f"the fork server did not start:\n{log.read().decode()}"
+            yield str(path)
+        finally:
+            process.stdin.close()
+            process.wait(timeout=20)
+            process.stdout.close()
+            shutil.rmtree(directory, ignore_errors=True)  # the server removes it, unless it was killed

@@ -1,0 +1,19 @@
+"""Settled votes of made-up iterations."""
+
+from megatron_ft.planning.commit import Vote
+
+
+def vote_of(iteration: int, generation: int = 0) -> Vote:
+    """An unremarkable vote; votes of two iterations differ in more than their number."""
+    return Vote(
+        generation=generation,
+        iteration=iteration,
+        found_inf=False,
+        grad_norm=1.0 + iteration,
+        clip_coefficient=1.0,
+        loss_scale=1.0,
+        loss=2.0,
+        num_tokens=8,
+        aux_loss=0.0,
+        z_loss=0.0,
+    )

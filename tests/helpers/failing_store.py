@@ -1,0 +1,66 @@
+"""A file system of fsspec whose client fails as clients of object stores do: with errors that are no OSError."""
+
+from typing import Any, ClassVar
+
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+
+class ClientError(Exception):
+    """An error of a client's own, as botocore has them: no OSError."""
+
+
+class FailingFile(MemoryFile):  # type: ignore[misc]
+    """A file of a store that can refuse."""
+
+    def write(self, data: bytes) -> int:
+        FailingStore.reach("write")
+        return int(super().write(data))
+
+    def read(self, size: int = -1) -> bytes:
+        FailingStore.reach("read")
+        return bytes(super().read(size))
+
+
+class FailingStore(MemoryFileSystem):  # type: ignore[misc]
+    """A store in memory that refuses the calls named in ``refused``."""
+
+    protocol = "failing"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    refused: ClassVar[set[str]] = set()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("failing://")))
+
+    @classmethod
+    def reach(cls, call: str) -> None:
+        """Raise where ``call`` is refused."""
+        if call in cls.refused:
+            raise ClientError(f"{call}: the token has expired")
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> MemoryFile:
+        self.reach(f"open {mode}")
+        file = super()._open(path, mode, **options)
+        file.__class__ = FailingFile
+        return file
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.reach("makedirs")
+        super().makedirs(path, exist_ok=exist_ok)
+
+    def exists(self, path: str, **options: Any) -> bool:
+        self.reach("exists")
+        return bool(super().exists(path, **options))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self.reach("ls")
+        return super().ls(path, detail=detail, **options)
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        self.reach("mv")
+        super().mv(path1, path2, **options)
+
+    def rm(self, path: str, **options: Any) -> None:
+        self.reach("rm")
+        super().rm(path, **options)
