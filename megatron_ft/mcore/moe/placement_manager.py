@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.device.install import resolve_device
 from megatron_ft.mcore.moe.replicas import Replicas
@@ -86,8 +88,14 @@ def open_dispatch(config: JobConfig) -> DispatchBackend:
     Raises:
         SoftwareError: the kernels cannot be built or run here.
     """
-    backend = config.placement.backend_on(resolve_device(config.training.device))
-    return open_backend(backend, config.placement.shares)
+    return opened(config.placement.dispatch_backend, config.training.device, config.placement.shares)
+
+
+@cache
+def opened(name: str, device: str, shares: str) -> DispatchBackend:
+    """Open a backend once for all memberships of this process; arguments are keys of the configuration."""
+    backend = PlacementConfig(dispatch_backend=name).backend_on(resolve_device(device))
+    return open_backend(backend, shares)
 
 
 class PlacementManager:

@@ -25,7 +25,7 @@ def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> N
 def check_counts(problem: int) -> None:
     """Raise ``ValueError`` unless ``problem``, the result of the C++ check of that name, is ``FINE``."""
     if problem == NEGATIVE:
-        raise ValueError("counts and replicas: must not be negative")
+        raise ValueError("counts and replicas: must be 0 or more")
     if problem == TOO_MANY_TOKENS:
         raise ValueError(f"counts: must add up to fewer than {MAX_TOKENS} with placement.shares=balanced")
     if problem != FINE:

@@ -76,7 +76,10 @@ def test_a_joining_rank_without_a_compiler_is_refused_before_others_wait_for_it(
         worker=InProcessClient(lambda record: None, stop=StopFlag()),
         is_joining=True,
     )
+    from megatron_ft.mcore.moe import placement_manager
+
     extension.load.cache_clear()
+    placement_manager.opened.cache_clear()
     with pytest.raises(
         RankLost, match=r"^this node cannot join: placement\.dispatch_backend=cpp: .*tried missing-c\+\+"
     ):
