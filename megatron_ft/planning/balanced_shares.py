@@ -31,6 +31,7 @@ order or at once. Every round either raises the limit or moves tokens from ranks
 rounds end early enough, the maximum is the limit: the bound of the linear program, rounded up.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +72,8 @@ def balanced_quotas(tokens: Integers, replicas: Integers) -> Integers:
 def least_load(loads: Sequence[float], replicas: Integers) -> float:
     """Return the load of the fullest rank with balanced shares, from tokens of each expert ``[E]`` of any unit.
 
-    It does not depend on the ranks that tokens are on. The relative error is below ``1 / RESOLUTION``.
+    It does not depend on the ranks that tokens are on. The load of each expert is rounded to less than
+    ``2 / RESOLUTION`` of the mean rank's load; whole numbers below that resolution stay exact.
 
     Args:
         loads: not negative.
@@ -82,8 +84,9 @@ def least_load(loads: Sequence[float], replicas: Integers) -> float:
         return 0.0
     # All tokens come from one more rank, which holds nothing.
     tokens = np.zeros((len(loads), replicas.shape[1] + 1), dtype=np.int64)
-    scale = min(RESOLUTION * replicas.shape[1], MAX_TOKENS - 1) / total
-    tokens[:, -1] = np.asarray(loads, dtype=np.float64) * scale
+    # A power of two, so that whole numbers stay whole.
+    scale = 2.0 ** math.floor(math.log2(min(RESOLUTION * replicas.shape[1], MAX_TOKENS // 2) / total))
+    tokens[:, -1] = np.rint(np.asarray(loads, dtype=np.float64) * scale)
     quota = balanced_quotas(tokens, np.pad(replicas, ((0, 0), (0, 1))))
     return float(quota.sum(axis=0).max()) / scale
 
