@@ -1,9 +1,14 @@
 """Claim ``balance``: replicas that follow the load balance the tokens of ranks on a recorded training run, and survive
-losses."""
+losses.
+
+Plans are made by the default algorithm from earlier records and evaluated on later ones. The first interval, whose
+plan is made from even loads, is shown separately.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from megatron_ft.expert_loads import ExpertLoads
 from megatron_ft.planning.dispatch import quotas
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import allocate
-from megatron_ft.planning.placement.layout import Layout
+from megatron_ft.planning.placement.layout import Holdings, Layout
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
@@ -33,12 +38,12 @@ RECORDS_PER_PLAN = 20
 the paper."""
 EXPERT_BYTES = 112_000_000
 """Size of weights and optimizer state of one expert of GPT-L (Lazarus, section 6.3)."""
-SURVIVAL_BUDGET = 0.05
-CHOSEN = "overlap_search, budget 5 %"
+CHOSEN = "overlap_search"
 LOST = (1, 2, 3, 4)
+MAX_MEAN, MAX_P99, MAX_GIGABYTES = 1.10, 2.0, 50.0
 THRESHOLD = (
-    "mean max/mean tokens per rank <= 0.5x static EP and <= 1.05x the greedy balancer; "
-    "joint survival at least static EP's for 1 to 4 lost"
+    f"mean max/mean tokens per rank <= {MAX_MEAN:g}, p99 <= {MAX_P99:g}; joint survival at least static EP's for 1 to "
+    f"4 lost; <= {MAX_GIGABYTES:g} GB moved by a plan on average"
 )
 QUICK_THRESHOLD = "mean max/mean tokens per rank below static EP and maximum rank overlap"
 PICTURE = ROOT / "docs" / "images" / "balance.png"
@@ -46,7 +51,8 @@ CURVE_SLOTS, CURVE_FLOORS = (3, 4, 6, 8), (1, 2, 3, 4)
 CURVE_RECORDS_PER_PLAN, CURVE_EVALUATED = 50, 10
 QUICK_RECORDS = 40
 
-Planner = Callable[[list[list[int]]], PlacementPlan]
+Planner = Callable[[list[list[int]], Holdings | None], PlacementPlan]
+"""Loads [layers][experts] and what ranks hold to a plan."""
 Tokens = npt.NDArray[np.int64]
 
 
@@ -56,8 +62,10 @@ class Outcome:
 
     imbalance: list[float] = field(default_factory=list)
     """Tokens of the busiest rank over the mean of ranks, for each layer and microbatch."""
-    moved_bytes: int = 0
-    num_moves: int = 0
+    first: list[float] = field(default_factory=list)
+    """The same values in the first interval."""
+    moved: list[int] = field(default_factory=list)
+    """Number of bytes that each plan moves."""
     survival: list[tuple[float, ...]] = field(default_factory=list)
     """Joint survival of each placement, for each number of lost ranks in ``LOST``."""
 
@@ -66,8 +74,11 @@ class Outcome:
         row: dict[str, Any] = {
             "mean": round(float(np.mean(self.imbalance)), 4),
             "p99": round(float(np.percentile(self.imbalance, 99)), 4),
-            "moved_gigabytes_per_plan": round(self.moved_bytes / max(1, self.num_moves) / 1e9, 1),
+            "moved_gigabytes_per_plan": round(float(np.mean(self.moved or [0])) / 1e9, 1),
+            "most_gigabytes_of_a_plan": round(max(self.moved, default=0) / 1e9, 1),
         }
+        if self.first:
+            row["first_interval_mean"] = round(float(np.mean(self.first)), 4)
         if self.survival:
             means = np.mean(self.survival, axis=0).tolist()
             row["joint_survival"] = {str(lost): round(value, 4) for lost, value in zip(LOST, means, strict=True)}
@@ -92,14 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quick:
         passed = ours["mean"] < min(even["mean"], rows["maximum_rank_overlap"]["mean"])
     else:
-        passed = ours["mean"] <= 0.5 * even["mean"] and ours["mean"] <= 1.05 * greedy["mean"]
+        passed = ours["mean"] <= MAX_MEAN and ours["p99"] <= MAX_P99
+        passed = passed and ours["moved_gigabytes_per_plan"] <= MAX_GIGABYTES
         passed = passed and all(kept[lost] >= even_kept[lost] for lost in kept)
     return finish(
         arguments.out,
         ID,
         passed=passed,
         figure=(
-            f"max/mean tokens per rank {ours['mean']:.2f} (static EP {even['mean']:.2f}, greedy {greedy['mean']:.2f}), "
+            f"max/mean tokens per rank {ours['mean']:.2f}, p99 {ours['p99']:.2f} (static EP {even['mean']:.2f}, greedy "
+            f"{greedy['mean']:.2f}), {ours['moved_gigabytes_per_plan']:.0f} GB moved by a plan, "
             f"joint survival of 2 lost ranks {kept['2']:.3f} (static EP {even_kept['2']:.3f}, "
             f"greedy {greedy['joint_survival']['2']:.3f})"
         ),
@@ -112,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def algorithms() -> dict[str, PlacementAlgorithm]:
     """Return the compared algorithms by the name that the table shows."""
     return {
-        "overlap_search": OverlapSearch(),
-        CHOSEN: OverlapSearch(survival_budget=SURVIVAL_BUDGET),
+        CHOSEN: OverlapSearch(),
+        "overlap_search, all for survival": OverlapSearch(survival_share=1.0, num_kicks=0),
         "maximum_rank_overlap": MaximumRankOverlap(),
         "spread": Spread(),
     }
@@ -125,9 +138,10 @@ def planner(
     """Return a function that plans a placement for the loads of each layer. Every rank is a failure domain."""
     cluster = Cluster.of(num_ranks, 1)
 
-    def plan(loads: list[list[int]]) -> PlacementPlan:
+    def plan(loads: list[list[int]], previous: Holdings | None) -> PlacementPlan:
         counts = [allocate(layer, num_ranks * num_slots, min_replicas).replica_counts for layer in loads]
-        return algorithm.place(counts, cluster, num_slots_per_rank=num_slots, loads=loads)
+        place = partial(algorithm.place, min_replicas=min_replicas, previous=previous)
+        return place(counts, cluster, num_slots_per_rank=num_slots, loads=loads)
 
     return plan
 
@@ -137,7 +151,7 @@ def greedy_planner(num_ranks: int, num_slots: int = NUM_SLOTS) -> Planner:
     idlest ranks."""
     layout = Layout.of(Cluster.of(num_ranks, 1), num_slots)
 
-    def plan(loads: list[list[int]]) -> PlacementPlan:
+    def plan(loads: list[list[int]], previous: Holdings | None) -> PlacementPlan:
         layers = tuple(pack_greedily(replicate_greedily(layer, layout.num_slots), layer, layout) for layer in loads)
         return PlacementPlan.of(layout, layers, len(loads[0]), "greedy")
 
@@ -188,14 +202,14 @@ def replay(trace: ExpertLoads, records: range, plan_for: Planner, records_per_pl
     """Plan a placement from the loads since the previous plan, at first from even loads, and evaluate it on the loads
     that follow."""
     outcome = Outcome()
-    plan = plan_for([[1] * trace.num_experts] * trace.num_layers)
-    add_survival(outcome, plan)
+    plan = plan_for([[1] * trace.num_experts] * trace.num_layers, None)
     for record in records:
         if record and record % records_per_plan == 0:
             seen = trace.tokens[record - records_per_plan : record].sum(axis=(0, 1, 3))
-            plan = move(outcome, plan, plan_for(seen.tolist()))
+            plan = move(outcome, plan, plan_for(seen.tolist(), holdings(plan)))
         if record % evaluated == 0:
-            outcome.imbalance += judge(trace.tokens[record], plan)
+            judged = outcome.first if record < records_per_plan else outcome.imbalance
+            judged += judge(trace.tokens[record], plan)
     return outcome
 
 
@@ -203,8 +217,7 @@ def move(outcome: Outcome, old: PlacementPlan, new: PlacementPlan) -> PlacementP
     """Renumber the ranks of the new plan so that the fewest bytes move. Add the bytes and the plan's survival to
     ``outcome``."""
     mapped = remap(new, holdings(old))
-    outcome.moved_bytes += MigrationPlan.between(mapped, holdings(old), EXPERT_BYTES).num_bytes
-    outcome.num_moves += 1
+    outcome.moved.append(MigrationPlan.between(mapped, holdings(old), EXPERT_BYTES).num_bytes)
     add_survival(outcome, mapped)
     return mapped
 
@@ -228,10 +241,10 @@ def judge(tokens: Tokens, plan: PlacementPlan) -> list[float]:
 def show(rows: dict[str, dict[str, Any]]) -> None:
     """Print one table of all algorithms."""
     lost = "".join(f"{count:>8} lost" for count in LOST)
-    print(f"{'':<28}{'max/mean':>9}{'p99':>8}{'GB moved':>10}   joint survival:{lost}")
+    print(f"{'':<34}{'max/mean':>9}{'p99':>8}{'GB moved':>10}   joint survival:{lost}")
     for name, row in rows.items():
         values = "".join(f"{value:>13.3f}" for value in row["joint_survival"].values())
-        print(f"{name:<28}{row['mean']:>9.3f}{row['p99']:>8.3f}{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}")
+        print(f"{name:<34}{row['mean']:>9.3f}{row['p99']:>8.3f}{row['moved_gigabytes_per_plan']:>10.1f}{'':18}{values}")
 
 
 def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:
@@ -242,8 +255,7 @@ def measure_curve(trace: ExpertLoads) -> list[dict[str, Any]]:
         for floor in CURVE_FLOORS:
             if floor * trace.num_experts > num_slots * trace.num_ranks:
                 continue
-            algorithm = OverlapSearch(survival_budget=SURVIVAL_BUDGET, num_kicks=0)
-            plan_for = planner(algorithm, trace.num_ranks, num_slots, floor)
+            plan_for = planner(OverlapSearch(num_kicks=0), trace.num_ranks, num_slots, floor)
             outcome = replay(trace, range(trace.num_records), plan_for, CURVE_RECORDS_PER_PLAN, CURVE_EVALUATED)
             points.append({"slots_per_rank": num_slots, "min_replicas": floor, **outcome.to_json()})
             print(f"slots {num_slots}, f {floor}: {points[-1]['mean']:.3f}", flush=True)

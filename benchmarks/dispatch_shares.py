@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ TIMED_LAYERS, QUICK_TIMED_LAYERS = 58, 4
 RECORDED_SLOTS, MIN_REPLICAS, RECORDS_SEEN = 6, 2, 20
 CASES_PER_PLAN = 50
 ALGORITHMS: tuple[PlacementAlgorithm, ...] = (
-    OverlapSearch(survival_budget=0.05, num_kicks=0),
+    OverlapSearch(num_kicks=0),
     Spread(),
     MaximumRankOverlap(),
 )
@@ -155,7 +156,8 @@ def recorded_cases(generator: np.random.Generator, num_cases: int) -> Iterator[C
             layer = int(generator.integers(trace.num_layers))
             loads = [trace.tokens[planned - RECORDS_SEEN : planned, :, layer].sum(axis=(0, 1, 2)).tolist()]
             counts = [allocate(loads[0], num_slots, MIN_REPLICAS).replica_counts]
-            plan = algorithm.place(counts, cluster, num_slots_per_rank=RECORDED_SLOTS, loads=loads)
+            place = partial(algorithm.place, min_replicas=MIN_REPLICAS)
+            plan = place(counts, cluster, num_slots_per_rank=RECORDED_SLOTS, loads=loads)
         record = planned + int(generator.integers(RECORDS_SEEN))
         microbatch = int(generator.integers(trace.tokens.shape[3]))
         tokens = np.ascontiguousarray(trace.tokens[record, :, layer, microbatch].T.astype(np.int64))

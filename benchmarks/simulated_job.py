@@ -185,7 +185,7 @@ class Job(Ranks):
         found = plan_replicas(
             self.placement,
             with_state,
-            lambda: self.place(len(members)),
+            lambda held: self.place(len(members)),
             num_slots_per_rank=NUM_SLOTS,
             expert_bytes=1,
         )

@@ -5,9 +5,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,7 +21,11 @@ from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.survival import Survival, survival
+from megatron_ft.planning.placement.tradeoff import TradeoffPoint, tradeoff
 from megatron_ft.topology import Cluster
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
@@ -54,6 +58,18 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="K",
         help="number of nodes that are lost together; may be given several times (default: 1 and 2)",
+    )
+    result.add_argument(
+        "--survival-share",
+        type=float,
+        metavar="SHARE",
+        help="for overlap_search: share of the slots whose copies are placed for survival alone (default: 0)",
+    )
+    result.add_argument(
+        "--curve",
+        action="store_true",
+        help="print survival and balance for each number of slots up to --slots-per-node and several values of "
+        "--survival-share, instead of one plan; --plot draws them",
     )
     result.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     result.add_argument("--plot", type=Path, metavar="FILE.png", help="draw slots and survival curves into this file")
@@ -99,11 +115,16 @@ class Result:
 def plan(options: argparse.Namespace) -> Result:
     """Compute replica counts and a placement as the command line requests."""
     check(options)
-    lost = tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
-    cluster = Cluster.of(options.num_nodes, 1)
+    lost, cluster = lost_of(options), Cluster.of(options.num_nodes, 1)
     loads, allocations, counts = demand(options)
-    algorithm = chosen_algorithm(options.algorithm, lost, options.num_nodes)
-    placed = algorithm.place(counts, cluster, num_slots_per_rank=options.slots_per_node, loads=loads)
+    algorithm = chosen_algorithm(options, lost)
+    placed = algorithm.place(
+        counts,
+        cluster,
+        num_slots_per_rank=options.slots_per_node,
+        loads=loads,
+        min_replicas=None if loads is None else floor_of(options),
+    )
     layers = tuple(
         survival(placed.expert_domains(layer), cluster.failure_domains, lost) for layer in range(len(placed.slots))
     )
@@ -126,6 +147,21 @@ def check(options: argparse.Namespace) -> None:
             raise ConfigError.of("--lost-nodes", lost, f"must be 0 to {options.num_nodes}, the value of --num-nodes")
     if options.iteration is not None and options.loads is None:
         raise ConfigError.of("--iteration", options.iteration, "needs --loads")
+    if options.curve and (options.loads is None or options.algorithm != "overlap_search"):
+        raise ConfigError.of("--curve", "true", "needs --loads and --algorithm=overlap_search")
+    if options.survival_share is not None and (options.algorithm != "overlap_search" or options.curve):
+        constraint = "must be left out with --curve and with another --algorithm than overlap_search"
+        raise ConfigError.of("--survival-share", options.survival_share, constraint)
+
+
+def lost_of(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the numbers of nodes that are lost together."""
+    return tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
+
+
+def floor_of(options: argparse.Namespace) -> int:
+    """Return the number of replicas that every expert has at least."""
+    return min(DEFAULT_MIN_REPLICAS, options.num_nodes) if options.min_replicas is None else int(options.min_replicas)
 
 
 def flag(name: str) -> str:
@@ -149,8 +185,7 @@ def demand(
                 raise ConfigError.of(f"replica_counts[{expert}]", count, f"must be at least --min-replicas={floor}")
         return None, (), [counts]
     loads = read_loads(options).tolist()
-    floor = min(DEFAULT_MIN_REPLICAS, options.num_nodes) if options.min_replicas is None else options.min_replicas
-    allocations = tuple(allocate(layer, num_slots, floor, num_domains=options.num_nodes) for layer in loads)
+    allocations = tuple(allocate(layer, num_slots, floor_of(options), num_domains=options.num_nodes) for layer in loads)
     return loads, allocations, [allocation.replica_counts for allocation in allocations]
 
 
@@ -168,13 +203,63 @@ def read_loads(options: argparse.Namespace) -> Tokens:
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 
 
-def chosen_algorithm(name: str, lost: Sequence[int], num_nodes: int) -> PlacementAlgorithm:
-    """Return the placement algorithm ``name``. An algorithm that searches optimizes the requested numbers of lost nodes
+def chosen_algorithm(options: argparse.Namespace, lost: Sequence[int]) -> PlacementAlgorithm:
+    """Return the chosen placement algorithm. An algorithm that searches optimizes the requested numbers of lost nodes
     with equal weights."""
+    if options.algorithm != "overlap_search":
+        return ALGORITHMS[options.algorithm]()
+    return search_for(lost, options.num_nodes, options.survival_share or 0.0)
+
+
+def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0) -> OverlapSearch:
+    """Return an ``OverlapSearch`` for the requested numbers of lost nodes."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
-    if name == "overlap_search" and any(weights):
-        return OverlapSearch(objective=SurvivalObjective(lost_weights=weights))
-    return ALGORITHMS[name]()
+    objective = SurvivalObjective(lost_weights=weights) if any(weights) else SurvivalObjective()
+    return OverlapSearch(objective=objective, survival_share=survival_share)
+
+
+def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
+    """Measure survival and balance from the fewest slots that hold the minimum of replicas to the requested ones."""
+    check(options)
+    lost, loads = lost_of(options), read_loads(options).tolist()
+    fewest = min(-(-floor_of(options) * len(loads[0]) // options.num_nodes), options.slots_per_node)
+    return list(
+        tradeoff(
+            search_for(lost, options.num_nodes),
+            loads,
+            Cluster.of(options.num_nodes, 1),
+            slots=range(fewest, options.slots_per_node + 1),
+            min_replicas=floor_of(options),
+            lost=lost,
+        )
+    )
+
+
+def curve_table(points: Sequence[TradeoffPoint]) -> str:
+    """Format the points of a curve as text."""
+    lost = "".join(f"{value.num_lost:>3} lost" for value in points[0].survival)
+    lines = [f"slots  survival_share  busiest/mean  worst layer  survival{lost}"]
+    for point in points:
+        values = "".join(f"{value.probability:>8.4f}" for value in point.survival)
+        figures = f"{point.imbalance:>14.3f}{point.worst_imbalance:>13.3f}"
+        lines.append(f"{point.num_slots:>5}{point.survival_share:>16g}{figures}  {'':8}{values}")
+    return "\n".join(lines)
+
+
+def draw_curve(points: Sequence[TradeoffPoint], path: Path) -> None:
+    """Draw balance against the survival of the largest number of lost nodes, one line for each number of slots."""
+    figure = new_figure()
+    axes = figure.subplots()
+    for num_slots in sorted({point.num_slots for point in points}):
+        chosen = [point for point in points if point.num_slots == num_slots]
+        survive = [point.survival[-1].probability for point in chosen]
+        axes.plot(survive, [point.imbalance for point in chosen], marker="o", label=f"{num_slots} slots")
+    axes.set(
+        xlabel=f"survival of {points[0].survival[-1].num_lost} lost nodes", ylabel="tokens of the busiest rank / mean"
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
 
 
 def table(result: Result) -> str:
@@ -201,8 +286,8 @@ def table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def plot(result: Result, path: Path) -> None:
-    """Draw the slots of the first layer, and the survival of each layer and of all layers together."""
+def new_figure() -> "Figure":
+    """Return an empty figure. Raises SoftwareError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -210,7 +295,12 @@ def plot(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    return Figure(figsize=(11, 4.2), layout="constrained")
+
+
+def plot(result: Result, path: Path) -> None:
+    """Draw the slots of the first layer, and the survival of each layer and of all layers together."""
+    figure = new_figure()
     left, right = figure.subplots(1, 2)
     matrix = result.plan.replicas_per_rank(0)
     image = left.imshow(matrix, aspect="auto", cmap="Blues", interpolation="nearest")
@@ -245,6 +335,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parser().parse_args(arguments)
     try:
+        if options.curve:
+            points = curve(options)
+            if options.plot is not None:
+                draw_curve(points, options.plot)
+            print(json.dumps([asdict(point) for point in points]) if options.json else curve_table(points))
+            return 0
         result = plan(options)
         if options.plot is not None:
             plot(result, options.plot)

@@ -35,6 +35,8 @@ it. If the rounds end before ``MAX_ROUNDS``, the largest load is the limit, whic
 rounded up.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,8 @@ MAX_TOKENS = 2**31
 """The tokens of a layer and microbatch on all ranks must be fewer, so that products of two counts fit in 64 bits."""
 MAX_ROUNDS = 64
 """Largest number of rounds. It limits the time if tokens must pass many ranks; the shares after it are then used."""
+RESOLUTION = 2**16
+"""Tokens of a rank with the mean load, in the scaled integer loads of ``least_load``."""
 _NONE = -1
 
 
@@ -67,6 +71,28 @@ def balanced_quotas(tokens: Integers, replicas: Integers) -> Integers:
     quota = np.zeros(tokens.shape, dtype=np.int64)
     quota[flow.expert, flow.rank] = flow.share
     return quota
+
+
+def least_load(loads: Sequence[float], replicas: Integers) -> float:
+    """Return the load of the fullest rank with balanced shares, from tokens of each expert ``[E]`` of any unit.
+
+    It does not depend on the ranks that tokens are on. The load of each expert is rounded to less than
+    ``2 / RESOLUTION`` of the mean rank's load; whole numbers below that resolution stay exact.
+
+    Args:
+        loads: not negative.
+        replicas: copies of each expert on each rank ``[E, N]``; above 0 wherever an expert has tokens.
+    """
+    total = float(np.sum(loads))
+    if not total:
+        return 0.0
+    # All tokens come from one more rank, which holds nothing.
+    tokens = np.zeros((len(loads), replicas.shape[1] + 1), dtype=np.int64)
+    # A power of two, so that whole numbers stay whole.
+    scale = 2.0 ** math.floor(math.log2(min(RESOLUTION * replicas.shape[1], MAX_TOKENS // 2) / total))
+    tokens[:, -1] = np.rint(np.asarray(loads, dtype=np.float64) * scale)
+    quota = balanced_quotas(tokens, np.pad(replicas, ((0, 0), (0, 1))))
+    return float(quota.sum(axis=0).max()) / scale
 
 
 class _Groups:

@@ -24,6 +24,7 @@ from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
 from megatron_ft.planning.cost.parameters import RankParameters
 from megatron_ft.planning.placement.copies import StateCopyPlan
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
@@ -107,6 +108,7 @@ class PlacementManager:
             interval_iterations=config.placement.rebalance_interval_iterations,
             min_gain=config.placement.rebalance_min_gain,
             bytes_per_saved_token=config.placement.rebalance_bytes_per_token,
+            shares=config.placement.shares,
         )
         self.loads: list[Loads] | None = None if before is None else before.loads
         """Smoothed number of tokens of each expert, by stage and layer; None before the first iteration."""
@@ -253,19 +255,20 @@ class PlacementManager:
 
     # -- parts --------------------------------------------------------------------------------------------
 
-    def _place(self, stage: int, loads: Loads) -> PlacementPlan:
-        plan, _ = self._requests[stage].place(self._algorithm, loads)
+    def _place(self, stage: int, loads: Loads, previous: Holdings | None = None) -> PlacementPlan:
+        plan, _ = self._requests[stage].place(self._algorithm, loads, previous)
         return plan
 
-    def _wanted(self) -> PlacementPlan:
+    def _wanted(self, previous: Holdings) -> PlacementPlan:
         if self.loads is not None:
-            return self._place(0, self.loads[0])
-        return self._place(0, self._requests[0].first_loads(self._config, self._inputs))
+            return self._place(0, self.loads[0], previous)
+        return self._place(0, self._requests[0].first_loads(self._config, self._inputs), previous)
 
     def _replan(self, stage: int) -> MigrationPlan:
         assert self.loads is not None, "a new placement needs the loads of at least one iteration"
-        wanted = self._place(stage, self.loads[stage])
-        return self._migration(stage, remap(wanted, holdings(self.plans[stage])))
+        held = holdings(self.plans[stage])
+        wanted = self._place(stage, self.loads[stage], held)
+        return self._migration(stage, remap(wanted, held))
 
     def _migration(self, stage: int, plan: PlacementPlan) -> MigrationPlan:
         return MigrationPlan.between(plan, holdings(self.plans[stage]), expert_state_bytes(self._config))
@@ -274,8 +277,10 @@ class PlacementManager:
         loads = self.loads
         before = after = math.nan
         if loads is not None:
-            before = max(imbalance(plan, of_stage) for plan, of_stage in zip(self.plans, loads, strict=True))
-            after = max(imbalance(m.placement, of_stage) for m, of_stage in zip(migrations, loads, strict=True))
+            before, after = (
+                max(imbalance(plan, of_stage, self._policy.shares) for plan, of_stage in zip(plans, loads, strict=True))
+                for plans in (self.plans, [migration.placement for migration in migrations])
+            )
         return Change(
             migrations=tuple(migrations), reason=reason, gain=gain, imbalance_before=before, imbalance_after=after
         )

@@ -8,8 +8,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.layout import Counts, Layout, per_replica_loads
-from megatron_ft.planning.placement.plan import PlacementPlan
+from megatron_ft.planning.placement.layout import Counts, Holdings, Layout, per_replica_loads
+from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 from megatron_ft.topology import Cluster
 
 
@@ -25,6 +25,8 @@ class PlacementAlgorithm(Protocol):
         ranks: Sequence[int] | None = None,
         loads: Sequence[Sequence[float]] | None = None,
         layer_numbers: Sequence[int] | None = None,
+        min_replicas: int | None = None,
+        previous: Holdings | None = None,
     ) -> PlacementPlan:
         """Assign every replica to a slot.
 
@@ -33,8 +35,11 @@ class PlacementAlgorithm(Protocol):
             cluster: nodes, their ranks and failure domains, and which nodes are alive.
             num_slots_per_rank: number of replicas that a rank can hold in each layer.
             ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.
-            loads: tokens of each expert, ``[L][E]``; they only break ties.
+            loads: tokens of each expert, ``[L][E]``.
             layer_numbers: Megatron's numbers of the layers; None to number them from 1.
+            min_replicas: number of copies of each expert that are placed for survival; None for the smallest count in
+                ``replica_counts``.
+            previous: experts that each of ``ranks`` holds before; an algorithm may leave them where they are.
 
         Raises:
             ConfigError: the replicas exceed the slots, or an expert has no replica.
@@ -74,11 +79,24 @@ class PlacementBase(ABC):
         ranks: Sequence[int] | None = None,
         loads: Sequence[Sequence[float]] | None = None,
         layer_numbers: Sequence[int] | None = None,
+        min_replicas: int | None = None,
+        previous: Holdings | None = None,
     ) -> PlacementPlan:
         layout, layer_loads = _prepare(replica_counts, cluster, num_slots_per_rank, ranks, loads)
-        layers = self.assign_layers(replica_counts, layout.capacities(), layer_loads)
-        slots = tuple(layout.deal(layer, load) for layer, load in zip(layers, layer_loads, strict=True))
+        slots = self.fill(layout, replica_counts, layer_loads, min_replicas, previous)
         return PlacementPlan.of(layout, slots, len(replica_counts[0]), self.name, layer_numbers)
+
+    def fill(
+        self,
+        layout: Layout,
+        replica_counts: Sequence[Sequence[int]],
+        loads: Sequence[Sequence[float] | None],
+        min_replicas: int | None,
+        previous: Holdings | None,
+    ) -> Slots:
+        """Experts of each rank of each layer, ``[L][N]``. Arguments as of ``place``."""
+        layers = self.assign_layers(replica_counts, layout.capacities(), loads)
+        return tuple(layout.deal(layer, load) for layer, load in zip(layers, loads, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

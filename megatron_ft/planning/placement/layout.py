@@ -11,6 +11,8 @@ from megatron_ft.topology import Cluster
 
 Counts = npt.NDArray[np.int64]
 """Number of replicas of each expert in each failure domain, ``[E, D]``."""
+Holdings = tuple[tuple[frozenset[int], ...], ...]
+"""Experts whose state each rank holds, ``[layer][rank]``, in a plan's order of ranks; joining ranks hold none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +77,14 @@ class Layout:
             what = f"must have a sum of at most {self.num_slots} ({slots})"
             raise ConfigError.of("replica_counts", list(replica_counts), what)
 
-    def deal(self, counts: Counts, loads: Sequence[float] | None = None) -> tuple[tuple[int, ...], ...]:
+    def deal(
+        self, counts: Counts, loads: Sequence[float] | None = None, held: Sequence[frozenset[int]] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
         """Assign the replicas of each domain to the ranks in it; return the expert ids of each rank, ascending.
 
         Replicas with the largest loads come first. Each goes to the rank with a free slot and the smallest load so far;
-        ties go to the rank with the fewest replicas. Without ``loads``, all replicas have the same load.
+        ties go to the rank with the fewest replicas. Without ``loads``, all replicas have the same load. Experts that a
+        rank already has (``held``, by rank) are assigned to this rank before all others.
         """
         weights = per_replica_loads(counts, loads)
         members: list[list[int]] = [[] for _ in self.domains]
@@ -93,22 +98,42 @@ class Layout:
         ends = np.cumsum(counts.sum(axis=0)).tolist()
         loads_of = weights.tolist()
         for first, last, positions in zip([0, *ends], ends, members, strict=False):
-            self._deal_domain(experts[first:last], loads_of, positions, slots)
+            self._deal_domain(experts[first:last], loads_of, positions, slots, held)
         return tuple(tuple(sorted(experts)) for experts in slots)
 
     def _deal_domain(
-        self, experts: list[int], weights: list[float], positions: list[int], slots: list[list[int]]
+        self,
+        experts: list[int],
+        weights: list[float],
+        positions: list[int],
+        slots: list[list[int]],
+        held: Sequence[frozenset[int]] | None,
     ) -> None:
         if len(positions) == 1:
             slots[positions[0]] = experts
             return
         sums = dict.fromkeys(positions, 0.0)
+        if held is not None:
+            experts = list(experts)
+            for position in positions:
+                slots[position] = _take(experts, held[position], self.num_slots_per_rank)
+                sums[position] = sum(weights[expert] for expert in slots[position])
         for expert in experts:
             free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
             # With equal loads, the rank with the fewest replicas comes first, not simply the first rank.
             chosen = min(free, key=lambda position: (sums[position], len(slots[position]), position))
             slots[chosen].append(expert)
             sums[chosen] += weights[expert]
+
+
+def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
+    """Remove one replica of each expert of ``held`` from ``experts``; return the removed ones, at most ``most``."""
+    taken: list[int] = []
+    for expert in sorted(held):
+        if expert in experts and len(taken) < most:
+            experts.remove(expert)
+            taken.append(expert)
+    return taken
 
 
 def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDArray[np.float64]:

@@ -7,10 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
-
-Holdings = tuple[tuple[frozenset[int], ...], ...]
-"""Experts whose state each rank holds, ``[layer][rank]``, in a plan's order of ranks; joining ranks hold none."""
 
 Costs = npt.NDArray[np.int64]
 

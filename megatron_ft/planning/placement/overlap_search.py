@@ -1,21 +1,30 @@
-"""Placement by search: survives at least as often as maximum rank overlap, with a minimum of domains per expert."""
+"""Placement by search: base copies are placed for survival, at least as good as maximum rank overlap, and extra copies
+by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations, combinations_with_replacement
 from typing import ClassVar
 
 import numpy as np
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.algorithm import PlacementBase, domain_loads, spread_to_floor
+from megatron_ft.planning.balanced_shares import least_load
+from megatron_ft.planning.placement.algorithm import PlacementBase, spread_to_floor
+from megatron_ft.planning.placement.extra_copies import add_extra_copies, base_capacities, base_counts, match_domains
 from megatron_ft.planning.placement.frontier import TooManyStates
-from megatron_ft.planning.placement.layout import Counts, per_replica_loads
+from megatron_ft.planning.placement.layout import Counts, Holdings, Layout, per_replica_loads
 from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
 from megatron_ft.planning.placement.objective import SurvivalObjective
+from megatron_ft.planning.placement.plan import Slots
 
+WORTH_MOVING = 0.02
+"""Fraction of the busiest rank's tokens that a layer must save before extra copies move to other ranks."""
+MAX_BALANCED_RANKS = 256
+"""Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
 """Largest number of sweeps of ``_align`` over all layers."""
@@ -31,6 +40,9 @@ class OverlapSearch(PlacementBase):
     """Searches placements that survive more often than maximum rank overlap, under ``objective``.
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
+    * If loads are given and there are more slots than the smallest replica count of all experts takes, base copies are
+      searched for survival and extra copies are placed by load (``extra_copies.py``); ``survival_share`` divides the
+      slots.
     * If the number of slots of a domain divides the number of experts or is not below it, maximum rank overlap is
       optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
       exchanges of replicas, and a large layer by the best of several groupings.
@@ -50,10 +62,35 @@ class OverlapSearch(PlacementBase):
     seed: int = 0
     balance: bool = True
     """Whether the loads of domains are evened out, if loads are given."""
-    survival_budget: float = 0.0
-    """Fraction of a layer's survival that may be given up for more even loads. If it is above 0, rare experts may form
-    smaller groups, so that popular experts get slots in the same domains, and the placement may survive less often than
-    maximum rank overlap. ``min_domains`` still applies."""
+    survival_share: float = 0.0
+    """Share of the slots whose copies are placed for survival instead of balance, if loads are given. With 0 these are
+    only the ``min_replicas`` base copies of every expert, with 1 all copies."""
+
+    def fill(
+        self,
+        layout: Layout,
+        replica_counts: Sequence[Sequence[int]],
+        loads: Sequence[Sequence[float] | None],
+        min_replicas: int | None,
+        previous: Holdings | None,
+    ) -> Slots:
+        capacities = layout.capacities()
+        self._check(len(capacities))
+        base = self._base(replica_counts, capacities, loads, min_replicas)
+        if base is None:
+            return PlacementBase.fill(self, layout, replica_counts, loads, min_replicas, previous)
+        before = None if previous is None else [_per_domain(held, layout, len(base[0])) for held in previous]
+        if before is not None:
+            base = match_domains(base, before, capacities)
+        slots = []
+        for position, (copies, counts, load) in enumerate(zip(base, replica_counts, loads, strict=True)):
+            assert load is not None, "base copies differ from other copies only if loads are given"
+            chosen = layout.deal(add_extra_copies(copies, counts, capacities, load), load)
+            if previous is not None and before is not None:
+                kept = add_extra_copies(copies, counts, capacities, load, before[position])
+                chosen = _cheaper(layout.deal(kept, load, previous[position]), chosen, load)
+            slots.append(chosen)
+        return tuple(slots)
 
     def assign_layers(
         self,
@@ -61,9 +98,7 @@ class OverlapSearch(PlacementBase):
         capacities: Sequence[int],
         loads: Sequence[Sequence[float] | None],
     ) -> list[Counts]:
-        self.objective.validate(len(capacities))
-        if not 0 <= self.survival_budget < 1:
-            raise ConfigError.of("survival_budget", self.survival_budget, "must be at least 0 and below 1")
+        self._check(len(capacities))
         losses = self._losses(len(capacities))
         layers = [
             self.assign(counts, capacities, load, losses) for counts, load in zip(replica_counts, loads, strict=True)
@@ -72,6 +107,30 @@ class OverlapSearch(PlacementBase):
         if losses is not None and len(layers) > 1:
             layers = self._joint(layers, replica_counts, capacities, loads, losses)
         return layers
+
+    def _check(self, num_domains: int) -> None:
+        self.objective.validate(num_domains)
+        if not 0 <= self.survival_share <= 1:
+            raise ConfigError.of("survival_share", self.survival_share, "must be from 0 to 1")
+
+    def _base(
+        self,
+        replica_counts: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        loads: Sequence[Sequence[float] | None],
+        min_replicas: int | None,
+    ) -> list[Counts] | None:
+        """Return the base copies of each layer, ``[L][E, D]``; None if all copies are placed for survival."""
+        if self.survival_share == 1 or any(load is None for load in loads):
+            return None
+        floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
+        num_base = max(floor * len(replica_counts[0]), int(self.survival_share * sum(capacities)))
+        base = tuple(base_counts(counts, floor, num_base) for counts in replica_counts)
+        if all(tuple(counts) == copies for counts, copies in zip(replica_counts, base, strict=True)):
+            return None
+        distinct = tuple(dict.fromkeys(base))
+        found = dict(zip(distinct, search_base(self, distinct, base_capacities(capacities, num_base)), strict=True))
+        return [found[copies] for copies in base]
 
     def assign(
         self,
@@ -85,12 +144,7 @@ class OverlapSearch(PlacementBase):
         found = self._search(replica_counts, capacities, floor, loads, losses)
         if loads is None or not self.balance:
             return found
-        losses = losses or self._losses(len(capacities))
-        options = [found]
-        if self.survival_budget:
-            options += self._looser(replica_counts, capacities, floor, loads, self._score([found]))
-        evened = [self._even_out(counts, capacities, floor, loads, losses) for counts in options]
-        return min(evened, key=lambda counts: float(domain_loads(counts, loads).max()))
+        return self._even_out(found, capacities, floor, loads, losses or self._losses(len(capacities)))
 
     def _even_out(
         self, counts: Counts, capacities: Sequence[int], floor: int, loads: Sequence[float], losses: Losses | None
@@ -103,23 +157,6 @@ class OverlapSearch(PlacementBase):
         polished = search.result()
         # The search evaluates only some losses, so its result may be worse if all losses are counted.
         return polished if self._score([polished]) >= self._score([evened]) - EPSILON else evened
-
-    def _looser(
-        self,
-        replica_counts: Sequence[int],
-        capacities: Sequence[int],
-        floor: int,
-        loads: Sequence[float],
-        best_score: float,
-    ) -> list[Counts]:
-        options = []
-        for size in range(min(capacities) - 1, 0, -1):
-            sizes = group_sizes(len(replica_counts), size)
-            counts = spread_to_floor(overlap_groups(replica_counts, capacities, sizes, loads), floor)
-            if self._score([counts]) < best_score * (1 - self.survival_budget):
-                break
-            options.append(counts)
-        return options
 
     def _floor(self, replica_counts: Sequence[int]) -> int:
         return min(replica_counts) if self.min_domains is None else self.min_domains
@@ -217,7 +254,7 @@ class OverlapSearch(PlacementBase):
             spread_to_floor(overlap(counts, capacities, load), self._floor(counts))
             for counts, load in zip(replica_counts, loads, strict=True)
         ]
-        if self.survival_budget or self._score(turned) >= self._score(plain) - EPSILON:
+        if self._score(turned) >= self._score(plain) - EPSILON:
             return turned
         pairs = zip(plain, loads, strict=True)
         return [layer if load is None or not self.balance else _even_out(layer, load) for layer, load in pairs]
@@ -244,6 +281,49 @@ class OverlapSearch(PlacementBase):
                 raise
             stacked = np.concatenate(kept)
             return losses.score(stacked)
+
+
+@lru_cache(maxsize=16)
+def search_base(
+    search: OverlapSearch, counts: tuple[tuple[int, ...], ...], capacities: tuple[int, ...]
+) -> tuple[Counts, ...]:
+    """Search places for base copies. Results are cached, because all plans of a membership have the same base
+    copies."""
+    return tuple(search.assign_layers(counts, capacities, [None] * len(counts)))
+
+
+def _per_domain(held: Sequence[frozenset[int]], layout: Layout, num_experts: int) -> Counts:
+    """Return the number of ranks in each domain that hold each expert, ``[E, D]``."""
+    counts = np.zeros((num_experts, layout.num_domains), dtype=np.int64)
+    for domain, experts in zip(layout.domain_of, held, strict=True):
+        counts[list(experts), domain] += 1
+    return counts
+
+
+def _cheaper(
+    kept: tuple[tuple[int, ...], ...], fresh: tuple[tuple[int, ...], ...], loads: Sequence[float]
+) -> tuple[tuple[int, ...], ...]:
+    """Return ``fresh`` if it saves at least ``WORTH_MOVING`` of the busiest rank's tokens compared with ``kept``,
+    otherwise ``kept``."""
+    before, after = (_busiest_tokens(_per_rank(slots, len(loads)), loads) for slots in (kept, fresh))
+    return kept if before * (1 - WORTH_MOVING) <= after else fresh
+
+
+def _busiest_tokens(copies: Counts, loads: Sequence[float]) -> float:
+    """Return the tokens of the busiest rank with balanced shares, or with even shares if there are many ranks.
+
+    Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
+    """
+    if copies.shape[1] <= MAX_BALANCED_RANKS:
+        return least_load(loads, copies)
+    return float((per_replica_loads(copies, loads) @ copies).max())
+
+
+def _per_rank(slots: Sequence[Sequence[int]], num_experts: int) -> Counts:
+    matrix = np.zeros((num_experts, len(slots)), dtype=np.int64)
+    for rank, experts in enumerate(slots):
+        np.add.at(matrix[:, rank], list(experts), 1)
+    return matrix
 
 
 def _mask(held: np.ndarray) -> int:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from megatron_ft.config.placement import BALANCED
+from megatron_ft.planning.balanced_shares import least_load
 from megatron_ft.planning.placement.layout import per_replica_loads
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -23,16 +23,25 @@ def smooth(
     ]
 
 
-def _critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
+def busiest_tokens(plan: PlacementPlan, layer: int, load: Sequence[float], shares: str = BALANCED) -> float:
+    """Return the number of tokens of the busiest rank in a layer, from the tokens of each expert ``[E]``.
+
+    Args:
+        layer: position in the plan.
+        shares: value of ``placement.shares``.
+    """
+    copies = plan.replicas_per_rank(layer)
+    if shares == BALANCED:
+        return least_load(load, copies)
+    return float((per_replica_loads(copies, load) @ copies).max())
+
+
+def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
     """Return the number of tokens of the busiest rank of each layer, summed over layers.
 
     The all-to-all of a layer synchronizes all ranks, so a layer takes as long as the busiest rank in this layer.
     """
-    total = 0.0
-    for layer, load in enumerate(loads):
-        copies = plan.replicas_per_rank(layer)
-        total += float((per_replica_loads(copies, load) @ copies).max())
-    return total
+    return sum(busiest_tokens(plan, layer, load, shares) for layer, load in enumerate(loads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +51,7 @@ class _Rebalance:
     pays: bool
     reason: str
     gain: float
-    """Fraction of the busiest ranks' tokens that the new placement saves; see ``_critical_tokens``."""
+    """Fraction of the busiest ranks' tokens that the new placement saves; see ``critical_tokens``."""
     moved_bytes: int
 
 
@@ -55,6 +64,8 @@ class RebalancePolicy:
     """Smallest fraction of the busiest ranks' tokens that a new plan must save."""
     bytes_per_saved_token: float
     """Bytes that may move for each token that the busiest ranks save until the next rebalancing."""
+    shares: str = BALANCED
+    """Value of ``placement.shares``."""
 
     def due(self, iteration: int) -> bool:
         """Whether a new placement is planned after ``iteration``."""
@@ -62,7 +73,7 @@ class RebalancePolicy:
 
     def decide(self, now: PlacementPlan, migration: MigrationPlan, loads: Sequence[Sequence[float]]) -> _Rebalance:
         """Decide whether to carry out ``migration``, under the ``loads`` [layers][experts] of one iteration."""
-        before, after = _critical_tokens(now, loads), _critical_tokens(migration.placement, loads)
+        before, after = (critical_tokens(plan, loads, self.shares) for plan in (now, migration.placement))
         gain = 1.0 - after / before if before else 0.0
         # The migration costs bytes once and saves tokens until the next rebalancing.
         saved = (before - after) * self.interval_iterations
@@ -82,12 +93,12 @@ class RebalancePolicy:
         return _Rebalance(pays=verdict, reason=why, gain=gain, moved_bytes=migration.num_bytes)
 
 
-def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]]) -> float:
+def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
     """Return the largest ratio, over all layers, of the busiest rank's tokens to the mean; 1 if loads are even."""
-    worst = 1.0
-    for layer, load in enumerate(loads):
-        copies = plan.replicas_per_rank(layer)
-        tokens = per_replica_loads(copies, load) @ copies
-        if np.mean(tokens) > 0:
-            worst = max(worst, float(tokens.max() / tokens.mean()))
-    return worst
+    means = [sum(load) / len(plan.ranks) for load in loads]
+    ratios = [
+        busiest_tokens(plan, layer, load, shares) / mean
+        for layer, (load, mean) in enumerate(zip(loads, means, strict=True))
+        if mean
+    ]
+    return max([1.0, *ratios])

@@ -13,6 +13,7 @@ from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import Allocation, allocate
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.topology import Cluster, Topology
 
@@ -36,9 +37,12 @@ class StageRequest:
         return len({self.cluster.failure_domains[self.cluster.node_of(rank)] for rank in self.ranks})
 
     def place(
-        self, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]]
+        self, algorithm: PlacementAlgorithm, loads: Sequence[Sequence[float]], previous: Holdings | None = None
     ) -> tuple[PlacementPlan, tuple[Allocation, ...]]:
         """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
+
+        Args:
+            previous: experts that the stage's ranks hold before; None if no rank holds any.
 
         Raises:
             ConfigError: loads, slots and failure domains do not fit together.
@@ -55,6 +59,8 @@ class StageRequest:
             ranks=self.ranks,
             loads=loads,
             layer_numbers=self.layer_numbers,
+            min_replicas=self.min_replicas,
+            previous=previous,
         )
         return plan, allocations
 

@@ -14,14 +14,16 @@ from typing import Literal
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.loss_cost import RUNGS, LossCost, Rung
 from megatron_ft.planning.recovery.replicas import NO_HOLDER, Declined, plan_replicas
 
 NOT_RUNNING = "the job is not running"
 
-Place = Callable[[tuple[int, ...]], PlacementPlan]
-"""Function that plans the placement of expert replicas on the ranks of the given nodes."""
+Place = Callable[[tuple[int, ...], Holdings], PlacementPlan]
+"""Function that plans the placement of expert replicas on the ranks of the given nodes, from the experts that these
+ranks hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ def _replicas(
     found = plan_replicas(
         means.placement,
         sorted(means.ranks_on(remaining)),
-        lambda: place(remaining),
+        lambda held: place(remaining, held),
         num_slots_per_rank=means.num_slots_per_rank,
         expert_bytes=means.expert_bytes,
     )

@@ -9,6 +9,7 @@ from megatron_ft.config.present_nodes import config_of
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
 from megatron_ft.planning.recovery.loss_cost import LossCost
@@ -123,11 +124,11 @@ def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
     """Return a function that plans survivors' placements from ``loads`` [layers][experts]; None for the first loads."""
 
-    def place(nodes: tuple[int, ...]) -> PlacementPlan:
+    def place(nodes: tuple[int, ...], held: Holdings) -> PlacementPlan:
         remaining = config_of(config, nodes)
         (request,) = StageRequest.of_job(remaining, len(nodes) * config.launch.ranks_per_node)
         wanted = request.first_loads(remaining, inputs) if loads is None else loads
-        return request.place(algorithm_of(remaining), wanted)[0]
+        return request.place(algorithm_of(remaining), wanted, held)[0]
 
     return place
 

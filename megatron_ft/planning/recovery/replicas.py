@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ft.operators import OperatorId
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 
@@ -37,7 +38,7 @@ def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> t
 def plan_replicas(
     plan: PlacementPlan,
     previous_ranks: Sequence[int | None],
-    place: Callable[[], PlacementPlan],
+    place: Callable[[Holdings], PlacementPlan],
     *,
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
@@ -49,7 +50,7 @@ def plan_replicas(
     Args:
         plan: present placement.
         previous_ranks: rank in ``plan`` of each rank of the next membership, in order; None for ranks without state.
-        place: function that plans the next placement; it is called only if the job can continue.
+        place: function that plans the next placement from what ranks hold; it is called only if the job can continue.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
     """
@@ -64,13 +65,13 @@ def plan_replicas(
             f"than the experts, {plan.num_experts}",
         )
     held = holdings(plan, previous_ranks)
-    return MigrationPlan.between(remap(place(), held, expert_bytes), held, expert_bytes)
+    return MigrationPlan.between(remap(place(held), held, expert_bytes), held, expert_bytes)
 
 
 def plan_drain(
     plan: PlacementPlan,
     staying: Sequence[int],
-    place: Callable[[], PlacementPlan],
+    place: Callable[[Holdings], PlacementPlan],
     *,
     expert_bytes: int | Sequence[int],
 ) -> MigrationPlan | None:
@@ -81,13 +82,15 @@ def plan_drain(
     Args:
         plan: present placement.
         staying: ranks of ``plan`` that stay, ascending.
-        place: function that plans the placement on the staying ranks; it is called only if a migration is necessary.
+        place: function that plans the placement on the staying ranks from what they hold; it is called only if a
+            migration is necessary.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
     """
     if not lost_experts(plan, staying):
         return None
     # Only the staying ranks are rearranged: leaving ones compute with their experts until they have left.
-    wanted = remap(place(), holdings(plan, staying), expert_bytes)
+    held = holdings(plan, staying)
+    wanted = remap(place(held), held, expert_bytes)
     position = {rank: index for index, rank in enumerate(staying)}
     slots: Slots = tuple(
         tuple(new[position[rank]] if rank in position else kept for rank, kept in zip(plan.ranks, old, strict=True))

@@ -138,18 +138,10 @@ def test_loads_are_evened_out_without_costing_survival() -> None:
     assert score(OverlapSearch(), even) >= score(OverlapSearch(), plain) - 1e-12
 
 
-def test_a_budget_of_survival_buys_balance() -> None:
-    loads = [1] * 12 + [30, 40, 50, 60]
-    counts = allocate(loads, 48, 2).replica_counts
-    strict, looser = (OverlapSearch(survival_budget=budget).assign(counts, (6,) * 8, loads) for budget in (0.0, 0.2))
-    assert domain_loads(looser, loads).max() < domain_loads(strict, loads).max()
-    assert score(OverlapSearch(), looser) >= 0.8 * score(OverlapSearch(), strict)
-    assert (looser > 0).sum(axis=1).min() >= 2
-
-
-def test_a_budget_must_leave_something() -> None:
-    with pytest.raises(ConfigError, match="survival_budget=1.0"):
-        OverlapSearch(survival_budget=1.0).place([(2, 2)], Cluster.of(2, 1), num_slots_per_rank=2)
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_of_survival_is_a_share(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"survival_share={share}"):
+        OverlapSearch(survival_share=share).place([(2, 2)], Cluster.of(2, 1), num_slots_per_rank=2)
 
 
 @given(loads=st.lists(st.integers(0, 50), min_size=3, max_size=8), num_nodes=st.integers(3, 6))

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.rebalance import RebalancePolicy, _critical_tokens, imbalance, smooth
+from megatron_ft.planning.placement.rebalance import RebalancePolicy, critical_tokens, imbalance, smooth
 
 BYTES = 1000
 
@@ -44,8 +44,8 @@ def test_smoothing_weighs_the_past() -> None:
 
 
 def test_every_layer_costs_its_busiest_rank() -> None:
-    assert _critical_tokens(UNEVEN, LOADS) == 8.0
-    assert _critical_tokens(EVEN, LOADS) == 6.0
+    assert critical_tokens(UNEVEN, LOADS) == 8.0
+    assert critical_tokens(EVEN, LOADS) == 6.0
     assert (imbalance(UNEVEN, LOADS), imbalance(EVEN, LOADS)) == (pytest.approx(4 / 3), 1.0)
     assert imbalance(EVEN, [[0.0, 0.0, 0.0]]) == 1.0
 

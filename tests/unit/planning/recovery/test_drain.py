@@ -14,7 +14,7 @@ STAYING = [chosen for size in (2, 3) for chosen in combinations(range(4), size)]
 @pytest.mark.parametrize("staying", STAYING, ids=str)
 def test_every_set_of_ranks_that_stay(staying: tuple[int, ...]) -> None:
     plan = placed(4)
-    moves = plan_drain(plan, staying, lambda: placed(len(staying)), expert_bytes=EXPERT_BYTES)
+    moves = plan_drain(plan, staying, lambda held: placed(len(staying)), expert_bytes=EXPERT_BYTES)
     assert (moves is None) == (not lost_experts(plan, staying))
     if moves is None:
         return

@@ -33,7 +33,7 @@ def decide(plan: PlacementPlan, survivors: tuple[int, ...]) -> MigrationPlan | D
     return plan_replicas(
         plan,
         survivors,
-        lambda: placed(len(survivors)),
+        lambda held: placed(len(survivors)),
         num_slots_per_rank=NUM_SLOTS,
         expert_bytes=EXPERT_BYTES,
     )

@@ -1,0 +1,69 @@
+"""Measures survival and balance of placements for different numbers of slots and values of ``survival_share``."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ft.planning.placement.allocation import allocate
+from megatron_ft.planning.placement.overlap_search import OverlapSearch
+from megatron_ft.planning.placement.rebalance import critical_tokens, imbalance
+from megatron_ft.planning.placement.survival import Survival, survival
+from megatron_ft.topology import Cluster
+
+SHARES_OF_SURVIVAL = (0.0, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeoffPoint:
+    """Figures of one placement."""
+
+    num_slots: int
+    """Number of slots of each rank."""
+    survival_share: float
+    imbalance: float
+    """Tokens of the busiest rank over the mean of ranks, with balanced shares: the mean over layers, by tokens."""
+    worst_imbalance: float
+    """The same ratio in the layer where it is largest."""
+    survival: tuple[Survival, ...]
+    """Joint survival of all layers, for each number of lost domains."""
+
+
+def tradeoff(
+    search: OverlapSearch,
+    loads: Sequence[Sequence[float]],
+    cluster: Cluster,
+    *,
+    slots: Sequence[int],
+    min_replicas: int,
+    lost: Sequence[int],
+) -> Iterator[TradeoffPoint]:
+    """Yield one point for each number of slots and each value of ``survival_share``. A value that gives the same
+    placement as the value before it is left out.
+
+    Args:
+        search: placement algorithm; its ``survival_share`` is replaced.
+        loads: tokens of each expert, ``[L][E]``.
+        slots: numbers of slots of a rank.
+        min_replicas: smallest number of copies of an expert.
+        lost: numbers of failure domains that are lost together.
+
+    Raises:
+        ConfigError: there are fewer slots than experts.
+    """
+    num_ranks = cluster.num_nodes * cluster.ranks_per_node
+    for num_slots in slots:
+        counts = [allocate(load, num_ranks * num_slots, min_replicas).replica_counts for load in loads]
+        before = None
+        for share in SHARES_OF_SURVIVAL:
+            plan = replace(search, survival_share=share).place(
+                counts, cluster, num_slots_per_rank=num_slots, loads=loads, min_replicas=min_replicas
+            )
+            if before is not None and plan.slots == before.slots:
+                continue
+            before = plan
+            yield TradeoffPoint(
+                num_slots=num_slots,
+                survival_share=share,
+                imbalance=critical_tokens(plan, loads) * num_ranks / (sum(map(sum, loads)) or 1.0),
+                worst_imbalance=imbalance(plan, loads),
+                survival=survival(plan.all_expert_domains(), cluster.failure_domains, lost),
+            )
