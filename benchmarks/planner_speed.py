@@ -11,11 +11,13 @@ from typing import Any
 
 from benchmarks import recorded
 from benchmarks.report import finish, parse_arguments
+from megatron_ft.config.placement import BALANCED, EVEN
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap
 from megatron_ft.planning.placement.migration import holdings
 from megatron_ft.planning.placement.overlap_search import OverlapSearch, search_base
+from megatron_ft.planning.placement.rebalance import busiest_tokens
 from megatron_ft.topology import Cluster
 
 ID = "planner-speed"
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [measure(name, algorithm, shape, chosen) for name, algorithm in MEASURED.items() for shape in SHAPES]
     worst = max(rows, key=lambda row: row["median_ms"])
     for row in rows:
-        print("{algorithm:>22}  {shape:<36} median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms".format(**row))
+        print("{algorithm:>22}  {shape:<36} median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms  even/balanced {even_over_balanced:.3f}".format(**row))
     return finish(
         arguments.out,
         ID,
@@ -87,10 +89,12 @@ def measure(
     layer.
 
     Each plan starts from the experts that ranks hold in the placement of the previous layer. The base copies are
-    searched again for each plan, although a membership needs that search only once.
+    searched again for each plan, although a membership needs that search only once. ``even_over_balanced`` is the ratio
+    of the busiest rank's tokens with even shares, which the search compares above 256 ranks, to those with balanced
+    shares.
     """
     place = partial(algorithm.place, min_replicas=MIN_REPLICAS)
-    times, held = [], None
+    times, gaps, held = [], [], None
     for loads in layers:
         repeats = []
         for _ in range(REPEATS):
@@ -101,11 +105,14 @@ def measure(
             repeats.append(time.process_time() - started)
         times.append(min(repeats))
         held = holdings(plan)
+        even, balanced = (busiest_tokens(plan, 0, loads, shares) for shares in (EVEN, BALANCED))
+        gaps.append(even / balanced)
     return {
         "algorithm": name,
         "shape": shape.name,
         "median_ms": round(1000 * statistics.median(times), 2),
         "slowest_ms": round(1000 * max(times), 2),
+        "even_over_balanced": round(statistics.median(gaps), 3),
     }
 
 

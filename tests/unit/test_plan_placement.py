@@ -121,3 +121,55 @@ def test_bad_counts_are_refused_by_name(
     code, _, err = run(capsys, "--replica-counts", counts, *NODES, *extra)
     assert code == 2
     assert message in err
+
+
+UNEVEN = "[[1, 1, 1, 1, 60, 4, 4, 8], [5, 5, 5, 5, 9, 9, 9, 9]]"
+
+
+def test_the_curve_starts_at_the_fewest_slots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    path.write_text(UNEVEN)
+    arguments = ["--loads", str(path), "--num-nodes", "8", "--slots-per-node", "4", "--lost-nodes", "3", "--curve"]
+    code, out, _ = run(capsys, *arguments, "--json")
+    points = json.loads(out)
+    assert code == 0
+    assert sorted({point["num_slots"] for point in points}) == [2, 3, 4], "8 experts with 2 replicas need 2 slots"
+    most = [point for point in points if point["num_slots"] == 4]
+    assert [point["survival_share"] for point in most][0] == 0.0 and len(most) > 1
+    assert min(most, key=lambda point: point["imbalance"]) == most[0], "the default is the most balanced choice"
+    survive = [point["survival"][0]["probability"] for point in most]
+    assert max(survive) == survive[-1], "survival grows with the share"
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and len(out.splitlines()) == 1 + len(points)
+
+
+def test_the_curve_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "loads.json", tmp_path / "curve.png"
+    path.write_text(UNEVEN)
+    options = ["--num-nodes", "8", "--slots-per-node", "3", "--curve", "--plot", str(picture)]
+    assert run(capsys, "--loads", str(path), *options)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--curve", "--replica-counts", "4,4"], "--curve=true: needs --loads"),
+        (["--survival-share", "0.5", "--algorithm", "spread", "--replica-counts", "4,4"], "--survival-share=0.5"),
+        (["--survival-share", "1.5", "--replica-counts", "4,4"], "survival_share=1.5: must be from 0 to 1"),
+    ],
+)
+def test_impossible_options_of_the_curve(capsys: pytest.CaptureFixture[str], options: list[str], named: str) -> None:
+    code, _, err = run(capsys, *options, *NODES)
+    assert code != 0
+    assert named in err
+
+
+def test_the_survival_share_changes_the_placement(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "loads.json"
+    path.write_text(UNEVEN)
+    options = ["--loads", str(path), "--num-nodes", "8", "--slots-per-node", "4", "--lost-nodes", "3"]
+    balanced, surviving = (document(capsys, *options, "--survival-share", share) for share in ("0", "1"))
+    assert surviving["survival"]["3"] >= balanced["survival"]["3"]
+    assert surviving["layers"] != balanced["layers"]
