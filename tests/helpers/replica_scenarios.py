@@ -267,8 +267,7 @@ def _with_changes(
             if folder is not None and rank == 0 and (change is not None or iteration == 1):
                 job.keeper.write(folder / f"placement-{iteration}.json")
             job.engine.run_iteration(iteration)
-            if job.keeper.needs_loads:
-                job.keeper.observe(job.engine.expert_load())
+            job.keeper.observe(job.engine.expert_load())
             states.append(tensor_digests(job.engine.model_chunks, job.engine.optimizer))
         dist.barrier(group=job.engine.groups.vote)
         return states

@@ -172,14 +172,10 @@ class PlacementManager:
             return None
         return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 
-    @property
-    def needs_loads(self) -> bool:
-        """Whether ``observe`` must be called after every iteration."""
-        return self._policy.interval_iterations > 0
-
     def observe(self, load: torch.Tensor) -> None:
         """Add ``load``, the tokens of each expert in one iteration, to the smoothed loads. ``load`` is int64
-        [num_layers, num_moe_experts], summed over all ranks."""
+        [num_layers, num_moe_experts], summed over all ranks. Call this after every iteration, also if no rebalancing is
+        configured: the placement after a lost node is planned from these loads."""
         rows = load.tolist()
         weight = self._config.placement.load_smoothing
         newest = [[rows[number - 1] for number in request.layer_numbers] for request in self._requests]

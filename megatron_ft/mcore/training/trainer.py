@@ -286,7 +286,8 @@ class Trainer:
         raise TrainingStopped(f"iteration {iteration}: {reason}")
 
     def _observers(self) -> list[PlacementManager | Snapshotter]:
-        return [o for o in (self.placement, self.snapshots) if o is not None and o.needs_loads]
+        snapshots = self.snapshots if self.snapshots is not None and self.snapshots.needs_loads else None
+        return [observer for observer in (self.placement, snapshots) if observer is not None]
 
     def _reports_load(self, iteration: int) -> bool:
         return _due(iteration, self.config.telemetry.expert_load_interval_iterations)
