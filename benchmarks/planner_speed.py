@@ -64,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [measure(name, algorithm, shape, chosen) for name, algorithm in MEASURED.items() for shape in SHAPES]
     worst = max(rows, key=lambda row: row["median_ms"])
     for row in rows:
-        print("{algorithm:>22}  {shape:<36} median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms  even/balanced {even_over_balanced:.3f}".format(**row))
+        print(
+            "{algorithm:>22}  {shape:<36} median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms  even/balanced {even_over_balanced:.3f}".format(
+                **row
+            )
+        )
     return finish(
         arguments.out,
         ID,

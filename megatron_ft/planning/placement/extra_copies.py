@@ -44,10 +44,11 @@ def add_extra_copies(
     loads: Sequence[float],
     held: Counts | None = None,
 ) -> Counts:
-    """Add copies to ``base`` ``[E, D]`` until every expert has as many as ``replica_counts`` says.
+    """Add copies to ``base`` ``[E, D]`` until every slot is in use.
 
-    The copies with the most tokens are added first. Each goes to the domain with the smallest load per slot among those
-    that have a free slot and no copy of its expert.
+    Experts get copies until they have as many as ``replica_counts`` says, those with the most tokens per copy first.
+    Each copy goes to the domain with the smallest load per slot among those that have a free slot and no copy of its
+    expert. If there is no such domain, another expert gets the slot.
 
     Args:
         replica_counts: number of copies of each expert, ``[E]``.
@@ -67,7 +68,9 @@ def add_extra_copies(
     heapq.heapify(queue)
     for expert in order:
         for _ in range(int(left[expert])):
-            _add_copy(result[expert], float(weights[expert]), queue, free, capacities)
+            if not _add_copy(result[expert], float(weights[expert]), queue, free, capacities):
+                break
+    _fill_up(result, free, np.asarray(loads, dtype=np.float64))
     return result
 
 
@@ -86,19 +89,35 @@ def _add_copy(
     queue: list[tuple[float, int]],
     free: Integers,
     capacities: Sequence[int],
-) -> None:
-    """Add a copy to one of the domains in ``queue``. Its entries are pairs (load per slot, domain with a free slot)."""
+) -> bool:
+    """Add a copy to one of the domains in ``queue`` that has none, and return whether there is such a domain.
+
+    Entries of ``queue`` are pairs (load per slot, domain with a free slot).
+    """
     passed = []
     while queue and copies[queue[0][1]]:
         passed.append(heapq.heappop(queue))
-    # If every domain with a free slot already has a copy of the expert, the one with the smallest load gets another.
-    load, domain = heapq.heappop(queue) if queue else passed.pop(0)
-    copies[domain] += 1
-    free[domain] -= 1
-    if free[domain]:
-        passed.append((load + weight / capacities[domain], domain))
+    is_added = bool(queue)
+    if is_added:
+        load, domain = heapq.heappop(queue)
+        copies[domain] += 1
+        free[domain] -= 1
+        if free[domain]:
+            passed.append((load + weight / capacities[domain], domain))
     for entry in passed:
         heapq.heappush(queue, entry)
+    return is_added
+
+
+def _fill_up(result: Counts, free: Integers, loads: npt.NDArray[np.float64]) -> None:
+    """Give each free slot to the expert with the most tokens per copy among those with the fewest copies in the slot's
+    domain: a second copy in a domain helps less than the first copy of another expert."""
+    for domain in np.nonzero(free)[0].tolist():
+        for _ in range(int(free[domain])):
+            fewest = np.nonzero(result[:, domain] == result[:, domain].min())[0]
+            per_copy = loads[fewest] / result[fewest].sum(axis=1)
+            result[fewest[per_copy.argmax()], domain] += 1
+        free[domain] = 0
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:

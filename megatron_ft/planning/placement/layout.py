@@ -120,8 +120,8 @@ class Layout:
                 sums[position] = sum(weights[expert] for expert in slots[position])
         for expert in experts:
             free = (position for position in positions if len(slots[position]) < self.num_slots_per_rank)
-            # With equal loads, the rank with the fewest replicas comes first, not simply the first rank.
-            chosen = min(free, key=lambda position: (sums[position], len(slots[position]), position))
+            # A second copy on a rank does not help. With equal loads, the rank with the fewest replicas comes first.
+            chosen = min(free, key=lambda place: (expert in slots[place], sums[place], len(slots[place]), place))
             slots[chosen].append(expert)
             sums[chosen] += weights[expert]
 

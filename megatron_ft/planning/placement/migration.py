@@ -1,7 +1,8 @@
 """Plans the migration from the present placement to a new one: which rank gets which slots, and which experts move."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +110,137 @@ class MigrationPlan:
         result = cls(placement=plan, transfers=tuple(transfers))
         result.validate()
         return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """A transfer whose expert takes the place of another expert of the same layer on the receiving rank."""
+
+    transfer: Transfer
+    dropped: int
+    """Expert whose state the receiving rank overwrites."""
+
+
+Step = tuple[Replacement, ...]
+"""Replacements that ranks make together: at most one for each receiving rank."""
+
+
+def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step] | None:
+    """Divide ``migration`` into steps in which each rank receives at most one expert, so that a rank needs memory for
+    one more expert only.
+
+    After each step, every expert is still on at least one rank. If possible, an expert is sent by the rank that
+    ``migration`` names; if that rank has already overwritten it, another rank that holds it sends it.
+
+    Returns:
+        None if a rank would hold more or fewer distinct experts of a layer than under ``now``, so that no expert
+        can take the place of another.
+    """
+    state = _Replacing.of(now, migration)
+    if any(
+        len(old) != len(new)
+        for pair in zip(state.held, state.wanted, strict=True)
+        for old, new in zip(*pair, strict=True)
+    ):
+        return None
+    steps = []
+    while any(state.open.values()):
+        step = state.next_step()
+        if not step:
+            return None
+        steps.append(state.make(step))
+    return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replacing:
+    """Progress of a migration that is made in steps. Layers and ranks are numbered by their positions in the plan."""
+
+    held: list[list[set[int]]]
+    """Experts of each rank, ``[layer][rank]``."""
+    wanted: list[list[set[int]]]
+    """Experts of each rank after the migration."""
+    copies: list[Counter[int]]
+    """Number of ranks that hold each expert of each layer."""
+    open: dict[int, list[Transfer]]
+    """Transfers that have not been made, by receiving rank."""
+    layers: dict[int, int]
+    """Position of each layer number."""
+    ranks: dict[int, int]
+    """Position of each rank."""
+
+    @classmethod
+    def of(cls, now: PlacementPlan, migration: MigrationPlan) -> "_Replacing":
+        held = [[set(experts) for experts in by_rank] for by_rank in now.slots]
+        left: dict[int, list[Transfer]] = {rank: [] for rank in now.ranks}
+        for transfer in migration.transfers:
+            left[transfer.target_rank].append(transfer)
+        return cls(
+            held=held,
+            wanted=[[set(experts) for experts in by_rank] for by_rank in migration.placement.slots],
+            copies=[Counter(expert for experts in by_rank for expert in experts) for by_rank in held],
+            open=left,
+            layers={number: layer for layer, number in enumerate(now.layer_numbers)},
+            ranks={rank: position for position, rank in enumerate(now.ranks)},
+        )
+
+    def next_step(self) -> list[Replacement]:
+        """Choose one open transfer and one dropped expert for as many ranks as possible."""
+        choice = {rank: 0 for rank, transfers in self.open.items() if transfers}
+        while True:
+            step = []
+            change: Counter[tuple[int, int]] = Counter()
+            transfers = {rank: self.open[rank][number] for rank, number in choice.items()}
+            change.update((self.layers[t.layer_number], t.expert) for t in transfers.values())
+            for transfer in transfers.values():
+                dropped = self._dropped(transfer, change)
+                if dropped is None:
+                    rank = transfer.target_rank
+                    break
+                change[self.layers[transfer.layer_number], dropped] -= 1
+                step.append(Replacement(transfer=transfer, dropped=dropped))
+            else:
+                return step
+            # This rank tries its next transfer. All ranks choose again, because they may have relied on the copy that
+            # this rank would have received.
+            choice[rank] += 1
+            if choice[rank] == len(self.open[rank]):
+                del choice[rank]
+
+    def _dropped(self, transfer: Transfer, change: Counter[tuple[int, int]]) -> int | None:
+        """Return the expert that the receiving rank overwrites; None if no other rank would hold it then."""
+        layer, position = self.layers[transfer.layer_number], self.ranks[transfer.target_rank]
+
+        def left(expert: int) -> int:
+            return self.copies[layer][expert] + change[layer, expert]
+
+        surplus = self.held[layer][position] - self.wanted[layer][position]
+        # The expert with most copies, because other ranks may still have to receive experts with few copies from here.
+        most = max(surplus, key=lambda expert: (left(expert), -expert))
+        return most if left(most) > 1 else None
+
+    def make(self, step: Sequence[Replacement]) -> Step:
+        """Record ``step`` as made, and return it with senders that held the experts before it."""
+        sent: Counter[int] = Counter()
+        made = []
+        for replacement in step:
+            transfer = replacement.transfer
+            self.open[transfer.target_rank].remove(transfer)
+            of_layer = self.held[self.layers[transfer.layer_number]]
+            source = transfer.source_rank
+            if transfer.expert not in of_layer[self.ranks[source]]:
+                senders = [rank for rank, position in self.ranks.items() if transfer.expert in of_layer[position]]
+                source = min(senders, key=lambda rank: (sent[rank], rank))
+            sent[source] += 1
+            made.append(replace(replacement, transfer=replace(transfer, source_rank=source)))
+        for replacement in made:
+            layer = self.layers[replacement.transfer.layer_number]
+            experts = self.held[layer][self.ranks[replacement.transfer.target_rank]]
+            experts.remove(replacement.dropped)
+            experts.add(replacement.transfer.expert)
+            self.copies[layer][replacement.dropped] -= 1
+            self.copies[layer][replacement.transfer.expert] += 1
+        return tuple(made)
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.migration import Holdings, MigrationPlan, Transfer, holdings, remap
+from megatron_ft.planning.placement.allocation import allocate
+from megatron_ft.planning.placement.migration import (
+    Holdings,
+    MigrationPlan,
+    Step,
+    Transfer,
+    holdings,
+    remap,
+    replacement_steps,
+)
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan, Slots
 from megatron_ft.planning.placement.survival import survival
@@ -144,3 +153,87 @@ def test_bad_transfers_are_refused() -> None:
         MigrationPlan(placement=plan, transfers=(stray,)).validate()
     with pytest.raises(ConfigError, match="expert_bytes"):
         MigrationPlan.between(plan, holdings(plan), [1, 2])
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[PlacementPlan, PlacementPlan]:
+    """Draw two placements in which every rank holds the same number of distinct experts of a layer."""
+
+    def layer() -> tuple[tuple[int, ...], ...]:
+        # The first three ranks hold all experts, the others any two.
+        all_experts = draw(st.permutations(range(6)))
+        others = [draw(st.sets(st.integers(0, 5), min_size=2, max_size=2)) for _ in range(2)]
+        by_rank = [all_experts[:2], all_experts[2:4], all_experts[4:], *others]
+        return tuple(tuple(sorted(by_rank[position])) for position in draw(st.permutations(range(5))))
+
+    return plan_of((layer(), layer())), plan_of((layer(), layer()))
+
+
+def carried_out(now: PlacementPlan, steps: list[Step]) -> list[list[set[int]]]:
+    """Return the experts of each rank after ``steps``; check each of them."""
+    held = [[set(experts) for experts in by_rank] for by_rank in now.slots]
+    for step in steps:
+        receivers = [replacement.transfer.target_rank for replacement in step]
+        assert len(set(receivers)) == len(receivers) > 0
+        before = [[set(experts) for experts in by_rank] for by_rank in held]
+        for replacement in step:
+            transfer = replacement.transfer
+            layer = now.layer_numbers.index(transfer.layer_number)
+            assert transfer.expert in before[layer][transfer.source_rank], "the sender holds the expert"
+            assert transfer.expert not in before[layer][transfer.target_rank]
+            held[layer][transfer.target_rank].remove(replacement.dropped)
+            held[layer][transfer.target_rank].add(transfer.expert)
+        for by_rank in held:
+            assert set().union(*by_rank) == set(range(now.num_experts)), "no last copy is overwritten"
+    return held
+
+
+@given(exchanges())
+def test_steps_end_at_the_new_placement_and_never_lose_an_expert(pair: tuple[PlacementPlan, PlacementPlan]) -> None:
+    now, new = pair
+    migration = MigrationPlan.between(new, holdings(now), 100)
+    steps = replacement_steps(now, migration)
+    if steps is None:
+        return
+    assert carried_out(now, steps) == [[set(experts) for experts in by_rank] for by_rank in new.slots]
+    assert sum(map(len, steps)) == len(migration.transfers)
+
+
+def test_only_copies_that_are_exchanged_move_in_one_step() -> None:
+    now, new = plan_of((((0, 1), (2, 3)),)), plan_of((((0, 2), (1, 3)),))
+    steps = replacement_steps(now, MigrationPlan.between(new, holdings(now), 100))
+    assert steps is not None and len(steps) == 1
+    assert {(r.transfer.expert, r.dropped) for r in steps[0]} == {(2, 1), (1, 2)}
+
+
+def test_a_rank_that_has_overwritten_an_expert_does_not_send_it() -> None:
+    now = plan_of((((0, 1), (0, 2), (1, 2), (1, 2)),))
+    new = plan_of((((1, 2), (1, 2), (0, 1), (0, 2)),))
+    migration = MigrationPlan.between(new, holdings(now), 100)
+    steps = replacement_steps(now, migration)
+    assert steps is not None
+    assert carried_out(now, steps) == [[set(experts) for experts in new.slots[0]]]
+
+
+def test_no_steps_where_a_rank_would_hold_another_number_of_experts() -> None:
+    now, new = plan_of((((0, 1), (0, 1)),)), plan_of((((0, 0), (0, 1)),))
+    assert replacement_steps(now, MigrationPlan.between(new, holdings(now), 100)) is None
+
+
+def test_plans_of_the_search_need_few_steps() -> None:
+    cluster = Cluster.of(16, 1)
+    loads = [[(7 * expert + layer) % 23 + 1 for expert in range(32)] for layer in range(4)]
+    search = OverlapSearch(num_kicks=0)
+
+    def place(loads: list[list[int]], held: Holdings | None = None) -> PlacementPlan:
+        counts = [allocate(layer, 96, 2).replica_counts for layer in loads]
+        return search.place(counts, cluster, num_slots_per_rank=6, loads=loads, min_replicas=2, previous=held)
+
+    now = place(loads)
+    later = place([[load * (1 + expert % 3) for expert, load in enumerate(layer)] for layer in loads], holdings(now))
+    migration = MigrationPlan.between(remap(later, holdings(now)), holdings(now), 100)
+    steps = replacement_steps(now, migration)
+    assert steps is not None and migration.transfers
+    received = Counter(transfer.target_rank for transfer in migration.transfers)
+    assert len(steps) <= 2 * max(received.values())
+    carried_out(now, steps)
