@@ -30,7 +30,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor/*.py",),
     "injected faults": ("failures/*.py", "failpoints.py"),
     "expert loads": ("expert_loads.py",),
-    "records and durable files": ("records.py", "strict_json.py", "durable.py", "framing.py"),
+    "records and durable files": ("records.py", "serde.py", "durable.py", "framing.py"),
     "commit vote": ("planning/commit.py", "runtime/vote.py"),
     "token dispatch, planned": ("planning/dispatch.py",),
     "token dispatch, executed": ("runtime/dispatch/re*.py", "runtime/dispatch/rows.py", "runtime/dispatch/exchange.py"),

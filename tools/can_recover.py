@@ -39,11 +39,11 @@ from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import Stored
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import SnapshotReport
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
-from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50

@@ -13,8 +13,7 @@ from megatron_ft.control.rpc import ACCEPT_SECONDS, RpcClient, RpcError
 from megatron_ft.control.secret_file import read_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
-from megatron_ft.serde import Length, decode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import Length, decode, parse_json
 
 CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0

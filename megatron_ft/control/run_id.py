@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ft.durable import replace_file
 from megatron_ft.errors import ConfigError
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 RUN_ID_NAME = "run_id.json"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")

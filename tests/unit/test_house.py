@@ -14,7 +14,7 @@ from tools.code_size import CodeSize, measure
 PACKAGE = ROOT / "megatron_ft"
 MAX_LINES = 600
 NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints.py", "corpus", "config", "planning")
-NO_TORCH += ("control", "telemetry", "doctor", "records.py", "strict_json.py", "expert_loads.py", "failures")
+NO_TORCH += ("control", "telemetry", "doctor", "records.py", "expert_loads.py", "failures")
 NO_TORCH += ("durable.py", "formatting.py", "serde.py")
 MODULE_NAME = re.compile(r"\w+(?:\.\w+)+(?::\w+)?")
 IMPORT_IN_TEXT = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE)

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ft.durable import write_whole
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 FORMAT = 2
 """Version of the format, increased when an entry changes its meaning; a journal of another version is refused."""

@@ -31,8 +31,7 @@ from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_pa
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 from megatron_ft.planning.rank_environment import rank_environment
-from megatron_ft.serde import decode, encode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import decode, encode, parse_json
 
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0

@@ -25,8 +25,7 @@ from megatron_ft.control.slurm import batch_host
 from megatron_ft.control.slurm.nodes import own_address
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import read_line
-from megatron_ft.serde import decode, encode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import decode, encode, parse_json
 
 _FORKSERVER_SECONDS = 60.0
 """Longest wait for a fork server to listen: a cold file system first has to load Python's files."""

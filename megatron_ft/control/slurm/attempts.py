@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.durable import append_line, fsync_folder, replace_file
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 FOLDER = "slurm"
 """Subfolder of the run's folder."""

@@ -16,13 +16,13 @@ from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
 from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, window_digest
 from megatron_ft.snapshot.storage.run_settings import other_window
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
-from megatron_ft.strict_json import parse_json
 
 _Result = TypeVar("_Result")
 

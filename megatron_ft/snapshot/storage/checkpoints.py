@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
-from megatron_ft.strict_json import parse_json
 
 LATEST_NAME = "latest"
 _DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")

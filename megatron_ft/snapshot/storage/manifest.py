@@ -18,8 +18,8 @@ import xxhash
 
 from megatron_ft.config.identity import Settings
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import decode
 from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
-from megatron_ft.strict_json import decode
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2

@@ -13,8 +13,8 @@ from pathlib import Path
 import xxhash
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import JsonValue, decode, parse_json
 from megatron_ft.snapshot.storage.files import write_atomically
-from megatron_ft.strict_json import JsonValue, decode, parse_json
 
 REJECTED_NAME = "refused_windows.json"
 _DIGEST = re.compile(r"[0-9a-f]{32}")

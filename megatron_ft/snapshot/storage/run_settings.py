@@ -4,11 +4,11 @@ from pathlib import Path
 
 from megatron_ft.config.identity import Difference, JobIdentity, Settings
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.checkpoints import list_checkpoints, other_iteration
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
-from megatron_ft.strict_json import parse_json
 
 SETTINGS = "settings"
 """Key of a window's settings in the header of its first slice; the value is JSON text."""

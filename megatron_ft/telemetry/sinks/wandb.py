@@ -23,7 +23,7 @@ from megatron_ft import events
 from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
-from megatron_ft.strict_json import JsonValue
+from megatron_ft.serde import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
 from megatron_ft.telemetry.run_figures import RunFigures

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.config.identity import Difference, JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 
 def settings(fingerprint: str = "f", vocab_size: int = 384, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
