@@ -216,7 +216,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
     if config.run.resume == "never" or config.run.name is None:
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
-    from megatron_ft.control.run_id import RUN_ID_NAME, RunId
+    from megatron_ft.control.rundir import RUN_ID_NAME, RunId
     from megatron_ft.corpus.check import SplitPlan
     from megatron_ft.corpus.tokenizers import build_tokenizer
     from megatron_ft.snapshot.storage.run_settings import check_same_settings
@@ -318,8 +318,8 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
 
     validate(config)  # before other imports, so that a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
-    from megatron_ft.config.devices import on_device, refused_devices
     from megatron_ft.config.inputs import JobInputs
+    from megatron_ft.config.validate import on_device, refused_devices
     from megatron_ft.corpus.check import check_data
     from megatron_ft.planning.devices import DeviceChoice
     from megatron_ft.planning.job import JobPlan
@@ -364,7 +364,7 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
     """Set ``training.device`` to ``device``, so that ranks and plan use the same device. Return the configuration as
     ``JobConfig`` and as YAML text."""
-    from megatron_ft.config.devices import on_device
+    from megatron_ft.config.validate import on_device
 
     if config.training.device == device:
         return config, config_yaml

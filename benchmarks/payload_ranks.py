@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.config.parallel import ParallelConfig
-from megatron_ft.control.node.agent_client import AgentClient, Identity
-from megatron_ft.control.node.worker_client import RankContext, StopFlag
+from megatron_ft.config.job import ParallelConfig
+from megatron_ft.control.node.worker_client import AgentClient, Identity, RankContext, StopFlag
 from megatron_ft.errors import ControlError
 from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
 from megatron_ft.planning.recovery.membership import NextMembership

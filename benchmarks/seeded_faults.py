@@ -52,7 +52,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "membership": ("control/membership/*.py",),
     "controller": ("control/controller/*.py",),
     "controller's server": ("control/rpc.py", "control/unauth*.py", "control/controller/se*.py"),
-    "detector and reports": ("control/detector.py", "control/node/outbox.py", "control/report.py"),
+    "detector and reports": ("control/detector.py", "control/node/controller_client.py", "control/report.py"),
     "agent and ranks": ("control/node/*.py",),
     "launch": ("control/launchers/*.py", "control/launcher.py", "control/rundir.py"),
     "Slurm": ("control/slurm/*.py",),

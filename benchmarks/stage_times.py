@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import JobConfig, ParallelConfig
 from megatron_ft.operators import OperatorId, operators_of, padded_vocab_size
 from megatron_ft.planning.cost.pipeline_clock import PassSeconds
 from megatron_ft.testing.ranks import Rank, compose, join_groups, run_ranks

@@ -21,14 +21,14 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.config.checks.placement import derive_placement
-from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import on_device, refused_devices
 from megatron_ft.control.admin import AdminClient, JobNotRunning
-from megatron_ft.control.run_id import RUN_ID_NAME, RunId
+from megatron_ft.control.rundir import RUN_ID_NAME, RunId
 from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId

@@ -8,9 +8,8 @@ import pytest
 
 from benchmarks.membership_simulation import simulate
 from benchmarks.simulated_job import KEEPS_LAYOUT
-from megatron_ft.control.membership import joining, reconfigure, replacing
-from megatron_ft.control.membership.nodes import NodeRecord, NodeState
-from megatron_ft.control.membership.state import MembershipPolicy, Phase, Reform, State, Step
+from megatron_ft.control.membership import joining, reconfigure
+from megatron_ft.control.membership.state import MembershipPolicy, NodeRecord, NodeState, Phase, Reform, State, Step
 from megatron_ft.planning.recovery.target import Position, Target
 
 SEEDS = range(60)
@@ -140,10 +139,10 @@ def in_any_order(state: State) -> tuple[int, ...]:
 
 def not_ready(state: State) -> list[int]:
     """Return joining nodes, wrongly including nodes that are not alive yet."""
-    return [record.node for record in state.nodes.joining][: len(replacing._lost_places(state))]
+    return [record.node for record in state.nodes.joining][: len(joining._lost_places(state))]
 
 
-FILLED = replacing.filled
+FILLED = joining.members_after_filling
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ FILLED = replacing.filled
 def test_wrong_decisions_about_places_are_noticed(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
 ) -> None:
-    monkeypatch.setattr(replacing, name, wrong)
+    monkeypatch.setattr(joining, name, wrong)
     _, failures = simulate(KEEPING)
     assert any(broken_rule in failure["error"] for failure in failures), failures
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from megatron_ft.control.membership import events
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES, Message
 from megatron_ft.planning.recovery.membership import NextMembership

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ft.config.data import DataConfig
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.job import DataConfig, JobConfig
 from megatron_ft.corpus import stdlib
 from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path, read_dtype
 from megatron_ft.corpus.order import SampleOrder, check_weights

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_ft.config.checks.parallel import needs_transformer_engine
-from megatron_ft.config.devices import on_device
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.validate import on_device
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import JobConfig, ParallelConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.runtime.transport import waits
 from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
+from megatron_ft.config.membership import MembershipChange, nodes_over_time
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore import rank_main

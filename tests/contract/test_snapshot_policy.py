@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand

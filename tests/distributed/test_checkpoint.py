@@ -163,7 +163,7 @@ class Rank:
     def __init__(self, layout: str, directory: Path, *, hidden_dropout: float = 0.1, **checkpoint: Any) -> None:
         import torch
 
-        from megatron_ft.config.checkpoint import CheckpointConfig
+        from megatron_ft.config.job import CheckpointConfig
         from megatron_ft.mcore.training.engine import TrainingEngine
 
         self.directory, self.records = directory, []

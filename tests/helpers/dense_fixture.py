@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
+from megatron_ft.config.job import CheckpointConfig
 from megatron_ft.testing import engines
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"

@@ -26,7 +26,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import MembershipOrder, RankContext
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.run_id import RUN_ID_NAME
+from megatron_ft.control.rundir import RUN_ID_NAME
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.planning.recovery.target import Position, choose_target

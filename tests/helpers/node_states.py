@@ -1,7 +1,6 @@
 """Nodes of a job by what the state machine knows of them."""
 
-from megatron_ft.control.membership.nodes import AgentState, NodeState
-from megatron_ft.control.membership.state import State
+from megatron_ft.control.membership.state import AgentState, NodeState, State
 
 
 def of_agents(state: State, agent: AgentState) -> set[int]:

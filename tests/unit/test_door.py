@@ -17,7 +17,7 @@ import pretrain_moe
 from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
-from megatron_ft.control.run_id import RunId
+from megatron_ft.control.rundir import RunId
 from megatron_ft.corpus.check import SplitPlan, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.corpus.tokenizers import build_tokenizer

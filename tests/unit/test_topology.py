@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import ParallelConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.topology import Cluster, Topology
 

@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_ft.control import messages
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.admin_service import AdminService
-from megatron_ft.control.controller.essential_writes import CannotDecide
-from megatron_ft.control.controller.inbox import Item, Origin, Posted
-from megatron_ft.control.controller.job_result import JobResult, add_failure_report
-from megatron_ft.control.controller.journal import Journal
-from megatron_ft.control.controller.server import ControllerServer
+from megatron_ft.control.controller.journal import CannotDecide, Journal
+from megatron_ft.control.controller.server import ControllerServer, Item, Origin, Posted
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
 from megatron_ft.control.membership import machine
 from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost, RankHung, Tick
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step
 from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
 from megatron_ft.control.node.sidecars import by_name
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.report import JobResult, add_failure_report
 from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode

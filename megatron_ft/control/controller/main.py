@@ -27,18 +27,16 @@ from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.essential_writes import EssentialWrites, StandingClock
-from megatron_ft.control.controller.inbox import Origin
-from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.journal import EssentialWrites, Journal, StandingClock
+from megatron_ft.control.controller.server import Origin
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.launchers.base import launcher_class
 from megatron_ft.control.membership import events
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Step
 from megatron_ft.control.messages import LaunchSpec, event_from_json
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
-from megatron_ft.control.ports import free_port
+from megatron_ft.control.ports import StoreEndpoint, free_port
+from megatron_ft.control.rpc import check_descriptors, raise_descriptor_limit
 from megatron_ft.control.runtime_dir import Use
-from megatron_ft.control.unauthenticated import check_descriptors, raise_descriptor_limit
 from megatron_ft.durable import append_line
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send

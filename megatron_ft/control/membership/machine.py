@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_ft.control.membership import joining, reconfigure, replacing
+from megatron_ft.control.membership import joining, reconfigure
 from megatron_ft.control.membership.events import (
     AddRequested,
     DrainRequested,
@@ -25,13 +25,15 @@ from megatron_ft.control.membership.events import (
     StopRequested,
     Tick,
 )
-from megatron_ft.control.membership.nodes import AgentState, Nodes, NodeState
 from megatron_ft.control.membership.state import (
     TRAINING,
+    AgentState,
     Decision,
     Failure,
     MembershipPolicy,
     Moment,
+    Nodes,
+    NodeState,
     Outcome,
     Phase,
     State,
@@ -76,7 +78,7 @@ def advance(
             step = decided
             break
     if policy.keeps_layout and step.state.phase in (Phase.REFORMING, Phase.FILLING):
-        return replace(step, state=replacing.set_wake_up(policy, step, now))
+        return replace(step, state=joining.set_wake_up_of_filling(policy, step, now))
     return replace(step, state=joining.set_wake_up(policy, step.state, now))
 
 
@@ -190,7 +192,7 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     """Return the nodes for a restart of all ranks, at most ``most_members``; members that were not lost come first. The
     result is ascending, or ordered by place in a job that keeps its layout."""
     if policy.keeps_layout:
-        return replacing.restartable(state)
+        return joining.members_after_restart(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
     live = {record.node for record in nodes.records if record.agent is not AgentState.LOST} & set(state.members)
     if policy.may_lose_nodes:

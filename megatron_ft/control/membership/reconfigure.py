@@ -11,10 +11,9 @@ handled first, and the change is ordered again.
 
 from dataclasses import replace
 
-from megatron_ft.control.membership import replacing
+from megatron_ft.control.membership import joining
 from megatron_ft.control.membership.events import RankBroken
 from megatron_ft.control.membership.joining import admitted, count_loss, describe_change, may_return
-from megatron_ft.control.membership.nodes import Nodes, NodeState
 from megatron_ft.control.membership.state import (
     BREAKABLE,
     TRAINING,
@@ -22,6 +21,8 @@ from megatron_ft.control.membership.state import (
     Failure,
     MembershipPolicy,
     Moment,
+    Nodes,
+    NodeState,
     Phase,
     Reform,
     State,
@@ -66,12 +67,12 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return None
     if not state.failures:
         return _wait_for_others(policy, state, now) if state.broken else None
-    state = replacing.give_up_late(policy, state, now)
+    state = joining.give_up_late_nodes(policy, state, now)
     obstacle = _obstacle(policy, state)
     # All ranks that are left have to report: the missing one may be the only one that knows the newest complete vote.
     if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
         try:
-            if replacing.are_filled(policy, state):
+            if joining.can_fill_places(policy, state):
                 return _reform(policy, state, now)
             return _fill(policy, state, now)
         except RecoveryError as error:
@@ -95,9 +96,9 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """
     if state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
-    state = replacing.count_losses(state, choose_target(_positions(policy, state)).iteration)
-    obstacle = replacing.obstacle(policy, state)
-    return replacing.fill(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
+    state = joining.count_losses(state, choose_target(_positions(policy, state)).iteration)
+    obstacle = joining.why_place_stays_empty(policy, state)
+    return joining.fill_places(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
@@ -198,12 +199,12 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
         number = policy.number_among(state.members, ended[0])
         return f"rank {number} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
-        return replacing.obstacle(policy, state)
+        return joining.why_place_stays_empty(policy, state)
     num_left = len(set(state.members) - state.nodes.lost)
     num_joining = len(admitted(policy, state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
-        joining = f" plus {num_joining} ready to join" if num_joining else ""
-        return f"too few nodes are left: {num_left}{joining}, below recovery.min_nodes={policy.fewest_nodes}"
+        ready = f" plus {num_joining} ready to join" if num_joining else ""
+        return f"too few nodes are left: {num_left}{ready}, below recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -286,18 +287,18 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     staying = set(state.members) - state.nodes.lost - leaving
     members = tuple(sorted(staying | set(admitted(policy, state, len(staying)))))
     if policy.keeps_layout:
-        members = replacing.filled(state)
-    joining = set(members) - staying
+        members = joining.members_after_filling(state)
+    new = set(members) - staying
     ranks = [rank for node in members for rank in policy.ranks_of(node)]
     positions = _positions(policy, state)
     return Reform(
         lost=tuple(sorted(state.nodes.lost & set(state.members))),
         leaving=tuple(sorted(leaving)),
-        joining=tuple(sorted(joining)),
+        joining=tuple(sorted(new)),
         positions=positions,
         target=choose_target(positions),
         previous_ranks=tuple(
-            None if policy.node_of(rank) in joining else policy.number_among(state.members, rank) for rank in ranks
+            None if policy.node_of(rank) in new else policy.number_among(state.members, rank) for rank in ranks
         ),
         nodes=tuple(policy.node_of(rank) for rank in ranks),
     )

@@ -22,11 +22,11 @@ from pathlib import Path
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import messages
 from megatron_ft.control.messages import Join, Order, to_message
+from megatron_ft.control.node.controller_client import Outbox
 from megatron_ft.control.node.fork_server import listen
-from megatron_ft.control.node.outbox import Outbox
 from megatron_ft.control.node.ranks import Ranks
 from megatron_ft.control.node.sidecars import Sidecars
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_path
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send

@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_ft.control.launchers.processes import Processes, kill
 from megatron_ft.control.node import agent
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm import batch_host
 from megatron_ft.control.slurm.nodes import own_address

@@ -10,9 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.node.agent_client import AgentClient, Identity
 from megatron_ft.control.node.fork_server import HELD_SIGNALS
-from megatron_ft.control.node.worker_client import RankContext, StopFlag
+from megatron_ft.control.node.worker_client import AgentClient, Identity, RankContext, StopFlag
 from megatron_ft.errors import MegatronFtError, RankLost
 from megatron_ft.framing import Message
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.detector import SignsOfLife
-from megatron_ft.control.node.outbox import Outbox
+from megatron_ft.control.node.controller_client import Outbox
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 

@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.control.run_id import RunId
+from megatron_ft.control.rundir import RunId
 from megatron_ft.corpus.check import Span, SplitPlan, resolve_vocab_size, vocabulary_entries
 from megatron_ft.corpus.order import Place
 from megatron_ft.corpus.tokenizers import build_tokenizer

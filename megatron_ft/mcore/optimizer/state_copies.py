@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.config.optimizer import OptimizerConfig
+from megatron_ft.config.job import OptimizerConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.optimizer.masters import MOMENTS, Master, masters

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import MembershipChange, config_of
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted

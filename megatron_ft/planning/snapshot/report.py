@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import Operator, operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES

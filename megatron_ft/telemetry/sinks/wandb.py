@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_ft import events
-from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.config.job import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
 from megatron_ft.serde import JsonValue

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_ft.config.devices import on_device, refused_devices
-from megatron_ft.config.validate import validate
+from megatron_ft.config.validate import on_device, refused_devices, validate
 from megatron_ft.errors import ConfigError
 from pretrain_moe import compose
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.detector import DetectorConfig
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.job import DetectorConfig, JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
+from megatron_ft.config.membership import MembershipChange, nodes_over_time
 from megatron_ft.errors import ConfigError
 
 

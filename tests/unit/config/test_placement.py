@@ -6,8 +6,7 @@ import pytest
 
 from megatron_ft.config.checks.placement import check_placement, derive_placement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
-from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.serialize import build_policy, from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch

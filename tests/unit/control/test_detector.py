@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place, SignsOfLife
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankBroken, RankHung
-from megatron_ft.control.membership.nodes import Nodes
-from megatron_ft.control.membership.state import MembershipPolicy, Phase, State
+from megatron_ft.control.membership.state import MembershipPolicy, Nodes, Phase, State
 from megatron_ft.planning.recovery.target import Position
 
 MEMBERSHIP = MembershipPolicy(

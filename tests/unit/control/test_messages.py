@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.membership.events import MachineEvent, NodeLost, RankHung, StopRequested, Tick
 from megatron_ft.control.membership.state import Failure, Outcome
@@ -27,6 +26,7 @@ from megatron_ft.control.messages import (
     event_to_json,
     to_message,
 )
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import RpcError
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES, encode

@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 
 from megatron_ft.control import report
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.launcher import _exit_code_of
 from megatron_ft.control.membership.state import Decision, Failure, MembershipPolicy, Outcome, State, Step
-from megatron_ft.control.report import _failed_records, failure_screen, lost_records, restart_records, resume_advice
+from megatron_ft.control.report import (
+    JobResult,
+    _failed_records,
+    failure_screen,
+    lost_records,
+    restart_records,
+    resume_advice,
+)
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import RanksRestarted

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
-from megatron_ft.control.run_id import RUN_ID_NAME, RunId
-from megatron_ft.control.rundir import RunDir
+from megatron_ft.config.job import RunConfig
+from megatron_ft.control.rundir import RUN_ID_NAME, RunDir, RunId
 from megatron_ft.errors import ConfigError
 
 

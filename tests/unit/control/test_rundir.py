@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control import rundir
 from megatron_ft.control.rundir import RunDir, _has_state, has_complete_state, is_claimed
 from megatron_ft.errors import ConfigError

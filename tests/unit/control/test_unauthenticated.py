@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.unauthenticated import UnauthenticatedConnections, _peer_of, max_connections
+from megatron_ft.control.rpc import (
+    RpcClient,
+    RpcServer,
+    UnauthenticatedConnections,
+    _peer_of,
+    max_connections,
+    new_token,
+)
 from megatron_ft.testing.attacks import crowd, headers_without_body
 from tests.unit.control.controller.test_controller import eventually
 
@@ -92,7 +98,7 @@ def test_peers_are_read_as_grpc_writes_them(text: str, peer: tuple[str, int] | N
 def test_a_server_leaves_descriptors_for_all_else() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))\n"
-        "from megatron_ft.control.unauthenticated import max_connections, raise_descriptor_limit\n"
+        "from megatron_ft.control.rpc import max_connections, raise_descriptor_limit\n"
         "print(max_connections(), raise_descriptor_limit(), max_connections())"
     )
     command = [sys.executable, "-c", code]
@@ -104,7 +110,7 @@ def test_a_server_leaves_descriptors_for_all_else() -> None:
 def test_a_job_with_more_nodes_than_descriptors_does_not_begin() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-        "from megatron_ft.control.unauthenticated import check_descriptors\n"
+        "from megatron_ft.control.rpc import check_descriptors\n"
         "check_descriptors(100); check_descriptors(250)"
     )
     command = [sys.executable, "-c", code]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.config.data import DataConfig
+from megatron_ft.config.job import DataConfig
 from megatron_ft.corpus.tokenizers import ByteTokenizer, build_tokenizer, byte_letters, losses
 from megatron_ft.errors import ConfigError, DataError
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import ParallelConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import LaunchConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.devices import (
     DeviceChoice,

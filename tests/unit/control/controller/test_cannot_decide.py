@@ -11,11 +11,10 @@ import pytest
 
 from megatron_ft.control.controller import server
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.essential_writes import EssentialWrites
-from megatron_ft.control.controller.job_result import JobResult
-from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.journal import EssentialWrites, Journal
 from megatron_ft.control.membership.events import StopRequested
 from megatron_ft.control.membership.state import Outcome
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import RpcClient
 from tests.unit.control.controller.test_controller import POLICY, TOKEN, launch_spec
 

@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.membership.events import DrainRequested, KillRequested, NodeLost
-from megatron_ft.control.membership.nodes import AgentState
-from megatron_ft.control.membership.state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership.state import (
+    AgentState,
+    Decision,
+    FailedStart,
+    MembershipPolicy,
+    Outcome,
+    Phase,
+    Step,
+)
 from megatron_ft.control.messages import LaunchSpec
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
 from megatron_ft.serde import encode

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.controller.essential_writes import CannotDecide, EssentialWrites, StandingClock
-from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.journal import CannotDecide, EssentialWrites, Journal, StandingClock
 from megatron_ft.control.membership.state import Outcome
 from megatron_ft.durable import append_line
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from megatron_ft.control.controller.inbox import Inbox, Item, Posted
+from megatron_ft.control.controller.server import Inbox, Item, Posted
 from megatron_ft.control.membership.events import NodeJoined, Tick
 
 

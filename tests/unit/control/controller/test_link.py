@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.membership.events import StopRequested
 from megatron_ft.control.membership.state import Outcome
+from megatron_ft.control.report import JobResult
 from megatron_ft.errors import ControlError
 from megatron_ft.testing.jobs import REPOSITORY
 

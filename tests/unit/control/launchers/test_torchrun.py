@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control.launchers.torchrun import RankEnvironment, _expand_counts, detect, expand_nodelist
 from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError

@@ -17,8 +17,15 @@ from megatron_ft.control.membership.events import (
     StopRequested,
 )
 from megatron_ft.control.membership.machine import initial
-from megatron_ft.control.membership.nodes import NodeState
-from megatron_ft.control.membership.state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership.state import (
+    Decision,
+    FailedStart,
+    MembershipPolicy,
+    NodeState,
+    Outcome,
+    Phase,
+    Step,
+)
 from tests.helpers.node_states import left
 from tests.unit.control.membership.test_reconfigure import Job
 

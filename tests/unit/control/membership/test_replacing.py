@@ -18,8 +18,7 @@ from megatron_ft.control.membership.events import (
     StopRequested,
 )
 from megatron_ft.control.membership.joining import refuse_drain
-from megatron_ft.control.membership.nodes import AgentState
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, State, Step
+from megatron_ft.control.membership.state import AgentState, Decision, MembershipPolicy, Outcome, Phase, State, Step
 from megatron_ft.planning.recovery.target import Target
 from tests.helpers.node_states import of_agents
 from tests.unit.control.membership.test_joining import ready, shape

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.controller.main import _launch_spec
-from megatron_ft.control.node.store_endpoint import NUM_PORTS, StoreEndpoint
+from megatron_ft.control.ports import NUM_PORTS, StoreEndpoint
 from megatron_ft.serde import decode, encode
 
 PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) for node in (0, 1)}

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.node.agent_client import AgentClient, Identity
-from megatron_ft.control.node.worker_client import InProcessClient, MembershipOrder, StopFlag
+from megatron_ft.control.node.worker_client import AgentClient, Identity, InProcessClient, MembershipOrder, StopFlag
 from megatron_ft.errors import ControlError, TrainingStopped
 from megatron_ft.framing import FrameReader, send
 from megatron_ft.planning.recovery.membership import NextMembership

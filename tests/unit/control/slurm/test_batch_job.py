@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control.rundir import RunDir
 from megatron_ft.control.slurm.batch_job import _Site
 from megatron_ft.errors import ConfigError

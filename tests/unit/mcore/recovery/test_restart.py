@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import JobConfig, RunConfig
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryStarted

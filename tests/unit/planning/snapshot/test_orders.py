@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger

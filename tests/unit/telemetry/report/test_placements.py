@@ -47,7 +47,7 @@ def test_runs_without_replicas_have_no_such_part(run: MadeUpRun) -> None:
         ("[]", "stages: must contain"),
         ('{"stages": [3]}', "stages: must contain"),
         ({"ranks": [0]}, "ranks=[0]: must be distinct"),
-        ({"ranks": ["0", 1]}, "stages.ranks='0': must be int"),
+        ({"ranks": ["0", 1]}, "stages.ranks[0]='0': must be int"),
         ({"num_experts": 10**12}, "stages.num_experts=1000000000000: must be 1 to"),
         ({"slots": [[[0, 1], [2, 9]]]}, "must be from 0 to 3"),
         ({"slots": None}, "stages.slots=None"),

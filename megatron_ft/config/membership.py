@@ -1,16 +1,18 @@
-"""Scheduled membership changes (``testing.membership_schedule``), e.g. ``lose(nodes=[2],before_iteration=5)``.
+"""Memberships of a job: its configuration on present nodes, and scheduled changes (``testing.membership_schedule``).
 
-Ranks of the named nodes leave or join without a fault, before the given iteration. Tests compare a job that loses and
-adds nodes because of failures with a job in which the same changes are scheduled. ``lose`` removes nodes,
-``join(nodes=[2],before_iteration=9)`` adds nodes, and ``change(lose=[1],join=[2],before_iteration=12)`` does both at
-once. A node in both lists is restarted, and its new ranks have no state.
-``change(lose=[],join=[],before_iteration=12)`` only computes a new placement. Several entries with the same iteration
-form several memberships, one after the other.
+A change is written like ``lose(nodes=[2],before_iteration=5)``. Ranks of the named nodes leave or join without a fault,
+before the given iteration. Tests compare a job that loses and adds nodes because of failures with a job in which the
+same changes are scheduled. ``lose`` removes nodes, ``join(nodes=[2],before_iteration=9)`` adds nodes, and
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists is restarted, and its new
+ranks have no state. ``change(lose=[],join=[],before_iteration=12)`` only computes a new placement. Several entries with
+the same iteration form several memberships, one after the other.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.reading import parse_call
 
@@ -108,3 +110,31 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
     if nodes != sorted(set(nodes)):
         raise ConfigError.of(_KEY, text, "must name each node once, in ascending order")
     return tuple(nodes)
+
+
+def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
+    """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
+
+    Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas`` and
+    ``snapshot.num_peer_copies`` are lowered if there are too few domains. With ``recovery.keep_layout`` only the
+    failure domains change, because the number of nodes stays the same.
+    """
+    # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare has those of the lost node.
+    present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
+    names = dict(enumerate(job.topology.failure_domains))
+    domains = [names.get(node, f"node{node}") for node in present]
+    topology = replace(job.topology, failure_domains=domains)
+    if job.recovery.keep_layout:
+        return replace(job, topology=topology)
+    num_domains = len(set(domains))
+    return derive_placement(
+        replace(
+            job,
+            launch=replace(job.launch, num_nodes=len(present)),
+            topology=topology,
+            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
+            parallel=replace(job.parallel, expert_model_parallel_size=1),
+            placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
+            snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),
+        )
+    )
