@@ -217,7 +217,7 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
     from megatron_ft.control.rundir import RUN_ID_NAME, RunId
-    from megatron_ft.corpus.check import SplitPlan
+    from megatron_ft.corpus.samples import SplitPlan
     from megatron_ft.corpus.tokenizers import build_tokenizer
     from megatron_ft.snapshot.storage.run_settings import check_same_settings
     from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -320,7 +320,7 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
     from megatron_ft.config.checks.placement import derive_placement
     from megatron_ft.config.inputs import JobInputs
     from megatron_ft.config.validate import on_device, refused_devices
-    from megatron_ft.corpus.check import check_data
+    from megatron_ft.corpus.samples import check_data
     from megatron_ft.planning.devices import DeviceChoice
     from megatron_ft.planning.job import JobPlan
 

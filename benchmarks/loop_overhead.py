@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
 
 ID = "loop-overhead"

@@ -21,7 +21,7 @@ from benchmarks.processor import process_cpu_seconds, thread_cpu_seconds, thread
 from benchmarks.report import finish, parse_arguments
 from benchmarks.stall_figures import DCP, DCP_SHARED, MEGATRON, OURS, Row, judge, summary, table
 from megatron_ft.config.job import JobConfig, SnapshotConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.testing.ranks import Rank, compose, run_ranks
 from megatron_ft.testing.snapshot_servers import Cluster, cluster
 

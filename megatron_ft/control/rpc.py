@@ -112,7 +112,7 @@ class RpcServer:
         except RuntimeError as error:
             raise ControlError(f"cannot listen on control.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
-        self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
+        self._unauthenticated = handlers.unauthenticated = _UnauthenticatedConnections(bound, max_connections=most)
 
     def start(self) -> None:
         """Begin to serve, in separate threads."""
@@ -129,7 +129,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: str, methods: Mapping[str, Method], token: str) -> None:
         self._methods = {f"/{service}/{name}": method for name, method in methods.items()}
         self._token = token.encode()
-        self.unauthenticated: UnauthenticatedConnections | None = None
+        self.unauthenticated: _UnauthenticatedConnections | None = None
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         if not self._authentic(handler_call_details):
@@ -241,6 +241,56 @@ class RpcClient:
         self._channel.close()
 
 
+_PAUSE_SECONDS = 0.2
+
+
+class ControllerClient:
+    """Calls the controller for one node's agent. Safe in several threads."""
+
+    def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
+        self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
+        # Held from comparison to assignment: threads can finish in another order than their answers came.
+        self._fence = threading.Lock()
+        self._epoch = 0
+
+    def call(
+        self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
+    ) -> Message:
+        """Call the controller, see ``RpcClient.call``. The answer of a controller that has been replaced is rejected.
+
+        Raises:
+            RpcError: the controller did not answer in time, is gone, refused the call, or has a stale epoch.
+        """
+        answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
+        epoch = int(answer["epoch"])
+        with self._fence:
+            newest = self._epoch = max(self._epoch, epoch)
+        # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
+        if epoch < newest:
+            message = (
+                f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
+                f"which epoch {newest} has replaced"
+            )
+            raise RpcError(message, refused=False)
+        return answer
+
+    def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
+        """Repeat a call until the controller or its replacement answers.
+
+        Raises:
+            RpcError: the controller refused the call, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left_seconds = deadline - time.monotonic()
+            try:
+                return self.call(method, body, timeout_seconds=left_seconds, wait_for_peer=True)
+            except RpcError as error:
+                if error.refused or time.monotonic() + _PAUSE_SECONDS > deadline:
+                    raise
+            threading.Event().wait(_PAUSE_SECONDS)
+
+
 # A gRPC server accepts every connection and keeps it, whether or not a call with the token ever comes. Each connection
 # uses a descriptor, so connections could use up all descriptors of the process. gRPC limits the number of its
 # connections, but does not know which are authenticated. This module does: a call with the right token identifies its
@@ -317,7 +367,7 @@ class _Connection(NamedTuple):
     peer: Peer
 
 
-class UnauthenticatedConnections:
+class _UnauthenticatedConnections:
     """Watches the connections to one port of this process, and shuts down unauthenticated ones."""
 
     def __init__(

@@ -68,7 +68,7 @@ def _measure(config: JobConfig, rank: Any) -> int:
 
 def main(folder: Path, overrides: list[str]) -> None:
     """Measure, and plan the same."""
-    from megatron_ft.corpus.check import check_data
+    from megatron_ft.corpus.samples import check_data
     from megatron_ft.planning.job import JobPlan
     from megatron_ft.testing.ranks import compose, run_ranks
 

@@ -18,8 +18,8 @@ from megatron_ft.config.identity import settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.rundir import RunId
-from megatron_ft.corpus.check import SplitPlan, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
+from megatron_ft.corpus.samples import SplitPlan, resolve_vocab_size
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import EXIT_CODES, CheckpointError, ConfigError
 from megatron_ft.planning.devices import DeviceFacts
@@ -104,7 +104,7 @@ def test_defaults_of_conf_are_those_of_the_dataclasses() -> None:
 def test_a_local_job_is_launched_with_its_configuration() -> None:
     with (
         mock.patch("megatron_ft.control.launcher.launch", return_value=6) as launch,
-        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+        mock.patch("megatron_ft.corpus.samples.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main(["training.train_iterations=20", "launch.ranks_per_node=2"]) == 6
     config, text = launch.call_args.args
@@ -150,7 +150,7 @@ def test_only_the_first_rank_of_a_node_tells_a_configuration_error(
 def test_more_memory_than_the_machine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         mock.patch("megatron_ft.control.launcher.launch") as launch,
-        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+        mock.patch("megatron_ft.corpus.samples.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main(["model=mixtral_8x7b", "training.device=cpu", "launch.ranks_per_node=8"]) == 2
     assert not launch.called
@@ -162,7 +162,7 @@ def test_what_needs_a_gpu_is_refused_where_auto_finds_none(capsys: pytest.Captur
     overrides = ["launch.ranks_per_node=2", "parallel.tensor_model_parallel_size=2"]
     with (
         mock.patch("megatron_ft.control.launcher.launch") as launch,
-        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+        mock.patch("megatron_ft.corpus.samples.check_data", return_value=_data()),
     ):
         assert pretrain_moe.main([*overrides, "parallel.expert_tensor_parallel_size=2"]) == 2
         assert pretrain_moe.main(["model.multi_latent_attention=true"]) == 2
@@ -185,7 +185,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceFacts],
     """Makes this machine one with other devices; gives what ``launch`` would have been called with."""
     with (
         mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch,
-        mock.patch("megatron_ft.corpus.check.check_data", return_value=_data()),
+        mock.patch("megatron_ft.corpus.samples.check_data", return_value=_data()),
     ):
 
         def choose(facts: DeviceFacts) -> mock.Mock:
@@ -343,7 +343,7 @@ def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs
 
 
 def _data() -> object:
-    from megatron_ft.corpus.check import DataSummary
+    from megatron_ft.corpus.samples import DataSummary
 
     return DataSummary(sources=(), tokenizer_vocab_size=257, vocab_size=384, eod=256)
 

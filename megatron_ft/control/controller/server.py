@@ -68,7 +68,7 @@ class Posted:
     number: int | None = None
 
 
-class Inbox:
+class _Inbox:
     """A queue from many threads to one thread. Arrival times follow the order of the queue."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -277,7 +277,7 @@ class ControllerServer:
         self._policy, self._members, self._epoch = policy, members, epoch
         self._sessions = _AgentSessions()
         self._sign_of_life, self._sign_seconds = sign_of_life, sign_seconds
-        self._inbox = Inbox(clock)
+        self._inbox = _Inbox(clock)
         self._orders: list[Message] = []
         self._encoded_orders: list[bytes] = []
         """The orders as JSON: a large one is encoded once, not for every agent."""
@@ -333,7 +333,7 @@ class ControllerServer:
             raise TimeoutError(f"the controller did not process the request within {ACCEPT_SECONDS:g} s")
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """Return the next item, or a tick, see ``Inbox.take``."""
+        """Return the next item, or a tick, see ``_Inbox.take``."""
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:

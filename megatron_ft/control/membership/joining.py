@@ -83,7 +83,7 @@ def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
     return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
 
 
-def fail_start(
+def _fail_start(
     policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
 ) -> State:
     """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
@@ -98,10 +98,10 @@ def fail_start(
     return replace(state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)))
 
 
-def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment) -> State:
+def _give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment) -> State:
     """Count an agent that did not register in time as a failed start; the next start of its node ends this agent."""
     late = f"its agent did not register (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
-    state = fail_start(policy, state, node, late, now)
+    state = _fail_start(policy, state, node, late, now)
     return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
 
 
@@ -114,7 +114,7 @@ def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, n
     # started for ever.
     never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
     if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
-        state = fail_start(policy, state, node, reason, now)
+        state = _fail_start(policy, state, node, reason, now)
     # ``_start`` would start a process for each node that is still wanted.
     elif not policy.restart_lost_nodes:
         state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
@@ -198,7 +198,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return None
     if not policy.may_lose_nodes or not policy.ranks_of_all(state.members).isdisjoint(state.gone):
         return None  # ranks have done their work: the job is about to end
-    return _give_up_agents(policy, state, now) or kill_or_start(policy, state, now) or _change(policy, state, now)
+    return _give_up_agents(policy, state, now) or _kill_or_start(policy, state, now) or _change(policy, state, now)
 
 
 def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
@@ -216,7 +216,7 @@ def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
     return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
 
-def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
+def _kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
     """Return a step that kills or starts ranks outside the membership; None if there is nothing to do."""
     return _kill(policy, state, now) or _start(policy, state, now)
 
@@ -236,7 +236,7 @@ def _give_up_agents(policy: MembershipPolicy, state: State, now: Moment) -> Step
     if not late:
         return None
     for node in late:
-        state = give_up_agent(policy, state, node, now)
+        state = _give_up_agent(policy, state, node, now)
     return Step(state, Decision.WAIT, f"the agents of nodes {late} did not register in time")
 
 
@@ -326,7 +326,7 @@ def _stop_joining(nodes: Nodes, node: int) -> Nodes:
 
 
 def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
-    state = fail_start(policy, state, node, reason, now)
+    state = _fail_start(policy, state, node, reason, now)
     return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
 
 
@@ -405,10 +405,10 @@ def give_up_late_nodes(policy: MembershipPolicy, state: State, now: Moment) -> S
     expected = _expected(policy, state)
     for node in sorted(state.nodes.wanted | expected):
         if policy.starts_nodes and state.nodes[node].agent is AgentState.STARTING:
-            state = give_up_agent(policy, state, node, now)
+            state = _give_up_agent(policy, state, node, now)
         else:
             # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
-            state = fail_start(policy, state, node, reason, now, num_losses=policy.max_node_restarts + 1)
+            state = _fail_start(policy, state, node, reason, now, num_losses=policy.max_node_restarts + 1)
     starting = {record.node for record in state.nodes.records if record.agent is AgentState.STARTING}
     nodes = state.nodes.change(expected | starting, agent=AgentState.LOST)
     return replace(state, nodes=nodes, deadline_seconds=now.seconds + policy.start_timeout_seconds)
@@ -420,7 +420,7 @@ def fill_places(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
     nodes = state.nodes.change(_returning(policy, state), is_wanted=True)
     state = replace(state, phase=Phase.FILLING, nodes=nodes, reform_by_seconds=None, deadline_seconds=deadline)
-    step = kill_or_start(policy, state, now)
+    step = _kill_or_start(policy, state, now)
     if step is None:
         return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(_lost_places(state))}")
     if step.decision is Decision.KILL_NODES:

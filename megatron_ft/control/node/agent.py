@@ -22,9 +22,8 @@ from pathlib import Path
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import messages
 from megatron_ft.control.messages import Join, Order, to_message
-from megatron_ft.control.node.controller_client import Outbox
 from megatron_ft.control.node.fork_server import listen
-from megatron_ft.control.node.ranks import Ranks
+from megatron_ft.control.node.ranks import Outbox, Ranks
 from megatron_ft.control.node.sidecars import Sidecars
 from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_path
@@ -95,7 +94,7 @@ class _Agent:
         # Forked by this thread before there are others, and before gRPC is imported, which does not survive a fork.
         self._sidecars = _start_sidecars(spec)
         from megatron_ft.control.certificates import Certificates
-        from megatron_ft.control.node.controller_client import ControllerClient
+        from megatron_ft.control.rpc import ControllerClient
 
         certificates = Certificates.read(spec.tls_dir)
         self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)

@@ -1,21 +1,30 @@
-"""The connections of a node's agent to the ranks of the node: sockets, messages, exits.
+"""The connections of a node's agent to the ranks of the node: sockets, messages, exits, and the queue of their reports.
 
 In the control plane a rank keeps the number with which it was started, also if later memberships number it differently.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import socket
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.detector import SignsOfLife
-from megatron_ft.control.node.controller_client import Outbox
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
+# Two limits: with one, ranks would be paused and resumed for each item.
+HIGH_WATER_ITEMS = 2000
+LOW_WATER_ITEMS = 500
+_BATCH_ITEMS = 500
+# Well below ``rpc.MAX_MESSAGE_BYTES``. A larger item, of at most 16 MiB, travels alone.
+_BATCH_BYTES = 4 * 1024 * 1024
 _LOG_TAIL_BYTES = 8192
 # The agent has one thread for all ranks. A rank that is stopped takes nothing and must not hold it up for long.
 _SEND_SECONDS = 5.0
@@ -25,6 +34,59 @@ MAX_UNAUTHENTICATED = 256
 """Largest number of open connections that have not named their rank; if there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
 """A rank that does not answer but uses more than this processor time within the timeout counts as alive."""
+
+
+class Outbox:
+    """A queue of numbered items between one producer and one sender.
+
+    ``put`` never blocks; a producer that can wait checks ``is_full`` and resumes when ``on_drained`` is called.
+    """
+
+    def __init__(self, on_drained: Callable[[], None]) -> None:
+        self._items: deque[tuple[int, Message]] = deque()
+        self._first = 0
+        self._full = False
+        self._changed = threading.Condition()
+        self._on_drained = on_drained
+
+    def put(self, item: Message) -> None:
+        """Add one item."""
+        num_bytes = len(json.dumps(item))
+        with self._changed:
+            self._items.append((num_bytes, item))
+            self._full = self._full or len(self._items) >= HIGH_WATER_ITEMS
+            self._changed.notify_all()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the producer should wait."""
+        with self._changed:
+            return self._full
+
+    def wait_batch(self) -> tuple[int, list[Message]]:
+        """Wait for items to send; return the number of the first, and the items."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items))
+            batch: list[Message] = []
+            total_bytes = 0
+            for num_bytes, item in self._items:
+                if len(batch) == _BATCH_ITEMS or (batch and total_bytes + num_bytes > _BATCH_BYTES):
+                    break
+                batch.append(item)
+                total_bytes += num_bytes
+            return self._first, batch
+
+    def acknowledge(self, next_number: int) -> None:
+        """Drop all items before ``next_number``, which the controller has."""
+        with self._changed:
+            while self._first < next_number and self._items:
+                self._items.popleft()
+                self._first += 1
+            drained = self._full and len(self._items) <= LOW_WATER_ITEMS
+            self._full = self._full and not drained
+            self._changed.notify_all()
+        if drained:
+            self._on_drained()
 
 
 @dataclass

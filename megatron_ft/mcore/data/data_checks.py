@@ -15,8 +15,7 @@ from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.rundir import RunId
-from megatron_ft.corpus.check import Span, SplitPlan, resolve_vocab_size, vocabulary_entries
-from megatron_ft.corpus.order import Place
+from megatron_ft.corpus.samples import Place, Span, SplitPlan, resolve_vocab_size, vocabulary_entries
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
 from megatron_ft.mcore.collectives import Collectives

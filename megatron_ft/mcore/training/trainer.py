@@ -14,7 +14,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of
 from megatron_ft.control.node.worker_client import Abort, RankContext
-from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import (
     Evaluation,

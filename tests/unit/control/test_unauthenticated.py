@@ -1,4 +1,4 @@
-"""UnauthenticatedConnections on the control channel are few and do not stay; whoever has shown the token does."""
+"""_UnauthenticatedConnections on the control channel are few and do not stay; whoever has shown the token does."""
 
 import contextlib
 import socket
@@ -13,8 +13,8 @@ import pytest
 from megatron_ft.control.rpc import (
     RpcClient,
     RpcServer,
-    UnauthenticatedConnections,
     _peer_of,
+    _UnauthenticatedConnections,
     max_connections,
     new_token,
 )
@@ -45,7 +45,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
     host, _, port = server.address.rpartition(":")
-    strangers = UnauthenticatedConnections(int(port), max_connections=19)
+    strangers = _UnauthenticatedConnections(int(port), max_connections=19)
     client = RpcClient(server.address, "Test", token=TOKEN)
     gone = RpcClient(server.address, "Test", token=TOKEN)
     for caller in (client, gone):

@@ -7,14 +7,14 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.corpus.check import DataSummary, SourceSummary
+from megatron_ft.corpus.samples import DataSummary, _SourceSummary
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.job import JobPlan
 from megatron_ft.planning.render import _readable_bytes, render
 from tests.helpers.keys import grouped
 
 DATA = DataSummary(
-    sources=(SourceSummary(split="train", name="x", tokens=10, samples=1, checked="all"),),
+    sources=(_SourceSummary(split="train", name="x", tokens=10, samples=1, checked="all"),),
     tokenizer_vocab_size=257,
     vocab_size=384,
     eod=256,

@@ -13,8 +13,7 @@ from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.controller.main import _clock_after
 from megatron_ft.control.membership.events import NodeLost, StopRequested
 from megatron_ft.control.membership.state import State, Step
-from megatron_ft.control.node.controller_client import ControllerClient
-from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, new_token
+from megatron_ft.control.rpc import ControllerClient, RpcClient, RpcError, RpcServer, new_token
 from tests.unit.control.controller.test_controller import (
     ONE_NODE_IS_ENOUGH,
     broken,

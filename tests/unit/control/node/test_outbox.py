@@ -2,7 +2,7 @@
 
 import threading
 
-from megatron_ft.control.node.controller_client import HIGH_WATER_ITEMS, LOW_WATER_ITEMS, Outbox
+from megatron_ft.control.node.ranks import HIGH_WATER_ITEMS, LOW_WATER_ITEMS, Outbox
 
 
 def test_items_stay_until_they_are_acknowledged_and_keep_their_numbers() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.node import controller_client, ranks
-from megatron_ft.control.node.controller_client import Outbox
+from megatron_ft.control.node import ranks
 from megatron_ft.control.node.fork_server import listen
-from megatron_ft.control.node.ranks import Ranks
+from megatron_ft.control.node.ranks import Outbox, Ranks
 from megatron_ft.framing import FrameReader, encode, send
 from megatron_ft.testing.attacks import greetings
 
@@ -155,12 +154,12 @@ def test_a_rank_that_answers_no_ping_is_hung_and_said_so_once(node: Node) -> Non
 
 def test_a_rank_that_is_not_read_owes_no_answer(node: Node) -> None:
     begin = time.monotonic()
-    for _ in range(controller_client.HIGH_WATER_ITEMS):
+    for _ in range(ranks.HIGH_WATER_ITEMS):
         node.outbox.put({"op": "record"})
     node.say(op="record", record={})
     node.read()
     assert see(node, start=begin, seconds=25) == []
-    node.outbox.acknowledge(controller_client.HIGH_WATER_ITEMS)
+    node.outbox.acknowledge(ranks.HIGH_WATER_ITEMS)
     node.ranks.resume()
     assert see(node, start=begin + 25, seconds=20) == [NUMBER]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import SplitPlan, check_data, resolve_vocab_size
 from megatron_ft.corpus.indexed import IndexedWriter
+from megatron_ft.corpus.samples import SplitPlan, check_data, resolve_vocab_size
 from megatron_ft.corpus.tokenizers import ByteTokenizer
 from megatron_ft.errors import ConfigError, DataError, MegatronFtError
 
@@ -143,6 +143,6 @@ def test_refusals(config: JobConfig, name: str) -> None:
 
 
 def test_no_torch_and_no_tokenizers_are_imported() -> None:
-    code = "import sys, megatron_ft.corpus.check; print({'torch', 'megatron', 'tokenizers'} & set(sys.modules))"
+    code = "import sys, megatron_ft.corpus.samples; print({'torch', 'megatron', 'tokenizers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

@@ -1,8 +1,24 @@
-"""Checks all data files that a job will read, before any rank starts. Only small parts of large files are read."""
+"""The samples of a job: their order, the parts of sources they come from, and the check of all files before the start.
+
+The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
+starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
+The check reads only small parts of large files.
+
+The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
+of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source (a
+Feistel network over the smallest square that holds them, with cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", CT-RSA 2002). To blend sources, every block of indices is distributed over the sources by exact
+cumulative quotas, and another such bijection shuffles the block.
+"""
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import ceil, isqrt, lcm
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +26,125 @@ import numpy as np
 from megatron_ft.config.job import DataConfig, JobConfig
 from megatron_ft.corpus import stdlib
 from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path, read_dtype
-from megatron_ft.corpus.order import SampleOrder, check_weights
 from megatron_ft.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, losses
 from megatron_ft.errors import ConfigError, DataError
 
-# The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
-# starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other
-# split.
+NUM_ROUNDS = 8
+MIN_BLOCK_SAMPLES = 1024
+_MASK = (1 << 64) - 1
+
+
+@lru_cache(maxsize=256)
+def _round_keys(key: str) -> tuple[int, ...]:
+    return struct.unpack(f"<{NUM_ROUNDS}Q", hashlib.blake2b(key.encode(), digest_size=8 * NUM_ROUNDS).digest())
+
+
+def _permute(position: int, size: int, key: str) -> int:
+    """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
+    assert 0 <= position < size, f"position {position} lies outside range({size})"
+    # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
+    side = isqrt(size - 1) + 1 if size > 1 else 1
+    keys = _round_keys(key)
+    while True:
+        left, right = divmod(position, side)
+        for round_key in keys:
+            # Added modulo the side, not combined by XOR: the side is rarely a power of two.
+            left, right = right, (left + _mix(right ^ round_key)) % side
+        position = left * side + right
+        if position < size:
+            return position
+
+
+def _mix(value: int) -> int:
+    """Mix the bits of a 64-bit integer with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The sample at an index: its source, the epoch of the source, and the number of the sample in the source."""
+
+    source: int
+    epoch: int
+    sample: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SampleOrder:
+    """Order of all samples of a split.
+
+    In each epoch of a source, each of its samples is used exactly once. At the end of every block of ``block_samples``
+    indices, the number of samples used from each source differs from its share by less than one sample.
+    """
+
+    seed: int
+    split: str
+    num_samples: tuple[int, ...]
+    """Number of samples of each source, at least 1."""
+    weights: tuple[float | int, ...] | None = None
+    """Relative weight of each source; None uses the numbers of samples as weights."""
+
+    def __post_init__(self) -> None:
+        assert self.num_samples and min(self.num_samples) > 0, f"sources without samples: {self.num_samples}"
+        has_weights = self.weights is None or len(self.weights) == len(self.num_samples)
+        assert has_weights, f"weights={self.weights}: must contain one weight for each source"
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return tuple(accumulate(_integer_weights(self.weights or self.num_samples)))
+
+    @cached_property
+    def block_samples(self) -> int:
+        """Number of indices per block, so large that every block has a sample of the smallest source."""
+        smallest = min(_integer_weights(self.weights or self.num_samples))
+        return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
+
+    def locate(self, index: int) -> Place:
+        """Return the sample at ``index``, an integer of at least 0."""
+        if index < 0:
+            raise ValueError(f"sample index {index}: must not be negative")
+        source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
+        epoch, position = divmod(rank, self.num_samples[source])
+        key = f"{self.split}/{self.seed}/source {source}/epoch {epoch}"
+        return Place(source, epoch, _permute(position, self.num_samples[source], key))
+
+    def _deal(self, index: int) -> tuple[int, int]:
+        """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
+        # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
+        block, offset = divmod(index, self.block_samples)
+        position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
+        before, total = block * self.block_samples, self._bounds[-1]
+        after = before + self.block_samples
+        start_before = start_after = 0
+        for source, bound in enumerate(self._bounds):
+            # Floors of exact cumulative shares: errors of rounding do not add up over blocks.
+            end_before, end_after = bound * before // total, bound * after // total
+            if position < end_after - end_before:
+                return source, (end_before - start_before) + position - (start_after - start_before)
+            start_before, start_after = end_before, end_after
+        raise AssertionError(f"index {index} has no source")
+
+
+def _integer_weights(weights: Sequence[float | int]) -> list[int]:
+    fractions = [Fraction(weight) for weight in weights]
+    denominator = lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * denominator) for fraction in fractions]
+
+
+def _check_weights(key: str, weights: Sequence[float] | None, num_sources: int) -> None:
+    """Check that there is one positive finite weight for each source, or no weights. Raises ConfigError otherwise."""
+    if weights is None:
+        return
+    if len(weights) != num_sources:
+        raise ConfigError.of(key, list(weights), f"must have as many weights as there are sources, {num_sources}")
+    for position, weight in enumerate(weights):
+        if not 0 < weight < float("inf"):
+            raise ConfigError.of(f"{key}[{position}]", weight, "must be positive and finite")
+    if max(weights) > 1e9 * min(weights):
+        raise ConfigError.of(key, list(weights), "must not differ by more than a factor of 1e9")
+
 
 SPLITS = ("train", "valid")
 
@@ -41,7 +169,7 @@ class SplitPlan:
 
     seq_length: int
     spans: tuple[Span, ...]
-    order: SampleOrder
+    order: _SampleOrder
 
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
@@ -143,10 +271,10 @@ def _check_lists(config: DataConfig) -> None:
     """Check that sources and weights fit together, and that no source occurs twice. Raises ConfigError."""
     if not config.train:
         raise ConfigError.of("data.train", config.train, "must name at least one source")
-    check_weights("data.train_weights", config.train_weights, len(config.train))
+    _check_weights("data.train_weights", config.train_weights, len(config.train))
     if config.valid_weights is not None and not config.valid:
         raise ConfigError.of("data.valid_weights", config.valid_weights, "must be null without data.valid")
-    check_weights("data.valid_weights", config.valid_weights, len(config.valid))
+    _check_weights("data.valid_weights", config.valid_weights, len(config.valid))
     for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
         # Compare resolved paths, because two paths to one file would read its tokens twice as often as intended.
         resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
@@ -166,10 +294,10 @@ def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> SampleOrder:
+def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _SampleOrder:
     """Return the order of the samples of ``found``, which depends on ``data.seed`` and the weights of the split."""
     weights = _configured(config, split)[2]
-    return SampleOrder(
+    return _SampleOrder(
         seed=config.seed,
         split=split,
         num_samples=tuple(span.num_samples for span in found),
@@ -183,7 +311,7 @@ PROBE_WINDOW_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSummary:
+class _SourceSummary:
     """Tokens and samples of one source in one split. They are None if the built-in corpus is not indexed yet."""
 
     split: str
@@ -198,7 +326,7 @@ class SourceSummary:
 class DataSummary:
     """Summary of the data that a job will read."""
 
-    sources: tuple[SourceSummary, ...]
+    sources: tuple[_SourceSummary, ...]
     tokenizer_vocab_size: int
     vocab_size: int
     """Number of entries of the model's vocabulary, including padding."""
@@ -214,7 +342,7 @@ class DataSummary:
         return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
 
 
-def _counts(source: SourceSummary) -> str:
+def _counts(source: _SourceSummary) -> str:
     if source.tokens is None or source.samples is None:
         return "tokens not counted yet"
     return f"{source.tokens:,} tokens, {source.samples:,} samples"
@@ -270,7 +398,7 @@ def _padded(config: JobConfig, entries: int) -> int:
     return -(-entries // multiple) * multiple
 
 
-def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSummary]:
+def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[_SourceSummary]:
     key, names, _ = _configured(config.data, split)
     entries = vocabulary_entries(config, tokenizer)
     totals, notes = [], []
@@ -282,7 +410,7 @@ def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[SourceSu
     known = [(name, total if total is not None else 1 << 62) for name, total in zip(names, totals, strict=True)]
     found = spans(config.data, config.model.seq_length, split, known)
     return [
-        SourceSummary(
+        _SourceSummary(
             split=split,
             name=span.name,
             tokens=None if total is None else span.num_tokens,
