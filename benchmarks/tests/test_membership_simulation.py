@@ -2,14 +2,23 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 
 from benchmarks.membership_simulation import simulate
 from benchmarks.simulated_job import KEEPS_LAYOUT
 from megatron_ft.control.membership import joining, reconfigure
-from megatron_ft.control.membership.state import MembershipPolicy, NodeRecord, NodeState, Phase, Reform, State, Step
+from megatron_ft.control.membership.joining import NodeRules
+from megatron_ft.control.membership.state import (
+    MembershipPolicy,
+    Moment,
+    NodeRecord,
+    NodeState,
+    Phase,
+    Reform,
+    State,
+    Step,
+)
 from megatron_ft.planning.recovery.target import Position, Target
 
 SEEDS = range(60)
@@ -64,39 +73,34 @@ def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert any("came back" in failure["error"] for failure in failures)
 
 
-def newcomers(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+def newcomers(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...]:
     """Return joining nodes, wrongly including nodes that are not ready."""
     nodes = [record.node for record in state.nodes.joining]
-    return tuple(sorted(nodes[: max(0, policy.most_members - num_staying)]))
+    return tuple(sorted(nodes[: max(0, rules.policy.most_members - num_staying)]))
 
 
-def too_many(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+def too_many(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...]:
     """Return all nodes that are ready, wrongly including spares."""
     return tuple(sorted(record.node for record in state.nodes.joining if record.state is NodeState.READY))
 
 
-def nobody(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
+def nobody(rules: NodeRules, state: State, record: NodeRecord) -> bool:
     """Treat every node, wrongly, as one without ranks."""
     return False
 
 
 @pytest.mark.parametrize(
-    ("modules", "name", "wrong", "broken_rule"),
+    ("name", "wrong", "broken_rule"),
     [
-        ((reconfigure,), "admitted", newcomers, "did not wait"),
-        ((reconfigure, joining), "admitted", too_many, "too many"),
-        ((joining,), "_has_living_rank", nobody, "beside one that lives"),
+        ("admitted", newcomers, "did not wait"),
+        ("admitted", too_many, "too many"),
+        ("_has_living_rank", nobody, "beside one that lives"),
     ],
 )
 def test_wrong_decisions_about_newcomers_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-    modules: Sequence[ModuleType],
-    name: str,
-    wrong: Callable[..., object],
-    broken_rule: str,
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
 ) -> None:
-    for module in modules:
-        monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(NodeRules, name, wrong)
     _, failures = simulate(SEEDS)
     assert any(broken_rule in failure["error"] for failure in failures)
 
@@ -114,12 +118,12 @@ def test_a_node_that_leaves_in_the_middle_of_an_iteration_is_noticed(monkeypatch
 
 
 def test_a_change_that_is_ordered_again_and_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = joining._change
+    change = NodeRules._change
 
-    def forgetful(policy: MembershipPolicy, state: State, now: float) -> Step | None:
-        return change(policy, replace(state, phase=Phase.RUNNING), now)
+    def forgetful(rules: NodeRules, state: State, now: Moment) -> Step | None:
+        return change(rules, replace(state, phase=Phase.RUNNING), now)
 
-    monkeypatch.setattr(joining, "_change", forgetful)
+    monkeypatch.setattr(NodeRules, "_change", forgetful)
     _, failures = simulate(SEEDS)
     assert any("two changes" in failure["error"] for failure in failures)
 
@@ -148,7 +152,7 @@ FILLED = joining.members_after_filling
 @pytest.mark.parametrize(
     ("name", "wrong", "broken_rule"),
     [
-        ("filled", in_any_order, "place"),
+        ("members_after_filling", in_any_order, "place"),
         ("_ready", not_ready, "did not wait"),
     ],
 )

@@ -25,6 +25,7 @@ from megatron_ft.control.membership.events import (
     StopRequested,
     Tick,
 )
+from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.state import (
     TRAINING,
     AgentState,
@@ -78,20 +79,20 @@ def advance(
             step = decided
             break
     if policy.keeps_layout and step.state.phase in (Phase.REFORMING, Phase.FILLING):
-        return replace(step, state=joining.set_wake_up_of_filling(policy, step, now))
-    return replace(step, state=joining.set_wake_up(policy, step.state, now))
+        return replace(step, state=NodeRules(policy).set_wake_up_of_filling(step, now))
+    return replace(step, state=NodeRules(policy).set_wake_up(step.state, now))
 
 
 def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> State:
     match event:
         case NodeJoined(node):
-            return joining.register(policy, state, node)
+            return NodeRules(policy).register(state, node)
         case AddRequested(node):
-            return joining.add(policy, state, node)
+            return NodeRules(policy).add(state, node)
         case DrainRequested(node):
-            return joining.drain(policy, state, node)
+            return NodeRules(policy).drain(state, node)
         case RankReported(rank):
-            return joining.connect(policy, state, rank, now)
+            return NodeRules(policy).connect(state, rank, now)
         case RankRaised() | RankBroken() | RankExited() | RankHung():
             return _observe_rank(policy, state, event, now)
         case JobHung(at_seconds, detail):
@@ -105,7 +106,7 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Moment) -> State:
     node, detail = event.node, event.detail
-    state = joining.lose_agent(policy, state, node, detail, now)
+    state = NodeRules(policy).lose_agent(state, node, detail, now)
     # The job waits for nodes that start by themselves, so this one may register again.
     if state.phase is Phase.FORMING and not policy.starts_nodes:
         return replace(state, nodes=state.nodes.change(node, was_registered=False))
@@ -123,7 +124,7 @@ def _observe_rank(
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
             return state
-        return joining.lose_rank(policy, state, rank, f"rank {rank} {describe_returncode(event.returncode)}", now)
+        return NodeRules(policy).lose_rank(state, rank, f"rank {rank} {describe_returncode(event.returncode)}", now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:
@@ -331,7 +332,7 @@ def _run(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    return joining.decide(policy, state, now)
+    return NodeRules(policy).decide(state, now)
 
 
 TRANSITIONS: tuple[Transition, ...] = (

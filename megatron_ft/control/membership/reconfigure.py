@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron_ft.control.membership import joining
 from megatron_ft.control.membership.events import RankBroken
-from megatron_ft.control.membership.joining import admitted, count_loss, describe_change, may_return
+from megatron_ft.control.membership.joining import NodeRules, count_loss, describe_change
 from megatron_ft.control.membership.state import (
     BREAKABLE,
     TRAINING,
@@ -67,12 +67,12 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return None
     if not state.failures:
         return _wait_for_others(policy, state, now) if state.broken else None
-    state = joining.give_up_late_nodes(policy, state, now)
+    state = NodeRules(policy).give_up_late_nodes(state, now)
     obstacle = _obstacle(policy, state)
     # All ranks that are left have to report: the missing one may be the only one that knows the newest complete vote.
     if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
         try:
-            if joining.can_fill_places(policy, state):
+            if NodeRules(policy).can_fill_places(state):
                 return _reform(policy, state, now)
             return _fill(policy, state, now)
         except RecoveryError as error:
@@ -97,8 +97,8 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     if state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
     state = joining.count_losses(state, choose_target(_positions(policy, state)).iteration)
-    obstacle = joining.why_place_stays_empty(policy, state)
-    return joining.fill_places(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
+    obstacle = NodeRules(policy).why_place_stays_empty(state)
+    return NodeRules(policy).fill_places(state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
@@ -199,9 +199,9 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
         number = policy.number_among(state.members, ended[0])
         return f"rank {number} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
-        return joining.why_place_stays_empty(policy, state)
+        return NodeRules(policy).why_place_stays_empty(state)
     num_left = len(set(state.members) - state.nodes.lost)
-    num_joining = len(admitted(policy, state, num_left))
+    num_joining = len(NodeRules(policy).admitted(state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
         ready = f" plus {num_joining} ready to join" if num_joining else ""
         return f"too few nodes are left: {num_left}{ready}, below recovery.min_nodes={policy.fewest_nodes}"
@@ -267,7 +267,7 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
         if not record.is_counted:
             nodes = nodes.change(node, num_losses=count_loss(record, iteration))
         if record.state is NodeState.LOST:  # otherwise its ranks have been started again
-            returns = may_return(policy, nodes[node]) and not record.was_draining
+            returns = NodeRules(policy).may_return(nodes[node]) and not record.was_draining
             state = NodeState.LEFT if record.was_draining else NodeState.LOST
             nodes = nodes.change(node, state=state, is_wanted=record.is_wanted or returns)
     nodes = nodes.change(reform.leaving, state=NodeState.LEFT)
@@ -285,7 +285,7 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving
-    members = tuple(sorted(staying | set(admitted(policy, state, len(staying)))))
+    members = tuple(sorted(staying | set(NodeRules(policy).admitted(state, len(staying)))))
     if policy.keeps_layout:
         members = joining.members_after_filling(state)
     new = set(members) - staying

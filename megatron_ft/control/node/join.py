@@ -25,7 +25,7 @@ from megatron_ft.control.node import join_file
 from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.node.main import NodeSpec
 from megatron_ft.control.rpc import RpcClient, RpcError
-from megatron_ft.control.slurm.attempts import read_end
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 
 _CHECK_SECONDS = 1.0
@@ -92,7 +92,7 @@ class _Node:
         return present is not None and self.number not in present
 
     def _is_over(self) -> bool:
-        return read_end(self.run_dir, self.job_id) is not None
+        return RunAttempts(self.run_dir).read_end(self.job_id) is not None
 
     def _count_stay(self, found: JoinFile) -> None:
         num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.control.membership.events import AddRequested, NodeJoined, NodeLost, RankReported
-from megatron_ft.control.membership.joining import refuse_add
+from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.machine import advance, initial
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, Step
 from tests.unit.control.membership.test_joining import POLICY, ready
@@ -42,13 +42,13 @@ def test_a_lost_node_comes_back_whenever_it_comes() -> None:
 
 def test_nobody_can_add_a_node_that_is_not_there() -> None:
     job = Job(COMING)
-    assert refuse_add(COMING, job.state, 2) == (
+    assert NodeRules(COMING).refuse_add(job.state, 2) == (
         "node 2 has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
     )
-    assert refuse_add(POLICY, job.state, 2) is None
+    assert NodeRules(POLICY).refuse_add(job.state, 2) is None
     ready(job, 2)
     job.see(NodeLost(2, 0.0, "cable"))
-    assert refuse_add(COMING, job.state, 2) is not None
+    assert NodeRules(COMING).refuse_add(job.state, 2) is not None
     job.see(AddRequested(2))
     assert job.see(NodeJoined(2)).decision is Decision.START_NODES
 

@@ -17,7 +17,7 @@ from megatron_ft.control.membership.events import (
     RankReported,
     StopRequested,
 )
-from megatron_ft.control.membership.joining import refuse_drain
+from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.state import AgentState, Decision, MembershipPolicy, Outcome, Phase, State, Step
 from megatron_ft.planning.recovery.target import Target
 from tests.helpers.node_states import of_agents
@@ -329,7 +329,7 @@ def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
 def test_no_member_may_leave_and_no_change_is_ordered() -> None:
     job = Job(SPARES)
     ready(job, 3)
-    assert "recovery.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
+    assert "recovery.keep_layout=true" in (NodeRules(job.policy).refuse_drain(job.state, 0) or "")
     assert job.see(DrainRequested(0)).decision is WAIT
     assert job.state.nodes.draining == frozenset()
 

@@ -19,7 +19,7 @@ from megatron_ft.control.node import join as join_main
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.errors import ControlError
 from megatron_ft.testing.slurm_cluster import wait_until
 from tests.unit.control.controller.test_controller import ONE_NODE_IS_ENOUGH, launch_spec
@@ -70,7 +70,7 @@ class Node:
 
     def is_over(self, code: int = 0) -> int:
         """The job ends while the node stays."""
-        leave_marker(self.run_dir, JOB, exit_code=7, reason="because", is_final=True)
+        RunAttempts(self.run_dir).leave_marker(JOB, exit_code=7, reason="because", is_final=True)
         return code
 
 

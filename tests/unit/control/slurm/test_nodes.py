@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.main import NodeSpec
-from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.control.slurm.nodes import Allocation, address_of, own_address
 from megatron_ft.errors import ConfigError, ControlError
 
@@ -55,7 +55,7 @@ def test_a_step_is_of_one_node_and_outlives_the_others() -> None:
 
 def test_the_marker_is_there_at_once_and_each_job_has_its_own(tmp_path: Path) -> None:
     for job, code in (("17", 8), ("18", 0)):
-        leave_marker(tmp_path, job, exit_code=code, reason="because", is_final=code == 0)
+        RunAttempts(tmp_path).leave_marker(job, exit_code=code, reason="because", is_final=code == 0)
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "slurm").iterdir()}
     assert found == {
         "17.json": {"job_id": "17", "exit_code": 8, "reason": "because", "is_final": False},
