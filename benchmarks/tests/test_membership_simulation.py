@@ -86,7 +86,7 @@ def nobody(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
     [
         ((reconfigure,), "admitted", newcomers, "did not wait"),
         ((reconfigure, joining), "admitted", too_many, "too many"),
-        ((joining,), "_has_living_rank", nobody, "beside one that lives"),
+        ((joining,), "_has_living_rank", nobody, "its predecessor lives"),
     ],
 )
 def test_wrong_decisions_about_newcomers_are_noticed(
@@ -111,7 +111,7 @@ def test_a_node_that_leaves_in_the_middle_of_an_iteration_is_noticed(monkeypatch
 
     monkeypatch.setattr(reconfigure, "_next", hasty)
     _, failures = simulate(SEEDS)
-    assert any("without a word" in failure["error"] for failure in failures)
+    assert any("without a decision" in failure["error"] for failure in failures)
 
 
 def test_a_change_that_is_ordered_again_and_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

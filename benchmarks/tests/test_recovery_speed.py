@@ -88,7 +88,7 @@ def test_each_technique_makes_recoveries_cheaper() -> None:
 
 
 def test_an_order_that_does_not_help_is_told() -> None:
-    """The order of experts makes no difference if gates need all the time."""
+    """The order of experts makes no difference if the gates take all the compute time."""
     steps = ablation(Case(num_stages=3))
     times = {request: replace(one, backward_seconds=BACKWARD) for request, one in made_up(*steps.values()).items()}
     walls = [cells[0] for cells in ablation_column(steps, times)]
