@@ -1,4 +1,5 @@
-"""The command on a job that trains: a node killed, brought back, held still for a moment; a trace replayed."""
+"""Tests the command that injects failures on a running job: a node is killed and started again, or stopped for a
+moment; a trace is replayed."""
 
 import json
 import signal
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def run_dir(tmp_path: Path, warm_forkserver: str) -> Iterator[Path]:
-    """Folder of a job of three nodes that trains until the test is over, and ends well then."""
+    """Yield the folder of a job of three nodes, which trains until the test ends and then stops without an error."""
     words = [*_WORDS, f"run.dir={tmp_path}", "run.name=live", f"launch.forkserver_socket={warm_forkserver}"]
     console = start([sys.executable, "pretrain_moe.py", *words])
     try:
@@ -54,7 +55,7 @@ def run_dir(tmp_path: Path, warm_forkserver: str) -> Iterator[Path]:
 
 
 def wait_for_changes(run_dir: Path, *memberships: list[int]) -> None:
-    """Wait until these memberships have begun, and no others, and the last has committed an iteration."""
+    """Wait until exactly these memberships have begun and the last one has committed an iteration."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         events, metrics = (read(run_dir / name) for name in ("events.jsonl", "metrics.jsonl"))
@@ -67,12 +68,12 @@ def wait_for_changes(run_dir: Path, *memberships: list[int]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of JSON lines."""
+    """Return the complete lines of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _failed_on_disk(event: dict[str, Any]) -> bool:
-    """Whether a save failed because its file could not grow; one can also fail because a node was lost."""
+    """Return whether a save failed because its file could not grow. A save can also fail because a node was lost."""
     return event["kind"] == "checkpoint_failed" and "File too large" in event["error"]
 
 

@@ -1,4 +1,4 @@
-"""Whole jobs of dummy ranks that nodes join and leave, and that start again on the nodes that are left."""
+"""Tests whole jobs of dummy ranks in which nodes join and leave, or which restart on the remaining nodes."""
 
 import contextlib
 import json
@@ -21,14 +21,14 @@ LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes
 
 
 def start(runs: Path, *faults: str, iterations: int = 200, **overrides: Any) -> Any:
-    """A job on three nodes of two ranks that goes on with one."""
+    """Start a job on three nodes with two ranks each, which can continue with one node."""
     settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
     settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
 def waiting(runs: Path) -> list[int]:
-    """Nodes of the newcomers that have said so."""
+    """Return the joining nodes that have reported."""
     return [record["node"] for record in records(runs) if record["kind"] == "waiting"]
 
 
@@ -140,7 +140,7 @@ def test_operators_have_a_node_leave_and_join_again(runs: Path) -> None:
 
 
 def iterating(status: dict[str, Any]) -> dict[str, Any] | None:
-    """The status, once all nodes have said how far they are."""
+    """Return the job's status when all nodes have reported their progress."""
     return status if all(about["iteration"] for about in status["nodes"].values()) else None
 
 
@@ -201,7 +201,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
 
 
 def rank_process(runs: Path, number: int) -> Any:
-    """A rank's process, by its log; None when it has ended."""
+    """Return the process of a rank, found by its log; None if it has ended."""
     for process in processes_of(runs):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
             if Path(f"/proc/{process.pid}/fd/1").readlink().name == f"rank-{number:05d}.log":

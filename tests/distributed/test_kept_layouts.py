@@ -1,4 +1,5 @@
-"""Jobs that keep their layout, with real processes: who takes the places of lost nodes. Ranks have no model."""
+"""Tests which nodes take the places of lost nodes in jobs that keep their layout. Processes are real, but ranks have no
+model."""
 
 import signal
 from pathlib import Path
@@ -21,7 +22,7 @@ LAYOUT = {
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
-    """A job on three nodes of two ranks that keeps its layout."""
+    """Start a job on three nodes with two ranks each, which keeps its layout."""
     settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
     settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})

@@ -1,4 +1,5 @@
-"""Whole jobs of dummy ranks that lose nodes: who goes on, from where, and when the job ends instead."""
+"""Tests whole jobs of dummy ranks that lose nodes: which ranks continue, after which iteration, and when the job ends
+instead."""
 
 import contextlib
 import json
@@ -26,7 +27,7 @@ LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
-    """A job on three nodes of two ranks that goes on with one."""
+    """Start a job on three nodes with two ranks each, which can continue with one node."""
     settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
     settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
@@ -45,7 +46,7 @@ def decisions(runs: Path) -> list[dict[str, Any]]:
 
 
 def reformed(runs: Path, generation: int) -> NextMembership:
-    """The membership that all its ranks, and no others, were told of, and that is on disk."""
+    """Return the membership that exactly its ranks have received and that is on disk."""
     told = [record for record in records(runs) if record["kind"] == "reformed"]
     told = [record for record in told if record["next"]["generation"] == generation]
     (decided,) = [found["next"] for found in decisions(runs) if found["generation"] == generation - 1]
@@ -56,7 +57,7 @@ def reformed(runs: Path, generation: int) -> NextMembership:
 
 
 def failed(runs: Path) -> list[tuple[int, int, int | None]]:
-    """(rank, node, iteration) of every death in the events."""
+    """Return (rank, node, iteration) of every death in the events."""
     events = [record for record in records(runs) if record["kind"] == "rank_failed"]
     return [(event["rank"], event["node"], event["iteration"]) for event in events]
 
@@ -128,7 +129,7 @@ def test_a_lost_node_process_is_a_lost_node(runs: Path) -> None:
 
 
 def agent_process(runs: Path, node: int) -> psutil.Process:
-    """The node's own process, by its log."""
+    """Return the process of a node's agent, found by its log."""
 
     def find() -> psutil.Process | None:
         for process in processes_of(runs):

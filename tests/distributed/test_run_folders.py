@@ -1,4 +1,4 @@
-"""Whole jobs of dummy ranks whose run folder is full or gone when a rank dies."""
+"""Tests whole jobs of dummy ranks whose run folder is full or missing when a rank dies."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ SMALL_BYTES = 32768
 
 @pytest.fixture
 def small_disk(runs: Path) -> Iterator[Path]:
-    """A file system of a few pages where a job keeps its journal."""
+    """Create a file system of a few pages for the journal of a job."""
     folder = runs / "dummy" / FOLDER
     folder.mkdir(parents=True, mode=0o700)
     mounted = subprocess.run(
@@ -40,7 +40,7 @@ def small_disk(runs: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Take all room that is left; the file to remove for there to be some again."""
+    """Fill the file system. Return the file whose removal frees space again."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"\0" * 512):
@@ -53,7 +53,7 @@ def kinds(runs: Path) -> list[str]:
 
 
 def resume(runs: Path, iterations: int) -> "subprocess.Popen[str]":
-    """A job that takes the folder there is; its nodes are lost when they say nothing for half a second."""
+    """Start a job that resumes the run in its folder. Nodes without a heartbeat for half a second are lost."""
     settings = {"recovery.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")

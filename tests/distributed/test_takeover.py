@@ -1,4 +1,5 @@
-"""Whole jobs of dummy ranks whose controller is killed, stopped or doubled: they do what they would have done."""
+"""Tests whole jobs of dummy ranks whose controller is killed, stopped or started twice. The job makes the same
+decisions."""
 
 import json
 import os
@@ -25,7 +26,7 @@ KILL = 'kill(rank=3, at_iteration=5, phase="forward", generation=0)'
 
 
 def journal(runs: Path) -> list[dict[str, Any]]:
-    """What controllers have taken in, whole lines only."""
+    """Return the inputs in the controllers' journal, complete lines only."""
     path = runs / "dummy" / FOLDER / JOURNAL
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -44,7 +45,7 @@ def access(runs: Path) -> dict[str, Any]:
 
 
 def signal_controller_when(runs: Path, condition: Callable[[], bool], what: str, number: int = signal.SIGKILL) -> int:
-    """Send a signal to the controller as soon as ``condition`` holds; its process id."""
+    """Send a signal to the controller as soon as ``condition`` is true. Return its process id."""
     process_id = int(access(runs)["process_id"])
     deadline = time.monotonic() + 20
     while not condition():
@@ -73,7 +74,8 @@ def test_a_controller_killed_while_survivors_are_asked_is_replaced_and_the_next_
 
 @pytest.mark.parametrize("lengths", [(1, 5, 12), (3, 9, 14), (6, 15, 16), (11, 13, 18)])
 def test_a_controller_killed_again_and_again_changes_nothing(runs: Path, lengths: tuple[int, ...]) -> None:
-    """Once so many lines are in the journal. Each order is given once, each death told once, nothing is lost."""
+    """The controller is killed when the journal reaches certain lengths. Each order is given once, each death is
+    reported once, nothing is lost."""
     job = start(runs, KILL, 'kill(rank=2, phase="forward", generation=1)', iterations=1500)
     killed = 0
     for length in lengths:

@@ -1,7 +1,7 @@
-"""Jobs of forked ranks that can lose some of them, and a controller as small as it can be.
+"""Runs jobs of forked ranks that can lose ranks, with a minimal controller.
 
-``python -m tests.helpers.elastic_ranks SPEC OUTCOME`` is the runner behind ``run_jobs``: it imports Megatron once,
-forks the ranks of one job after the other and is their control plane: it sees deaths, breaks the membership, collects
+``python -m tests.helpers.elastic_ranks SPEC OUTCOME`` is the program behind ``run_jobs``. It imports Megatron once,
+forks the ranks of one job after the other, and is their control plane: it observes deaths, ends memberships, collects
 positions, chooses the target and forms the next membership.
 """
 
@@ -78,7 +78,7 @@ def run_jobs(jobs: Mapping[str, Mapping[str, Any]], folder: Path, *, timeout_sec
 
 
 class PipeClient:
-    """A rank's worker client over two pipes: one is read by a thread, for what cannot wait.
+    """Worker client of a rank over two pipes. A thread reads one of them, for messages that must be handled at once.
 
     Args:
         orders: leaving nodes by the iteration after which the job's first rank is told that its membership changes.
@@ -223,7 +223,7 @@ class Job:
         }
 
     def run(self) -> dict[str, Any]:
-        """Be the control plane until all ranks are gone."""
+        """Act as the control plane until no rank is left."""
         try:
             while self.members:
                 self._one_membership()
@@ -270,7 +270,7 @@ class Job:
         return len(self.processes) - 1
 
     def _one_membership(self) -> None:
-        """Until all members have ended well, or those that are left have formed another membership."""
+        """Run until all members have ended normally, or until the remaining members have formed another membership."""
         positions: dict[int, Position] = {}
         dead: set[int] = set()
         gone: set[int] = set()
@@ -288,12 +288,12 @@ class Job:
         self._reform(positions, is_planned=not dead)
 
     def _can_go_on(self, positions: dict[int, Position], dead: set[int]) -> bool:
-        """Somebody has died, or all have ended, or all stand at a boundary that was ordered."""
+        """Return whether a member has died, all members have ended, or all members wait at an ordered boundary."""
         planned = [self.outcomes[process]["broken"][-1]["error"] is None for process in positions]
         return bool(dead) or all(planned)
 
     def _hear(self, process: int, positions: dict[int, Position], dead: set[int], gone: set[int]) -> bool:
-        """Take one message; False where there will be none any more."""
+        """Receive one message. Return False if no further message can come."""
         try:
             message = self.calls[process].recv()
         except (EOFError, ConnectionResetError):
@@ -321,7 +321,7 @@ class Job:
         return True
 
     def _substitute(self, process: int) -> int:
-        """A process in the place of one that has died."""
+        """Start a process in the place of a dead one."""
         node = self.spares.pop(0) if self.spares else self.nodes[process]
         return self._start(node, is_joining=True, generation=self.generation - 1)
 
@@ -364,12 +364,12 @@ class Job:
 
 
 def _name_run(folder: Path) -> None:
-    """All jobs are one run, so that one can continue what another has saved."""
+    """Give all jobs the same run name, so that one job can continue what another one has saved."""
     (folder / RUN_ID_NAME).write_text(json.dumps({"run_id": "ab" * 16, "is_older": False}))
 
 
 def _context(folder: Path, node: int, port: int) -> dict[str, Any]:
-    """What is alike for ranks of a start and for newcomers, which learn the rest later."""
+    """Return the fields of the context that are equal for all ranks. Joining ranks receive the other fields later."""
     return {
         "rank": node,
         "world_size": 0,
@@ -411,7 +411,7 @@ def _be(
 
 
 def _die_committing(iteration: int) -> None:
-    """Kill this process where it would agree with the others that the checkpoint of ``iteration`` is written."""
+    """Kill this process at the moment at which ranks agree that the checkpoint of ``iteration`` is written."""
     from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 
     complete: Callable[..., None] = CheckpointManager._complete
@@ -433,7 +433,7 @@ def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(outcome: dict[str, Any]) -> list[str]:
-    """The script of the memberships that a job's ranks have told of: of each iteration those of the last."""
+    """Return the schedule of the memberships that a job's ranks reported, using the last report of each iteration."""
     records = [record for rank in outcome["ranks"] for record in rank["records"]]
     changed = [record for record in records if record["kind"] == "membership_changed"]
     entries = {record["iteration"]: record["schedule"] for record in sorted(changed, key=lambda found: found["number"])}

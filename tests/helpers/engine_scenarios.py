@@ -1,4 +1,4 @@
-"""What ranks do in ``tests/distributed/test_engine.py``: each function is one scenario and returns JSON."""
+"""Scenarios that ranks run for ``tests/distributed/test_engine.py``. Each function is one scenario and returns JSON."""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ from tests.helpers.volatile import volatile_state
 from tests.unit.snapshot.server.served import Served
 
 SLOW_SECONDS = 0.02
-"""What a slow rank's attention takes longer: many times what it takes, on a busy machine, too."""
+"""Additional time of a slow rank's attention: many times its usual time, even on a busy machine."""
 SHARDED_BY_ROWS_IN_TWO = "linear_fc1."
 
 
 def train(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], iterations: int = 3, multiple: int = 0
 ) -> dict[str, Any]:
-    """Losses, auxiliary losses and gradient norms of the first iterations; the counted expert load."""
+    """Return losses, auxiliary losses and gradient norms of the first iterations, and the expert load."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         if multiple:
@@ -56,7 +56,8 @@ def train(
 def pace(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], slow_rank: int, iterations: int
 ) -> list[dict[str, float]]:
-    """What this rank would report of everybody's pace after each iteration, while one rank's attention is slow."""
+    """Return the slowest-rank metrics that this rank would report after each iteration, while one rank's attention is
+    slow."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         attention = unwrap(engine.model_chunks[0]).decoder.layers[0].self_attention.core_attention  # type: ignore[union-attr, operator]
@@ -70,7 +71,7 @@ def pace(
 
 
 def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Every initial tensor by global name, whole: parts of tensor-parallel ranks are put together first."""
+    """Return every initial tensor by global name. Parts of tensor-parallel ranks are concatenated first."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         tp = engine.pg.tp
@@ -92,7 +93,7 @@ def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[st
 
 
 def _open_sockets() -> int:
-    """Sockets this process holds: a process group that anything still refers to keeps its connections."""
+    """Return the sockets of this process. A process group that is still referenced keeps its connections."""
     targets = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -101,7 +102,7 @@ def _open_sockets() -> int:
 
 
 def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Train, tear down, build on a new generation in the same process, train again; then an engine of its own."""
+    """Train, tear down, build a new generation in the same process and train again; then build another engine."""
     config = engines.micro_config(overrides, world_size=world_size)
 
     def on_new_groups(engine: Any, generation: int) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
 
 
 def overflow_of_experts(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
-    """An expert's gradient overflows on the last rank: what becomes of the loss scales and the weights."""
+    """Let an expert's gradient overflow on the last rank. Return the resulting loss scales and weights."""
     overrides = {
         "precision.params_dtype": "fp16",
         "precision.initial_loss_scale": 64.0,
@@ -169,7 +170,7 @@ def overflow_of_experts(*, rank: int, world_size: int, store: dist.Store) -> dic
 
 
 def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Norm of each router's gradient in the first iteration: what the auxiliary losses act on."""
+    """Return the norm of each router's gradient in the first iteration, on which auxiliary losses act."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         vote = engine.vote(engine.prepare(1))
@@ -179,7 +180,7 @@ def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[
 
 
 def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
-    """One rank computes another gradient norm."""
+    """Let one rank compute another gradient norm."""
     import dataclasses
 
     config = engines.micro_config(world_size=world_size)
@@ -201,7 +202,8 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
 
 
 def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
-    """Go back to a window whose part is in memory of rank 0's node alone, and persist it; then one captured since.
+    """Continue from a window whose part is only in the memory of rank 0's node, and persist it; then persist a window
+    captured later.
 
     Returns:
         Names of the files after each of the two, and what was reported.

@@ -1,4 +1,5 @@
-"""Jobs that ``slurm/pretrain_array.sbatch`` starts: each node is a task of an array. Ranks have no model."""
+"""Tests jobs that ``slurm/pretrain_array.sbatch`` starts, with one task of an array for each node. Ranks have no model.
+"""
 
 import re
 import sys

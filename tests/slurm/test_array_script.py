@@ -1,4 +1,5 @@
-"""``slurm/pretrain_array.sbatch`` where Slurm's commands fail: they follow a script, no cluster is needed."""
+"""Tests ``slurm/pretrain_array.sbatch`` when Slurm's commands fail. A script replaces these commands, so no cluster is
+needed."""
 
 import os
 import shutil
@@ -43,7 +44,7 @@ esac
 
 
 def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[bytes]":
-    """A task of an array of three.
+    """Start a task of an array of three tasks.
 
     Args:
         variables: ``FAILURES`` and ``STATE`` of what ``squeue`` says of task 0.
@@ -94,7 +95,7 @@ def test_a_number_that_is_none_is_refused_before_anything_starts(tmp_path: Path,
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ends", ["1", ""])
 def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: str) -> None:
-    """And the chain, where the run does not get on; not where that could not be found out."""
+    """The chain ends too if the run makes no progress, but not if the progress cannot be determined."""
     returned = {
         "SLURM_RESTART_COUNT": "3",
         "SLURM_JOB_DEPENDENCY": "singleton(fulfilled)",
@@ -114,7 +115,7 @@ def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: s
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("final", "code"), [("true", 93), ("false", 8)])
 def test_an_array_that_comes_back_when_it_was_over_ends_as_before(tmp_path: Path, final: str, code: int) -> None:
-    """Its node died when it had decided so, and before everything was cancelled."""
+    """Its node died after the decision and before everything was cancelled."""
     marker = tmp_path / "runs" / "first" / "slurm" / "17.json"
     marker.parent.mkdir(parents=True)
     marker.write_text(f'{{"job_id": "17", "exit_code": 8, "reason": "because", "is_final": {final}}}\n')
@@ -137,7 +138,7 @@ def test_tools_of_a_site_see_that_somebody_has_to_look(tmp_path: Path, ends_with
 @pytest.mark.parametrize("code", ["0", "256", "-1", "x"])
 @pytest.mark.parametrize("others", [{}, {"MFT_INTERFACE": ""}, {"MFT_MAX_FRUITLESS": "x"}])
 def test_an_exit_code_that_is_none_is_refused(tmp_path: Path, code: str, others: dict[str, str]) -> None:
-    """And none that a refusal ends with."""
+    """This includes an exit code with which a refusal ends."""
     process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE=code, **others)
     assert process.wait(timeout=30) == ConfigError.exit_code
     refused = f"MFT_FINAL_EXIT_CODE={code}: must be a whole number from 1 to 255"

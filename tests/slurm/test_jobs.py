@@ -1,4 +1,4 @@
-"""Jobs that ``slurm/pretrain.sbatch`` starts, on a cluster whose nodes die. Ranks have no model."""
+"""Tests jobs that ``slurm/pretrain.sbatch`` starts on a cluster whose nodes die. Ranks have no model."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The commands of ``slurm/README.md``, from a clone to a running job that loses a node, as they stand there."""
+"""Runs the commands of ``slurm/README.md`` unchanged, from a clone to a running job that loses a node."""
 
 import os
 import re
@@ -27,11 +27,11 @@ HERE = {
     "MFT_RANKS_PER_NODE=8": f"MFT_RANKS_PER_NODE=1 MFT_PYTHON={sys.executable} OMP_NUM_THREADS=1",
     "--nodes 8 experiment=mixtral_slurm": _SMALL,
 }
-"""What differs on this machine: an environment that is there, the cluster's interface, a model that fits."""
+"""Replacements for this machine: an existing environment, the cluster's interface, and a model that fits."""
 
 
 def commands() -> list[str]:
-    """Those of the README, with what differs here."""
+    """Return the commands of the README with these replacements."""
     block = re.search(r"```sh\n(.*?)```", (REPOSITORY / "slurm" / "README.md").read_text(), re.DOTALL)
     assert block is not None
     text = block.group(1)

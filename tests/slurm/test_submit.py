@@ -1,4 +1,4 @@
-"""``slurm/submit.py`` with an ``sbatch`` that follows a script: no cluster is needed."""
+"""Tests ``slurm/submit.py`` with a script in place of ``sbatch``, so no cluster is needed."""
 
 import os
 import re
@@ -24,7 +24,7 @@ echo "$((17 + number))"
 def submit(
     folder: Path, *words: str, most_jobs: int = 9, has_slurm: bool = True, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Submit jobs of four nodes whose dry run is a formality."""
+    """Submit jobs of four nodes. The dry run is replaced."""
     (folder / "jobs").mkdir()
     path = f"{folder}:{os.environ['PATH']}"
     if has_slurm:

@@ -1,4 +1,4 @@
-"""Failure domains that Slurm names, on a cluster of two racks and on one that knows of none. Ranks have no model."""
+"""Tests failure domains from Slurm, on a cluster with two racks and on one without a topology. Ranks have no model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ ASKS_SLURM = "topology.failure_domain_source=slurm_topology"
 
 @pytest.fixture
 def racks(_possible: None) -> Iterator[SlurmCluster]:
-    """Three nodes and a spare, two on each leaf switch."""
+    """Yield a cluster with three nodes and a spare, two of them on each leaf switch."""
     with slurm_cluster(4, topology={"rack0": [0, 2], "rack1": [1, 3]}) as running:
         yield running
 

@@ -1,4 +1,5 @@
-"""Under torchrun, ft_launcher and srun every key of the control plane is refused by its name; none does nothing."""
+"""Tests that under torchrun, ft_launcher and srun every key of the control plane is refused by its name instead of
+being ignored."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Placement knobs: what is refused by name, and what is derived."""
+"""Tests keys of the placement: which values are refused by name, and which values are derived."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SEARCH = {"_target_": f"{FOLDER}.overlap_search.OverlapSearch"}
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """Three nodes of two ranks, eight experts, replica slots; dotted keys changed."""
+    """Return three nodes of two ranks with eight experts and replica slots, with dotted keys changed."""
     values: dict[str, Any] = {
         "model": {"num_moe_experts": 8, "num_layers": 6},
         "launch": {"num_nodes": 3, "ranks_per_node": 2},

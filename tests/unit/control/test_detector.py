@@ -1,4 +1,4 @@
-"""Silence and standstill under a virtual clock."""
+"""Tests the detection of missing heartbeats and missing progress on a virtual clock."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ AT = 1000.0
 
 
 def looks(detector: Detector, state: State, start: float, seconds: float) -> list[NodeLost | RankHung | JobHung]:
-    """What is found when somebody looks every second."""
+    """Return the losses that are found if the detector is called every second."""
     return [
         event for second in range(int(seconds)) for event in detector.look(state, start + second, AT + start + second)
     ]

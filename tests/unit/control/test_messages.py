@@ -1,4 +1,5 @@
-"""Every message is read as its type has it, or refused with one error; the controller goes on."""
+"""Tests that every message is read according to its type or refused with one error, after which the controller
+continues."""
 
 import json
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.unit.control.controller.test_controller import broken, exited, raised
 
 
 def large_record(num_bytes: int) -> dict[str, Any]:
-    """A record item whose JSON has that many bytes."""
+    """Return a record item whose JSON has this number of bytes."""
     item = {**record(0, 0), "record": {"text": ""}}
     overhead = len(encode(item)) - 4
     return {**item, "record": {"text": "x" * (num_bytes - overhead)}}
@@ -109,7 +110,7 @@ JUNK = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(REPORTS, st.data())
 def test_a_report_is_read_whole_or_refused_by_one_error(report: dict[str, Any], data: st.DataObject) -> None:
-    """Whatever one field is: what is read is what was sent, and nothing else is raised."""
+    """For any value of a field, the result equals the sent message or the one expected error is raised."""
     name = data.draw(st.sampled_from([*report, "unknown"]))
     changed = {**report, name: data.draw(JUNK)}
     try:

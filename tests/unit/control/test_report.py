@@ -1,4 +1,4 @@
-"""The screen that says what went wrong."""
+"""Tests the failure report."""
 
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
 
 @pytest.mark.parametrize("exit_is_known", [False, True])
 def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: bool) -> None:
-    """Its node was killed by the control plane; the exit may be known when the others go on, or not yet."""
+    """The control plane killed its node. The rank's exit may be known or unknown when the other nodes continue."""
     why = "rank 1 did not report its position (recovery.position_timeout_seconds=10)"
     deaths = (Failure(rank=0, at_seconds=10.0), Failure(rank=2, number=1, at_seconds=10.0, detail=why))
     step = Step(State(generation=2, survived=(deaths,)), Decision.REFORM, "rank 0 was killed by SIGKILL")

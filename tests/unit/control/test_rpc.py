@@ -1,4 +1,4 @@
-"""Token, sizes, methods and addresses of the RPC layer."""
+"""Tests tokens, sizes, methods and addresses of the RPC layer."""
 
 from collections.abc import Iterator
 
@@ -124,7 +124,7 @@ def test_tokens_have_256_bits_and_differ() -> None:
 def test_strangers_whose_body_never_comes_keep_no_thread(
     server: RpcServer, calls: list[Message], token: str | None
 ) -> None:
-    """More of them than the server has threads."""
+    """There are more such callers than the server has threads."""
     with crowd(server.address, 32, headers_without_body("/Test/echo", token)) as taken:
         assert taken == 32
         assert client(server).call("echo", {"value": 1}, timeout_seconds=5) == {"echo": 1}

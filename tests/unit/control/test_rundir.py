@@ -1,4 +1,4 @@
-"""Claiming the folder of a run."""
+"""Tests how the folder of a run is claimed."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -125,7 +125,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_save_that_never_finished_is_no_state_to_continue_from(tmp_path: Path) -> None:
-    """The advice after an interrupted job names ``run.resume=must`` only where that will not be refused."""
+    """After an interrupted job, the advice names ``run.resume=must`` only if that would be accepted."""
     folder = tmp_path / "checkpoints" / "iter_0000005"
     folder.mkdir(parents=True)
     assert _has_state(tmp_path) and not has_complete_state(tmp_path)

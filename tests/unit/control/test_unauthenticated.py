@@ -1,4 +1,4 @@
-"""UnauthenticatedConnections on the control channel are few and do not stay; whoever has shown the token does."""
+"""Tests that unauthenticated connections are few and short, and that connections with the token stay open."""
 
 import contextlib
 import socket
@@ -28,7 +28,7 @@ def server() -> Iterator[RpcServer]:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the server has closed a connection; what it had said before is read."""
+    """Return whether the server has closed a connection, after reading what it had sent before."""
     sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while sock.recv(4096):
@@ -125,7 +125,7 @@ sys.stdin.read()
 
 
 def test_more_strangers_than_descriptors_keep_nobody_out_and_files_can_be_opened() -> None:
-    """They come again as soon as they are closed."""
+    """The connections are opened again as soon as they are closed."""
     command = [sys.executable, "-c", SERVE, TOKEN]
     served = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert served.stdin is not None and served.stdout is not None

@@ -1,4 +1,4 @@
-"""Clocks: each finding appears with its cause, and goes with it."""
+"""Tests the checks of clocks: each finding appears with its cause and disappears without it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The run's file system: each finding appears with its cause, and goes with it."""
+"""Tests the checks of the run's file system: each finding appears with its cause and disappears without it."""
 
 from dataclasses import replace
 from pathlib import Path

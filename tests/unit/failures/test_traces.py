@@ -1,4 +1,4 @@
-"""Traces: what is read, what is refused with its line, and the schedules that they make."""
+"""Tests traces: which are read, which are refused with their line, and the schedules that result."""
 
 from pathlib import Path
 from typing import Any

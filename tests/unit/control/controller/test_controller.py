@@ -1,4 +1,4 @@
-"""What a controller takes from agents, and what it refuses."""
+"""Tests which calls of agents a controller accepts, and which it refuses."""
 
 import queue
 import threading
@@ -53,12 +53,12 @@ def launch_spec(generation: int, members: Sequence[int], stores: Mapping[int, St
 
 
 def losses(job: "Running") -> list[int]:
-    """Losses in a row of each node that has any."""
+    """Return the number of losses in a row of each node that has any."""
     return [record.num_losses for record in job.controller.state.nodes.records if record.num_losses]
 
 
 class Running:
-    """A controller in a thread, and a client that plays agents, who may be silent."""
+    """Controller in a thread, and a client that acts as the agents, which may stop calling."""
 
     def __init__(self, policy: MembershipPolicy = POLICY, detection: DetectorPolicy = PATIENT) -> None:
         self.decisions: list[Any] = []
@@ -89,7 +89,7 @@ class Running:
             self.details_at_restart = dict(self.controller.details)
 
     def start(self) -> dict[str, Any]:
-        """Let both nodes join; the order they get."""
+        """Let both nodes register. Return the order that they get."""
         for node in (0, 1):
             service = {"socket": f"node-{node}.sock", "address": f"127.0.0.1:{9000 + node}"}
             self.join(node, sidecars={"keeper": service})
@@ -101,12 +101,12 @@ class Running:
         return joined
 
     def order(self, number: int) -> dict[str, Any]:
-        """The order of that number, as soon as it is given."""
+        """Return the order with this number as soon as it is given."""
         order: dict[str, Any] = self.call("poll", node=0, after=number, wait_seconds=10)["orders"][0]
         return order
 
     def call(self, method: str, **body: Any) -> dict[str, Any]:
-        """As the present process of the node that is named."""
+        """Make a call as the present process of the named node."""
         session = {} if method not in ("poll", "deliver") else {"session": self.sessions.get(body["node"], 0)}
         return self.client.call(method, {**session, **body}, timeout_seconds=10)
 
@@ -116,7 +116,7 @@ class Running:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """A job; a test that parametrizes it says by which policy."""
+    """Yield a job. A test can set its policy by parametrization."""
     param = getattr(request, "param", POLICY)
     running = Running(*param) if isinstance(param, tuple) else Running(param)
     yield running
@@ -551,7 +551,7 @@ def test_a_process_that_ends_before_it_registers_is_started_again(job: Running) 
 
 
 def await_step(job: Running, decision: Decision) -> Step:
-    """The next step with that decision; those before it are let pass."""
+    """Return the next step with this decision. Earlier steps are skipped."""
     while (step := job.steps.get(timeout=10)).decision is not decision:
         pass
     return step
@@ -639,6 +639,6 @@ def test_a_process_that_asks_twice_to_take_a_place_has_it(job: Running) -> None:
 
 
 def eventually(condition: Any) -> bool:
-    """Whether ``condition`` comes true soon."""
+    """Return whether ``condition`` becomes true in time."""
     pause = threading.Event()
     return any(condition() or pause.wait(0.02) for _ in range(500))

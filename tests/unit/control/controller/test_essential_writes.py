@@ -1,4 +1,4 @@
-"""Writes that decisions rest on: how long they are tried again, and what they wait for."""
+"""Tests the writes on which decisions depend: how long they are repeated, and what they wait for."""
 
 import errno
 import threading
@@ -14,7 +14,7 @@ from megatron_ft.durable import append_line
 
 
 class Disk:
-    """Takes a write after it has refused ``num_refusals``."""
+    """Disk that accepts a write after ``num_refusals`` failures."""
 
     def __init__(self, num_refusals: int, number: int = errno.ENOSPC) -> None:
         self.num_refusals, self.number = num_refusals, number
@@ -27,7 +27,7 @@ class Disk:
 
 
 class Told:
-    """What is said of waits."""
+    """Stores the reports about waits."""
 
     def __init__(self, run_dir: Path) -> None:
         self.waits: list[str] = []
@@ -106,7 +106,7 @@ def test_a_clock_goes_on_from_where_it_stood() -> None:
 
 
 def test_what_was_written_in_part_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that becomes full takes the first bytes of a line before it refuses."""
+    """A disk that becomes full accepts the first bytes of a line before it refuses the rest."""
     import os
 
     write, room = os.write, [7]
@@ -137,7 +137,7 @@ def test_what_was_written_in_part_does_not_count(tmp_path: Path, monkeypatch: py
 
 
 def test_what_could_not_be_synced_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that tells of a failed sync has dropped what it could not write."""
+    """After a failed sync, the kernel has dropped the data that it could not write."""
     import os
 
     path, told = tmp_path / "journal.jsonl", Told(tmp_path)

@@ -1,4 +1,4 @@
-"""The launcher's side of the controller: nothing that one has said before it died is lost."""
+"""Tests the launcher's connection to the controller: nothing that a controller sent before it died is lost."""
 
 import json
 import os
@@ -36,7 +36,7 @@ made.run(lambda record: print("record", flush=True), lambda event: print(event["
 made.close()
 print("ended", flush=True)
 """
-"""A launcher, as far as its link goes; it prints what it takes in."""
+"""Program that acts as a launcher and prints what it receives from the controller."""
 
 _ANSWERS = """
 import json, pathlib, socket, sys
@@ -51,7 +51,8 @@ while not closed:
         if end.exists():
             send(sock, json.loads(end.read_text()))
 """
-"""A controller that answers pings, and ends the job by the message in a file once that is there."""
+"""Program that acts as a controller: it answers pings, and ends the job with the message in a file when the file
+exists."""
 
 END = JobResult(Outcome.FINISHED, "all ranks have finished", None)
 _SAYS = """
@@ -67,7 +68,7 @@ sys.stdin.read()
 
 
 class Console:
-    """A link to controllers that say what the test wants; the first of them dies."""
+    """Connection to controllers that send what the test specifies. The first of them dies."""
 
     def __init__(self, folder: Path, *lives: list[dict[str, Any]], all_die: bool = False) -> None:
         self.lives, self.all_die, self.started = list(lives), all_die, 0

@@ -1,4 +1,4 @@
-"""A controller that takes over stands where its predecessor stood, wherever that one ended."""
+"""Tests that a new controller reaches the state of its predecessor, wherever the predecessor ended."""
 
 import json
 import threading
@@ -29,7 +29,7 @@ POLICY = replace(ONE_NODE_IS_ENOUGH, num_nodes=3, min_nodes=2)
 
 
 class Life:
-    """One controller with a journal, and what came of it."""
+    """One controller with a journal, and the results of its decisions."""
 
     def __init__(self, path: Path, epoch: int = 1) -> None:
         journal = Journal(path)
@@ -52,13 +52,13 @@ class Life:
         self.controller.run(lambda *about: self.records.append(about), self.steps.append)
 
     def take_over(self) -> tuple[State, list[Any]]:
-        """State and orders, from the journal alone."""
+        """Return the state and the orders that follow from the journal alone."""
         self.controller._take_over(self.steps.append)
         return self.controller.state, self.controller._server._orders
 
 
 def a_job_that_loses_a_node(life: Life) -> None:
-    """The story that is told."""
+    """Run a job that loses a node."""
     life.thread.start()
     client = RpcClient(life.controller.address, "Controller", token=TOKEN)
 
@@ -162,7 +162,7 @@ def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fenc
     is_read, newer_is_in = threading.Event(), threading.Event()
 
     class Late(ControllerClient):
-        """The thread ``late`` is held up when it has read the epoch, until the other one has its answer, or waits."""
+        """Delays the thread ``late`` after it has read the epoch, until the other thread has its answer or waits."""
 
         @property
         def _epoch(self) -> int:

@@ -1,4 +1,4 @@
-"""Nodes that join and leave a job that runs: the state machine under a virtual clock."""
+"""Tests nodes that join and leave a running job, with the state machine on a virtual clock."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ SPARE = replace(POLICY, num_nodes=3, max_nodes=None, num_spare_nodes=1)
 
 
 def ready(job: Job, *nodes: int) -> Step:
-    """Nodes join and their ranks report."""
+    """Let nodes register and their ranks report."""
     for node in nodes:
         if job.see(NodeJoined(node)).decision is not Decision.START_NODES:
             assert job.tick(0.0).decision is Decision.START_NODES
@@ -40,7 +40,7 @@ def ready(job: Job, *nodes: int) -> Step:
 
 
 def stand(job: Job, *ranks: int, completed: int = 4) -> Step:
-    """Ranks say that they are at the boundary of a change."""
+    """Let ranks report that they wait at the boundary of a change."""
     for rank in ranks:
         step = job.see(RankBroken(rank, job.position(rank, completed), job.now, planned=True))
     return step
@@ -258,7 +258,7 @@ def test_lost_nodes_are_started_again_where_that_is_wanted() -> None:
 
 
 def come_back(job: Job, node: int, *, completed: int) -> None:
-    """A node whose ranks were started joins after iteration ``completed``."""
+    """Let a node whose ranks were started join after iteration ``completed``."""
     for rank in job.policy.ranks_of(node):
         job.see(RankReported(rank))
     assert job.tick(5.0).decision is CHANGE
@@ -267,7 +267,7 @@ def come_back(job: Job, node: int, *, completed: int) -> None:
 
 
 def lose(job: Job, node: int, *, completed: int) -> Step:
-    """A node's ranks die, the others say how far they are; what follows."""
+    """Let a node's ranks die and all other ranks report their positions. Return the next step."""
     first, second = job.policy.ranks_of(node)
     job.die(first)
     job.say(
@@ -297,7 +297,8 @@ def test_a_node_that_has_settled_may_be_lost_as_often_as_it_likes() -> None:
 
 
 def after_pause(job: Job, seconds: float) -> Step:
-    """The step when a node whose start has failed is started again, which is not before ``seconds`` have passed."""
+    """Return the step in which a node is started again after a failed start. It must not come before ``seconds`` have
+    passed."""
     assert job.tick(seconds - 0.1).decision is WAIT
     assert job.state.wake_seconds == pytest.approx(job.now + 0.1)
     return job.tick(0.2)
@@ -336,7 +337,7 @@ def test_pauses_between_failed_starts_grow_and_an_operator_ends_one() -> None:
 
 @pytest.mark.parametrize("ends_early", [True, False])
 def test_a_node_whose_process_hangs_before_it_registers_is_started_again(ends_early: bool) -> None:
-    """Its process ends during the pause, or when the launcher puts another in its place; either counts once."""
+    """Its process ends during the pause, or when the launcher replaces it. Either counts as one failure."""
     job = Job(RETURNING)
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)

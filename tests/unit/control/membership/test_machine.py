@@ -1,4 +1,4 @@
-"""The membership state machine under a virtual clock."""
+"""Tests the membership state machine on a virtual clock."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ TWO_RESTARTS = replace(POLICY, max_restarts=2)
 
 
 class Job:
-    """A job whose clock the test turns."""
+    """Job whose clock the test advances."""
 
     def __init__(self, policy: MembershipPolicy = POLICY) -> None:
         self.policy = policy
@@ -53,7 +53,7 @@ class Job:
         return self.report()
 
     def fail(self, *, at_iteration: int) -> Step:
-        """Rank 1 is killed in ``at_iteration``, the others see it; the last step."""
+        """Kill rank 1 in ``at_iteration``, and let the other ranks fail. Return the last step."""
         self.see(RankExited(1, -9, 1.0, done=False, iteration=at_iteration))
         for rank in (0, 2):
             self.exit(rank, 1, at_seconds=2.0)

@@ -1,4 +1,4 @@
-"""Going on without lost nodes: the state machine under a virtual clock, by hand and by chance."""
+"""Tests how a job continues without lost nodes, on a virtual clock: with chosen and with random events."""
 
 import random
 from dataclasses import replace
@@ -34,7 +34,7 @@ VOTE = vote_of(5)
 
 
 class Job:
-    """A job of three nodes of two ranks whose clock the test turns; all ranks run."""
+    """Job of three nodes with two ranks each, all of which train. The test advances its clock."""
 
     def __init__(self, policy: MembershipPolicy = POLICY) -> None:
         self.policy = policy
@@ -347,7 +347,7 @@ def test_a_job_whose_ranks_hang_together_starts_again() -> None:
 
 
 class Chance:
-    """A job whose ranks, agents and messages behave by a seed; what must hold is checked at every step."""
+    """Job whose ranks, agents and messages are random, determined by a seed. Every step is checked."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -367,7 +367,7 @@ class Chance:
         raise AssertionError(f"no end: {self.job.state}")
 
     def event(self) -> MachineEvent:
-        """The next thing to happen; deaths and requests are rare, ranks speak when told and repeat themselves."""
+        """Return the next random event. Deaths and requests are rare; ranks report after orders, and repeat reports."""
         state, roll = self.job.state, self.random.random()
         if state.deadline_seconds is not None and self.job.now >= state.deadline_seconds:
             return Tick()

@@ -1,4 +1,4 @@
-"""What a rank says when it ends."""
+"""Tests the reports of a rank that ends."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from megatron_ft.errors import RankLost, RecoveryError
 
 
 class Heard:
-    """A worker that notes what is raised to it."""
+    """Worker client that stores reported exceptions."""
 
     def __init__(self) -> None:
         self.raised_codes: list[int | None] = []

@@ -1,4 +1,4 @@
-"""What an agent tells its ranks, and what it passes on of them."""
+"""Tests the messages between an agent and its ranks, and which of them the agent forwards."""
 
 import os
 import selectors
@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 10.0
 
 
 class Node:
-    """Node 2 with one rank, which the test plays."""
+    """Node 2 with one rank, which the test simulates."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "node.sock"
@@ -42,7 +42,7 @@ class Node:
         send(self.rank, message)
 
     def read(self) -> None:
-        """One round of the agent's main loop."""
+        """Run one round of the agent's main loop."""
         for key, _ in self.selector.select(timeout=10):
             key.data()
 
@@ -90,7 +90,7 @@ def test_a_rank_that_takes_nothing_is_named(node: Node, manner: str, monkeypatch
 
 
 def stranger(node: Node, data: bytes = b"") -> socket.socket:
-    """A connection that has sent ``data``, once the agent has taken it."""
+    """Return a connection that has sent ``data``, after the agent has accepted it."""
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(10)
     sock.connect(node.listener.getsockname())
@@ -138,7 +138,7 @@ def test_a_rank_may_say_more_than_a_greeting_at_once(tmp_path: Path) -> None:
 
 
 def see(node: Node, *, start: float, seconds: int) -> list[int]:
-    """Ranks that are hung, when the agent looks every second."""
+    """Return the unresponsive ranks that the agent finds if it checks every second."""
     return [rank for second in range(seconds) for rank in node.ranks.check_life(start + second)]
 
 

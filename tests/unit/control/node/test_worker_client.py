@@ -1,4 +1,5 @@
-"""A rank that outlives others: what its client takes from the agent, in which order, and what it refuses."""
+"""Tests the client of a rank that survives other ranks: which messages it accepts from the agent, in which order, and
+which it refuses."""
 
 import contextlib
 import queue
@@ -61,7 +62,7 @@ class Rank:
         self.say(op="break", generation=generation, reason=reason)
 
     def survive(self, position: Position = POSITION, error: BaseException | str = "peer") -> Future[NextMembership]:
-        """Call ``survive`` in a thread; returns once the agent has heard of it."""
+        """Call ``survive`` in a thread. Return when the agent has received the position."""
         future = self.pool.submit(self.client.survive, position, error)
         self.last = self.heard()
         return future

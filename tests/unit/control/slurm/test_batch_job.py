@@ -1,4 +1,4 @@
-"""The process behind a batch script; launchers and Slurm follow a script here, ``tests/slurm`` has real ones."""
+"""Tests the process behind a batch script. Launchers and Slurm are scripted; ``tests/slurm`` has real ones."""
 
 import json
 import os
@@ -55,20 +55,20 @@ esac
 
 
 def loss(iteration: int) -> dict[str, Any]:
-    """A line of ``metrics.jsonl``."""
+    """Return a line of ``metrics.jsonl``."""
     return {"kind": "metrics", "iteration": iteration, "loss": 1.0}
 
 
 @dataclass
 class Play:
-    """A batch job whose launchers do what they are told."""
+    """Batch job whose launchers are scripted."""
 
     folder: Path
 
     def start(
         self, acts: Sequence[Mapping[str, Any]], *words: str, nodes_now: str = "n[0-3]", **variables: str
     ) -> "subprocess.Popen[str]":
-        """Start it. The n-th launcher does ``acts[n]``."""
+        """Start the batch job. Launcher n executes ``acts[n]``."""
         (self.folder / "acts.json").write_text(json.dumps(acts))
         (self.folder / "launcher.py").write_text(CONSOLE)
         programs = self.folder / "bin"
@@ -89,38 +89,38 @@ class Play:
         )
 
     def run(self, acts: Sequence[Mapping[str, Any]], *words: str, **about: str) -> tuple[int, str]:
-        """Run it to its end: exit code, standard error."""
+        """Run the batch job to its end. Return exit code and standard error."""
         process = self.start(acts, *words, **about)
         _, errors = process.communicate(timeout=60)
         return process.returncode, errors
 
     def claim(self) -> RunDir:
-        """Have the run's folder, as a launcher that lives."""
+        """Claim the run's folder, as a living launcher does."""
         return RunDir.claim(
             RunConfig(dir=str(self.folder), name="run", resume="auto"), model_name="tiny", config_yaml="a: 1\n"
         )
 
     @property
     def told(self) -> list[dict[str, Any]]:
-        """What each launcher was started with."""
+        """Return the arguments with which each launcher was started."""
         return [json.loads(line) for line in (self.folder / "run" / "told.jsonl").read_text().splitlines()]
 
     @property
     def calls(self) -> list[str]:
-        """Commands of Slurm that were given, without questions."""
+        """Return the commands of Slurm that were called, except queries."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if not line.startswith(("scontrol --oneliner", "sinfo"))]
 
     @property
     def marker(self) -> dict[str, Any] | None:
-        """How the job ended, if it says so."""
+        """Return how the job ended according to its marker."""
         path = self.folder / "run" / "slurm" / "17.json"
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def ignored_by(process: "subprocess.Popen[str]") -> set[int]:
-    """Signals that a process takes no notice of (proc(5), ``SigIgn``)."""
+    """Return the signals that a process ignores (proc(5), ``SigIgn``)."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
     mask = int(status["SigIgn"], 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
@@ -264,7 +264,7 @@ def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
 
 
 def test_a_chain_without_a_name_is_refused() -> None:
-    """To cancel what waits under no name would be to cancel all that the user has waiting."""
+    """Cancelling jobs without a name would cancel all waiting jobs of the user."""
     with pytest.raises(ConfigError, match="SLURM_JOB_NAME"):
         _Site.read({**ALLOCATION, "SLURM_JOB_NAME": "", "MFT_CHAINED": "1"})
 

@@ -1,4 +1,4 @@
-"""What Slurm says, read; and what a node does about a batch host."""
+"""Tests how output of Slurm is parsed, and how a node reacts to the state of the batch host."""
 
 import threading
 
@@ -53,7 +53,7 @@ def test_what_is_no_task_and_host_is_refused(text: str) -> None:
 
 
 class Slurm:
-    """Answers in turn."""
+    """Slurm with scripted answers."""
 
     def __init__(self, *answers: JobView | SlurmError) -> None:
         self.answers = list(answers)

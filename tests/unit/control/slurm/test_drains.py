@@ -1,4 +1,4 @@
-"""Nodes that are drained are let go; Slurm and the controller follow a script, ``tests/slurm`` has real ones."""
+"""Tests that drained nodes leave the job. Slurm and the controller are scripted; ``tests/slurm`` has real ones."""
 
 import threading
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ HOSTS = ("a", "b", "c")
 
 
 class Play:
-    """Answers of Slurm in turn, and of the controller."""
+    """Scripted answers of Slurm and of the controller."""
 
     def __init__(self, answers: Sequence[Sequence[str] | SlurmError], refusals: Sequence[Exception | None]) -> None:
         self.answers, self.refusals = list(answers), list(refusals)
@@ -46,7 +46,7 @@ class Play:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
-    """The nodes that the controller was asked to let go."""
+    """Return the nodes that the controller was requested to release."""
     monkeypatch.setattr(calls, "drained_hosts", play.drained_hosts)
     monkeypatch.setattr(drains, "AdminClient", lambda run_dir: play)
     drains._watch(Path("run"), lambda: dict(enumerate(HOSTS)), 0.0, play.is_over)

@@ -1,4 +1,4 @@
-"""What is read from a Slurm allocation, and what is told to it. ``tests/slurm`` has jobs on a real cluster."""
+"""Tests what is read from a Slurm allocation, and the commands for it. ``tests/slurm`` has jobs on a real cluster."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[03-05],big1"}
 
 
 class Entry(NamedTuple):
-    """An address, as psutil shows it."""
+    """Address in the form in which psutil returns it."""
 
     family: int
     address: str

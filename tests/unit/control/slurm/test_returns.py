@@ -1,4 +1,4 @@
-"""An array's launcher that comes back after the death of its node: as long as the run gets on."""
+"""Tests that the launcher of an array may return after the death of its node as long as the run makes progress."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Domains are leaf switches. ``TREE`` is what Slurm 22.05 printed of a cluster of four nodes with topology/tree."""
+"""Tests that failure domains are leaf switches. ``TREE`` is output of Slurm 22.05 for a cluster of four nodes with
+topology/tree."""
 
 import os
 from pathlib import Path
@@ -21,11 +22,11 @@ SwitchName=m2 Level=1 LinkSpeed=1 Nodes=node3 Switches=c
 SwitchName=top Level=2 LinkSpeed=1 Nodes=node[0-3] Switches=m[1-2]
 """
 NO_PLUGIN = "echo 'scontrol: error: No topology information available' >&2"
-"""What it says without a topology plugin, with exit code 0."""
+"""Command with the output of Slurm without a topology plugin, and exit code 0."""
 
 
 def site(folder: Path, script: str) -> dict[str, str]:
-    """The environment of a batch job whose ``scontrol`` is a script."""
+    """Return the environment of a batch job whose ``scontrol`` is a script."""
     write_program(folder, "scontrol", script)
     path = f"{folder}:{os.environ['PATH']}"
     return {"PATH": path, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-3]"}
