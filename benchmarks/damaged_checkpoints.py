@@ -164,8 +164,8 @@ def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
 
 
 def tear(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
-    """Test torn files: one file of the newest sample is cut, is missing, or has a page that is zero, stale or doubled.
-    """
+    """Test torn files: one file of the newest sample is cut, is missing, or has a page that is zero, stale or
+    doubled."""
     kind.save(store, OLD)
     kind.save(store, NEW)
     for path, old in zip(kind.files(store, NEW), kind.files(store, OLD), strict=True):

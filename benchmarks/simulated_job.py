@@ -257,7 +257,9 @@ class Job(Ranks):
         assert self.decided[before.generation] <= 1, f"generation {before.generation} was ended twice"
         assert after.generation - before.generation == (step.decision in (Decision.RESTART, Decision.REFORM))
         if after.phase in BREAKABLE:
-            assert self.policy.fewest_nodes <= len(after.members) <= self.policy.most_members, "the number of members is outside its limits"
+            assert self.policy.fewest_nodes <= len(after.members) <= self.policy.most_members, (
+                "the number of members is outside its limits"
+            )
         assert len(after.members) == len(set(after.members)), "a node is a member twice"
         if self.policy.keeps_layout:
             assert step.decision is not Decision.CHANGE, "nodes changed places although none was lost"
@@ -310,13 +312,15 @@ class Job(Ranks):
             for number in self.policy.ranks_of(node) if node in reform.joining else ():
                 has_waited = self.ranks[number].generation == WAITING and number in step.state.connected
                 assert has_waited and number not in step.state.gone, "a rank joins that did not wait"
-        assert not set(step.nodes) & (set(step.state.members) | step.state.nodes.waiting), "ranks of the new membership would be killed"
+        assert not set(step.nodes) & (set(step.state.members) | step.state.nodes.waiting), (
+            "ranks of the new membership would be killed"
+        )
         assert before.nodes.lost & set(before.members) <= set(reform.lost), "a lost node has kept its place"
         self.counts["filled places"] += len(reform.lost)
         self.counts["places filled by their own node"] += len(set(reform.lost) & set(reform.joining))
 
     def check_reform(self, before: State, step: Step) -> None:
-        """Check that all continuing ranks have reported, and that no iteration completed by a living rank is rolled back."""
+        """Check that all continuing ranks have reported, and that no living rank rolls back a completed iteration."""
         assert step.reform is not None
         target = step.reform.target.iteration
         heard = {position.rank for position in step.reform.positions}

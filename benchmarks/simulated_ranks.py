@@ -207,7 +207,7 @@ class Ranks(Nodes):
             return
         rank.has_state = had_state or not replays
         if rank.completed < target.iteration:
-            assert target.vote is not None and rank.contributed == target.iteration, "the rank cannot finish the target iteration"
+            assert target.vote is not None and rank.contributed == target.iteration, "the rank cannot finish it"
             rank.history.append(target.vote)
             self.counts["finished"] += 1
         elif rank.contributed > target.iteration:

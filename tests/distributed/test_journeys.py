@@ -168,8 +168,8 @@ def test_a_recovery_passes_through_few_files(recovered: Traced, usual: Mapping[s
 
 
 def test_a_slice_passes_through_few_files(restored: Traced, usual: Mapping[str, set[str]]) -> None:
-    """The interval is from the capture of a window's last slice until the window is restored and the ranks are ready.
-    """
+    """The interval is from the capture of a window's last slice until the window is restored and the ranks are
+    ready."""
     recovery, ready = restored.event("recovery_started"), restored.event("ranks_ready", 1)
     assert recovery["source"] == "memory"
     begin = restored.reported(recovery["iteration"] - 1)

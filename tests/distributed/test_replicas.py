@@ -1,5 +1,5 @@
-"""Tests training with expert replicas over gloo: copies stay equal, moves change no bit, checkpoints fit any placement.
-"""
+"""Tests training with expert replicas over gloo: copies stay equal, moves change no bit, checkpoints fit any
+placement."""
 
 import math
 from pathlib import Path

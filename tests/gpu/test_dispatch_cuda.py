@@ -1,5 +1,5 @@
-"""Tests dispatch behaviour that only a CUDA device shows. ``tests/contract`` compares the results with the reference.
-"""
+"""Tests dispatch behaviour that only a CUDA device shows. ``tests/contract`` compares the results with the
+reference."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Tests layouts over several ranks on one GPU with NCCL: the numbers of one rank on the CPU, and the same bits twice.
-"""
+"""Tests layouts over several ranks on one GPU with NCCL: the numbers of one rank on the CPU, and the same bits
+twice."""
 
 from typing import Any
 

@@ -35,8 +35,8 @@ CONFIG = {
 
 
 def config() -> Any:
-    """Return the configuration of the job whose state is saved: FP16, so that there is a loss scale, and a router bias.
-    """
+    """Return the configuration of the job whose state is saved: FP16, so that there is a loss scale, and a router
+    bias."""
     return engines.micro_config(CONFIG)
 
 

@@ -1,5 +1,5 @@
-"""Defines a file system of fsspec whose client fails like clients of object stores, with errors that are not OSErrors.
-"""
+"""Defines a file system of fsspec whose client fails like clients of object stores, with errors that are not
+OSErrors."""
 
 from typing import Any, ClassVar
 

@@ -110,8 +110,8 @@ class FakeCuda:
         self.current = before
 
     def queue(self, kind: str, address: int) -> None:
-        """Queue an operation on the current stream. It is ordered after all operations for which the host has waited.
-        """
+        """Queue an operation on the current stream. It is ordered after all operations for which the host has
+        waited."""
         self.host = joined(self.host, {HOST: self.host.get(HOST, 0) + 1})
         stream = self.current
         stream.clock = joined(stream.clock, self.host)

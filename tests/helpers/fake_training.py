@@ -313,8 +313,8 @@ def iterate(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches() -> dict[str, Any]:
-    """Return copies, shapes and devices of three microbatches on their way to the GPU, and the number of samples read.
-    """
+    """Return copies, shapes and devices of three microbatches on their way to the GPU, and the number of samples
+    read."""
     from megatron_ft.mcore.data.batches import BatchReader
     from megatron_ft.planning.batch import BatchPlan
 
@@ -342,8 +342,8 @@ def batches() -> dict[str, Any]:
 
 
 def scenarios() -> dict[str, Any]:
-    """Run all scenarios, including that of ``message_devices``, in one process, because imports take most of the time.
-    """
+    """Run all scenarios, including that of ``message_devices``, in one process, because imports take most of the
+    time."""
     from tests.helpers import message_devices
 
     return {"messages": message_devices.scenario(), "batches": batches(), "iterations": iterate({})}

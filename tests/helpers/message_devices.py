@@ -84,8 +84,8 @@ def exchanged(*, waits: bool) -> dict[str, list[str]]:
 
 
 def logged(backend: str) -> dict[str, Any]:
-    """Return group, tag and device of logged tensors by direction. Sender and receiver must use the same group and tag.
-    """
+    """Return group, tag and device of logged tensors by direction. Sender and receiver must use the same group and
+    tag."""
     seen: list[list[Any]] = []
 
     def send(tensor: torch.Tensor, dst: int, group: Any, tag: int) -> Done:

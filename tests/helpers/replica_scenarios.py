@@ -1,5 +1,5 @@
-"""Scenarios that ranks run for ``tests/distributed/test_replicas.py``. Each function is one scenario and returns JSON.
-"""
+"""Scenarios that ranks run for ``tests/distributed/test_replicas.py``. Each function is one scenario and returns
+JSON."""
 
 import contextlib
 import dataclasses

@@ -42,8 +42,8 @@ def group(test: str) -> str:
 
 
 def runs_extended(request: pytest.FixtureRequest) -> bool:
-    """Return whether tests marked ``extended`` of the fixture's module run, so that the fixture must prepare them too.
-    """
+    """Return whether tests marked ``extended`` of the fixture's module run, so that the fixture must prepare them
+    too."""
     mine = [item for item in request.session.items if item.path == request.path]
     return any(item.get_closest_marker("extended") for item in mine)
 

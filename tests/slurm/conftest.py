@@ -1,5 +1,5 @@
-"""Provides the cluster for the tests of this folder. Tests are skipped, with the reason, if no cluster can be started.
-"""
+"""Provides the cluster for the tests of this folder. Tests are skipped, with the reason, if no cluster can be
+started."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""Tests jobs that ``slurm/pretrain_array.sbatch`` starts, with one task of an array for each node. Ranks have no model.
-"""
+"""Tests jobs that ``slurm/pretrain_array.sbatch`` starts, with one task of an array for each node. Ranks have no
+model."""
 
 import re
 import sys

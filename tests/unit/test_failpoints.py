@@ -1,4 +1,4 @@
-"""Grammar of failpoints, whom they mean, and that a hit is on disk before the fault."""
+"""Tests failpoints: their syntax, which rank they affect, and that a hit is on disk before the fault."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Numbers and types over strict JSON."""
+"""Tests numbers and types in strict JSON."""
 
 import json
 import math

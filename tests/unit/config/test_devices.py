@@ -1,5 +1,5 @@
-"""Tests that a recovery that a device refuses is also refused with ``training.device=auto`` if that device is chosen.
-"""
+"""Tests that a recovery that a device refuses is also refused with ``training.device=auto`` if that device is
+chosen."""
 
 import pytest
 

@@ -33,8 +33,8 @@ class FakeJob:
         self.refusals = 0
 
     def begin(self, *logs: str) -> None:
-        """Start a process for each log. The standard output of a service is a pipe, and its standard error is the log.
-        """
+        """Start a process for each log. The standard output of a service is a pipe, and its standard error is the
+        log."""
         for log in logs:
             with (self.run_dir / "logs" / log).open("ab") as output:
                 is_service = log.startswith("node-") and log.count("-") > 1

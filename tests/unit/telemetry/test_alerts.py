@@ -1,4 +1,4 @@
-"""Alerts: raised once, cleared once, told to every sink; the disk is looked at now and then."""
+"""Tests alerts: raised once, cleared once, sent to every sink. The free disk space is checked at intervals."""
 
 import io
 from pathlib import Path
@@ -23,7 +23,7 @@ LIMITS = AlertLimits(
 
 
 class Disk:
-    """A file system with a free share that a test sets."""
+    """File system whose free share the test sets."""
 
     def __init__(self) -> None:
         self.free, self.looks = 0.5, 0
@@ -44,7 +44,7 @@ def sink(disk: Disk) -> AlertSink:
 
 
 def told(sink: AlertSink, *records: Record) -> list[tuple[str, str, float]]:
-    """What the sink says to ``records``: kind, alert, value."""
+    """Return kind, alert and value of the sink's reports for ``records``."""
     for record in records:
         sink.write(record)
     found = sink.take_reports()

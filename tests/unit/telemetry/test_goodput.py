@@ -1,4 +1,4 @@
-"""Where a run's time went: worked out by hand for made-up runs, and shares that always add up."""
+"""Compares the goodput of made-up runs with values computed by hand. The shares always add up."""
 
 import math
 import random
@@ -42,7 +42,7 @@ def stopped(at: float) -> Record:
 
 
 def shares(found: Goodput) -> dict[str, float]:
-    """Shares that are not 0, in seconds; times since 1970 have about a microsecond."""
+    """Return the shares that are not 0, in seconds. Times since 1970 have a resolution of about a microsecond."""
     seconds = {name: round(getattr(found, f"{name}_seconds"), 5) for name in SHARES}
     return {name: value for name, value in seconds.items() if value}
 

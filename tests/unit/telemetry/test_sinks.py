@@ -1,4 +1,4 @@
-"""All sinks together: what a run leaves behind, and what a failing sink does to it."""
+"""Tests all sinks together: the files of a run, and the effect of a failing sink."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from .conftest import FakeClock
 
 
 class Remembering(Sink):
-    """A sink that fails on demand."""
+    """Sink that fails on request."""
 
     def __init__(self, name: str, *, retries: bool = True) -> None:
         self.name = name

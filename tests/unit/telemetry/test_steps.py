@@ -1,4 +1,4 @@
-"""Records cut into steps: each iteration once, in rising order, with what was known when the next one began."""
+"""Tests how records are grouped into wandb steps: each iteration once, in rising order."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ def loaded(iteration: int) -> Record:
 
 
 def taken(steps: _Steps, records: Iterable[Record], *, live: bool = True) -> list[_Step]:
-    """What ``records`` complete; ``live``: each is sent at once."""
+    """Return the steps that ``records`` complete. With ``live``, each step is sent at once."""
     found = []
     for record in records:
         if (step := steps.take(record)) is not None:

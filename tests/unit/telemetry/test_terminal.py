@@ -1,4 +1,4 @@
-"""What a watcher sees."""
+"""Tests the output on the terminal."""
 
 import io
 import re
@@ -153,7 +153,7 @@ def test_remaining_time_follows_the_recent_pace() -> None:
 
 
 class Plain:
-    """A plain terminal with a clock moved by hand."""
+    """Plain terminal with a clock that the test advances."""
 
     def __init__(self, train_iterations: int) -> None:
         self.now = 0.0

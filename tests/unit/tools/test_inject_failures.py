@@ -1,4 +1,5 @@
-"""The command: what it asks of whom, when it begins, what it refuses. Real processes are in ``test_injecting``."""
+"""Tests the command: the calls that it makes, when it begins, and what it refuses. ``test_injecting`` has real
+processes."""
 
 import json
 import threading
@@ -28,7 +29,7 @@ def job(tmp_path: Path) -> Iterator[FakeJob]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the injector was asked for."""
+    """Return the calls of the injector."""
     found: Calls = []
 
     def noted(name: str, answer: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""status, drain and add_node against a controller that is none: what they ask, what they say, what they refuse."""
+"""Tests status, drain and add_node with a replacement for the controller: their calls, their output, their refusals."""
 
 import json
 import os
@@ -33,7 +33,7 @@ STATUS = {
 
 
 class FakeJob:
-    """A folder with a controller's address, and what was asked of it."""
+    """Folder with a controller's address, and the calls that were made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The command that writes a run's page."""
+"""Tests the command that writes a run's page."""
 
 import subprocess
 import sys
@@ -78,7 +78,7 @@ def test_it_runs_as_a_file_from_anywhere_and_needs_no_torch(run: MadeUpRun) -> N
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether ``condition`` holds in time."""
+    """Return whether ``condition`` becomes true in time."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:

@@ -1,5 +1,5 @@
-"""Tests which nodes take the places of lost nodes in jobs that keep their layout, with chosen and with random events.
-"""
+"""Tests which nodes take the places of lost nodes in jobs that keep their layout, with chosen and with random
+events."""
 
 import random
 from collections.abc import Iterator

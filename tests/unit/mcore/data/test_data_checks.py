@@ -1,4 +1,4 @@
-"""Whether a rank that comes later reads what the run reads."""
+"""Tests whether a joining rank reads the same data as the run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from megatron_ft.errors import DataError
 
 
 def samples(fingerprint: str) -> Any:
-    """As much of samples as is compared."""
+    """Replacement for samples with only the compared fields."""
     return SimpleNamespace(fingerprint=lambda: fingerprint)
 
 

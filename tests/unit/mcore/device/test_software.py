@@ -1,4 +1,4 @@
-"""Software that would break Megatron is told in one sentence, before Megatron is imported."""
+"""Tests that software which would break Megatron is reported in one sentence, before Megatron is imported."""
 
 import json
 import subprocess
@@ -44,7 +44,8 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
-    """What ``install`` says in a process of its own where such a package comes first: [message, megatron came]."""
+    """Return [message, whether Megatron was imported] of ``install`` in a separate process in which such a package is
+    found first."""
     top = tmp_path_factory.mktemp("packages")
     for package, files in PACKAGES.items():
         for name, text in files.items():

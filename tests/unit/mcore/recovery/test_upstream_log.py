@@ -1,4 +1,4 @@
-"""A rank's upstream log beside windows that are planned, committed and late: room, limits, and what is said."""
+"""Tests a rank's upstream log with planned, committed and late windows: space, limits, and reports."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from megatron_ft.planning.commit import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowKey, WindowPlan
 
 TENSOR_BYTES = 16 * 2 * 32 * 4
-"""16 tokens of 2 samples, hidden size 32, in FP32."""
+"""Bytes of a tensor: 16 tokens of 2 samples with hidden size 32, in FP32."""
 NUM_MICROBATCHES = 3
 
 
@@ -26,7 +26,7 @@ def windows(num_iterations: int, interval_iterations: int | None = None) -> Wind
 
 
 class Run:
-    """Stands in for the trainer of a rank of the first of two stages; two nodes of two ranks."""
+    """Replacement for the trainer of a rank of the first of two stages, on two nodes of two ranks."""
 
     def __init__(self, plan: WindowPlan | None, **upstream_log: int) -> None:
         from megatron_ft.mcore.pipeline.boundaries import Boundaries
@@ -79,7 +79,7 @@ def vote(iteration: int) -> Vote:
 
 
 def planned(iteration: int, iterations_kept: int) -> UpstreamLogPlanned:
-    """Each node has the two ranks of one stage, and each rank sends every microbatch to the other stage."""
+    """Each node has the two ranks of one stage. Each rank sends every microbatch to the other stage."""
     log_bytes = iterations_kept * NUM_MICROBATCHES * TENSOR_BYTES
     return UpstreamLogPlanned(
         iteration=iteration, iterations_kept=iterations_kept, log_bytes=log_bytes, node_bytes=2 * log_bytes

@@ -1,4 +1,4 @@
-"""What windows cost is told once, whatever begins anew between them."""
+"""Tests that the costs of windows are reported exactly once, also if captures or memory are replaced."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from megatron_ft.snapshot.server.client import PERSISTED_BYTES, REPLICATED_BYTES
 
 
 class FakeArena:
-    """The two words of a status page that count."""
+    """Replacement for an arena, with the two fields of the status page that count bytes."""
 
     def __init__(self, replicated: int, persisted: int) -> None:
         self.words = {REPLICATED_BYTES: replicated, PERSISTED_BYTES: persisted}

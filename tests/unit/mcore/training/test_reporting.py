@@ -1,4 +1,4 @@
-"""What a rank says of its own pace: medians of iterations, and nothing before there are enough of them."""
+"""Tests a rank's report of its compute time: medians over iterations, and nothing before there are enough of them."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, NUM_ITERATIONS,
 
 
 class TestClock:
-    """Time passes when the test says so."""
+    """Clock that the test advances."""
 
     __test__ = False
 
@@ -22,7 +22,7 @@ class TestClock:
 
 
 class Work(torch.nn.Module):
-    """A layer that takes as long as it is told."""
+    """Layer whose forward pass takes a given time."""
 
     def __init__(self, clock: TestClock) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def timer_of(work: Work, clock: TestClock) -> StragglerTimer:
 
 
 def passed(pace: StragglerTimer, work: Work, *seconds: float) -> float:
-    """What ``pace`` says after an iteration of these forward passes, with other work in between."""
+    """Return the report after an iteration with these forward passes and other work between them."""
     for took in seconds:
         work(took)
         work.clock.now += 100.0

@@ -1,4 +1,4 @@
-"""What follows a console that has ended."""
+"""Tests the step after a launcher has ended."""
 
 from dataclasses import replace
 
@@ -96,7 +96,8 @@ def test_trust() -> None:
     policy=some.builds(AttemptPolicy, num_nodes=some.integers(1, 5), max_fruitless=some.integers(1, 4)),
 )
 def test_no_job_is_tried_for_ever(iterations: list[int], policy: AttemptPolicy) -> None:
-    """However it fails, attempts that get nowhere are bounded, and so are all between two that do."""
+    """For any kinds of failures, the number of attempts without progress is limited, and so is the number between two
+    attempts with progress."""
     attempts: list[Attempt] = []
     for iteration in iterations:
         attempts.append(replace(FAILED, iteration=iteration))

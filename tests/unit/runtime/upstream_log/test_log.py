@@ -1,4 +1,4 @@
-"""The log of sent tensors: slots, order, commits, trimming, gaps."""
+"""Tests the log of sent tensors: slots, order, commits, trimming, gaps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def test_an_iteration_that_is_run_again_replaces_its_first_try() -> None:
 
 
 def test_a_committed_iteration_that_is_run_again_stays_committed() -> None:
-    """A replay that breaks in the middle of it has lost nothing: what it sends is the same to the bit."""
+    """A replay that fails in the middle of the iteration loses nothing, because it sends the same bits again."""
     log = make()
     run(log, 2)
     log.begin(2, 3)
@@ -187,7 +187,7 @@ def test_says_how_much_memory_it_takes() -> None:
 def test_on_a_stream_of_its_own_a_copy_waits_for_the_computation_and_nobody_for_the_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A GPU's streams, as names in the order in which work is given to them."""
+    """The streams of a GPU are replaced by names, recorded in the order in which work is queued on them."""
     seen: list[object] = []
 
     class Stream:

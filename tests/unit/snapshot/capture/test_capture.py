@@ -1,4 +1,4 @@
-"""Slices are copied beside the computation, whole, and the keeper is told when they are there."""
+"""Tests that slices are copied completely during the computation, and then reported to the snapshot server."""
 
 from collections.abc import Mapping
 from typing import Any

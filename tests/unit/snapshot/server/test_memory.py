@@ -1,4 +1,4 @@
-"""Memory of the snapshot server: what is being allocated counts as much as what is."""
+"""Tests the memory of the snapshot server: memory that is being allocated counts like allocated memory."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ CHUNK = 4 * PAGE
 
 
 class Gate:
-    """``os.posix_fallocate`` that waits before its last chunk, and counts the bytes that it has allocated."""
+    """Replacement for ``os.posix_fallocate`` that waits before its last chunk, and counts the allocated bytes."""
 
     def __init__(self) -> None:
         self.allocate = os.posix_fallocate

@@ -1,4 +1,4 @@
-"""The part of a page that says where the time went."""
+"""Tests the section of a page about goodput."""
 
 import pytest
 

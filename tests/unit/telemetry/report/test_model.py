@@ -1,4 +1,4 @@
-"""What a page says of made-up runs."""
+"""Tests the content of pages of made-up runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page: self-contained, well-formed, escaped; every drawing is told in words, and beside it stands a table."""
+"""Tests the page: self-contained, well-formed and escaped; every drawing has a description and a table."""
 
 import re
 

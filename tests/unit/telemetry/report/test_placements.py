@@ -1,4 +1,4 @@
-"""The placement in force: read back, drawn, told in words; damaged files are refused."""
+"""Tests the current placement on the page: read, drawn and described; damaged files are refused."""
 
 import json
 import re
