@@ -89,7 +89,7 @@ def nobody(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
         ((joining,), "_has_living_rank", nobody, "its predecessor lives"),
     ],
 )
-def test_wrong_decisions_about_newcomers_are_noticed(
+def test_wrong_decisions_about_joining_nodes_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
     modules: Sequence[ModuleType],
     name: str,

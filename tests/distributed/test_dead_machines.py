@@ -94,12 +94,12 @@ def unanswered(process: "subprocess.Popen[str]") -> list[str]:
     return [found.raddr.ip for found in connections if found.status == psutil.CONN_SYN_SENT]
 
 
-def test_ranks_that_are_told_stop_connecting_to_a_machine_that_has_died() -> None:
+def test_ranks_that_are_informed_stop_connecting_to_a_machine_that_has_died() -> None:
     with (
         another_machine() as there,
         rank(1, port := free_port(HERE), "eth1", there),
         rank(0, port, f"{there[-1]}0") as here,
     ):
         wait_until("it connects to the rank that is not there", lambda: unanswered(here) == [BEHIND], seconds=60)
-        said, _ = here.communicate("\n", timeout=30)
-    assert said == "broken\n"
+        output, _ = here.communicate("\n", timeout=30)
+    assert output == "broken\n"

@@ -73,8 +73,8 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
             faults('kill(rank=2, at_iteration=4, phase="reform_build", generation=2)'), until=6, changes=CHANGES
         ),
         "newcomer": job(repeats("killed:newcomer"), until=6),
-        "stranger": job(faults(), until=6, changes=CHANGES, strangers=[2]),
-        "placed anew": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
+        "other_data": job(faults(), until=6, changes=CHANGES, other_data=[2]),
+        "placed again": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
         "killed:after a join": job({**faults(LOST_AFTER_A_JOIN), **DROPOUT, **TWO_COPIES}, until=6, changes=CHANGES),
         "after a join": job({**script(*GROWN, "lose(nodes=[0],before_iteration=5)"), **DROPOUT, **TWO_COPIES}, until=6),
         "killed:back at once": job({**faults(LOST_ONCE), **DROPOUT}, returns={"2": [2]}),
@@ -172,25 +172,25 @@ def test_a_rank_with_state_dies_while_another_joins(outcomes: dict[str, Any]) ->
     check_same(outcomes, name, "stayer")
 
 
-def test_a_newcomer_dies_while_it_joins(outcomes: dict[str, Any]) -> None:
+def test_a_joining_node_dies_while_it_joins(outcomes: dict[str, Any]) -> None:
     name = "killed:newcomer"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert memberships(outcomes, name)[-1] == (3, [0, 1, 3], 4)
     check_same(outcomes, name, "newcomer")
 
 
-def test_a_newcomer_that_reads_other_data_does_not_join(outcomes: dict[str, Any]) -> None:
+def test_a_joining_node_that_reads_other_data_does_not_join(outcomes: dict[str, Any]) -> None:
     """The joining rank ends before any state moves. The other ranks continue without it and plan a new placement."""
-    assert "error" not in outcomes["stranger"], outcomes["stranger"]["error"]
-    assert memberships(outcomes, "stranger")[-1] == (3, [0, 1, 3], 4)
-    assert schedules(outcomes, "stranger")[-1] == ["change(lose=[],join=[],before_iteration=5)"]
-    check_same(outcomes, "stranger", "placed anew")
-    broken = [rank["broken"][-1]["error"] for rank in outcomes["stranger"]["ranks"] if rank["broken"]]
+    assert "error" not in outcomes["other_data"], outcomes["other_data"]["error"]
+    assert memberships(outcomes, "other_data")[-1] == (3, [0, 1, 3], 4)
+    assert schedules(outcomes, "other_data")[-1] == ["change(lose=[],join=[],before_iteration=5)"]
+    check_same(outcomes, "other_data", "placed again")
+    broken = [rank["broken"][-1]["error"] for rank in outcomes["other_data"]["ranks"] if rank["broken"]]
     different = "must be the same data on every rank, but rank 2 and rank 0 read different data"
     assert any(different in text for text in broken)
 
 
-def test_what_a_newcomer_was_given_counts_before_it_has_done_an_iteration(outcomes: dict[str, Any]) -> None:
+def test_what_a_joining_node_was_given_counts_before_it_has_done_an_iteration(outcomes: dict[str, Any]) -> None:
     """A node is lost in the first iteration after a join. Before the join, it had the only copy of an expert."""
     name = "killed:after a join"
     assert "error" not in outcomes[name], outcomes[name]["error"]
@@ -236,7 +236,7 @@ def test_a_rank_dies_while_state_is_captured(outcomes: dict[str, Any], phase: st
     assert [record["kind"] for record in outcomes[name]["ranks"][2]["records"]][-1:] == ["failpoint_hit"]
 
 
-def test_windows_begin_anew_in_every_membership(outcomes: dict[str, Any]) -> None:
+def test_windows_begin_again_in_every_membership(outcomes: dict[str, Any]) -> None:
     """Copies are placed on the present nodes, including joining ones, whose addresses their ranks report."""
     assert [rank["error"] for rank in outcomes["captured"]["ranks"]] == [None] * 5
     assert digests(outcomes, "captured") == digests(outcomes, "history")

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.testing.jobs import start_dummy_job
-from tests.distributed.test_joining_nodes import told, waiting
+from tests.distributed.test_joining_nodes import reported, waiting
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
 from tests.helpers.keys import dotted
@@ -32,10 +32,10 @@ def test_a_spare_takes_a_place_in_the_middle_and_the_lost_node_the_next(runs: Pa
     job = start(runs, iterations=10000, num_spare_nodes=1, restart_lost_nodes=True)
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 1).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks go on")
     eventually(lambda: waiting(runs) == [3, 3, 1, 1], "the lost node is back, as a spare")
     agent_process(runs, 0).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 2)) == 6, "six ranks go on again")
+    eventually(lambda: len(reported(runs, 2)) == 6, "six ranks go on again")
     job.send_signal(signal.SIGINT)
     finish(runs, job, EXIT_INTERRUPTED)
     first, second = reformed(runs, 1), reformed(runs, 2)
@@ -77,7 +77,7 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     job = start(runs, iterations=10000, num_spare_nodes=1)
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 0).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks go on")
     agent_process(runs, 2).send_signal(signal.SIGKILL)
     finish(runs, job, ControlError.exit_code)
     assert decisions(runs)[1]["declined"] == (

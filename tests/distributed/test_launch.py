@@ -175,10 +175,10 @@ def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
     assert first["resume_from"] is None
     assert second["resume_from"] == str(runs / "dummy" / "checkpoints")
     assert first["master_port"] != second["master_port"]
-    told = [record for record in records(runs) if record["kind"] in ("rank_failed", "ranks_restarted")]
-    assert [record["kind"] for record in told] == ["rank_failed", "ranks_restarted"]
-    assert (told[0]["rank"], told[0]["signal"], told[0]["iteration"]) == (1, "SIGKILL", 5)
-    assert (told[1]["generation"], told[1]["failed_ranks"], told[1]["num_restarts_left"]) == (1, [1], 0)
+    reported = [record for record in records(runs) if record["kind"] in ("rank_failed", "ranks_restarted")]
+    assert [record["kind"] for record in reported] == ["rank_failed", "ranks_restarted"]
+    assert (reported[0]["rank"], reported[0]["signal"], reported[0]["iteration"]) == (1, "SIGKILL", 5)
+    assert (reported[1]["generation"], reported[1]["failed_ranks"], reported[1]["num_restarts_left"]) == (1, [1], 0)
     assert records(runs)[-1] == {"kind": "closed", "exit_code": 0, "reason": "all ranks have finished"}
     log = (runs / "dummy" / "logs" / "rank-00001.log").read_text()
     assert log == "rank 1 of 4 on node 0\n" * 2, "logs append"

@@ -47,12 +47,12 @@ def decisions(runs: Path) -> list[dict[str, Any]]:
 
 def reformed(runs: Path, generation: int) -> NextMembership:
     """Return the membership that exactly its ranks have received and that is on disk."""
-    told = [record for record in records(runs) if record["kind"] == "reformed"]
-    told = [record for record in told if record["next"]["generation"] == generation]
+    reported = [record for record in records(runs) if record["kind"] == "reformed"]
+    reported = [record for record in reported if record["next"]["generation"] == generation]
     (decided,) = [found["next"] for found in decisions(runs) if found["generation"] == generation - 1]
-    assert all(record["next"] == decided for record in told)
+    assert all(record["next"] == decided for record in reported)
     following = NextMembership.from_json(decided)
-    assert sorted((record["rank"], record["node"]) for record in told) == list(enumerate(following.nodes))
+    assert sorted((record["rank"], record["node"]) for record in reported) == list(enumerate(following.nodes))
     return following
 
 
@@ -167,8 +167,10 @@ def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
     (decision,) = decisions(runs)
     assert decision["declined"] == "recovery.reconfigure_timeout_seconds=1: timed out waiting for ranks [4]"
     logs = [(runs / "dummy" / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(6)]
-    told = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
-    assert [rank for rank in range(6) if told in logs[rank]] == [0, 1, 5], "the rest of the lost node was killed first"
+    reported = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
+    assert [rank for rank in range(6) if reported in logs[rank]] == [0, 1, 5], (
+        "the rest of the lost node was killed first"
+    )
 
 
 def test_ctrl_c_stops_a_job_that_has_lost_a_node(runs: Path) -> None:

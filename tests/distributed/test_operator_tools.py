@@ -70,9 +70,9 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
         while (code := can_recover.main([str(run_dir), "--lose", lost, "--json"])) == DataError.exit_code:
             assert "try again" in capsys.readouterr().err and time.monotonic() < deadline
             time.sleep(0.1)
-        said = capsys.readouterr()
-        assert said.out, said.err
-        return code, json.loads(said.out)
+        output = capsys.readouterr()
+        assert output.out, output.err
+        return code, json.loads(output.out)
 
     assert asked()["members"] == [0, 1, 2]
     code, answer = judged("2")

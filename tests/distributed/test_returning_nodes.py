@@ -11,7 +11,7 @@ import pytest
 from megatron_ft.errors import EXIT_INTERRUPTED
 from megatron_ft.failures.processes import processes_of as processes_of_nodes
 from megatron_ft.testing.jobs import start_dummy_job
-from tests.distributed.test_joining_nodes import told
+from tests.distributed.test_joining_nodes import reported
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import finish
 from tests.helpers.keys import dotted
@@ -46,7 +46,7 @@ def kill(runs: Path, logs: Sequence[str]) -> None:
 def num_memberships(runs: Path) -> int:
     """Return the number of memberships of all three nodes that all six ranks have reported, the first one included."""
     generations = {record["next"]["generation"] for record in records(runs) if record["kind"] == "reformed"}
-    return 1 + sum(len(told(runs, generation)) == 6 for generation in generations)
+    return 1 + sum(len(reported(runs, generation)) == 6 for generation in generations)
 
 
 @pytest.mark.parametrize("layout", [REPLICAS, IN_PLACE], ids=["replicas", "in_place"])
@@ -68,7 +68,7 @@ def test_a_killed_node_is_back_whatever_of_it_was_killed(
     assert failed_starts(runs) == []
 
 
-def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_told(runs: Path) -> None:
+def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_reported(runs: Path) -> None:
     """From the second start on, the node's service gets no memory; it gets memory again at the fourth start."""
     job = start(runs, REPLICAS, manner="fails_if_full", max_node_restarts=4)
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")

@@ -88,20 +88,20 @@ def test_ctrl_c_twice_ends_a_job_that_waits_for_room(runs: Path, small_disk: Pat
     finish(runs, job, EXIT_INTERRUPTED)
 
 
-def test_a_deleted_run_folder_is_told_and_the_next_death_ends_the_job_with_that_reason(runs: Path) -> None:
+def test_a_deleted_run_folder_is_reported_and_the_next_death_ends_the_job_with_that_reason(runs: Path) -> None:
     job = resume(runs, 100000)
     rank = rank_process(runs, 3)
-    told = (runs / "dummy" / "records.jsonl").open()
+    reported = (runs / "dummy" / "records.jsonl").open()
     gone = (runs / "dummy").rename(runs / "gone")  # at once: deleting file by file races with who writes there
     shutil.rmtree(gone, ignore_errors=True)
     # A decision that was still to be written has ended the job by itself, for the same reason and before the event.
-    eventually(lambda: "run_folder_missing" in told.read() or job.poll() is not None, "it is told, or the job ends")
+    eventually(lambda: "run_folder_missing" in reported.read() or job.poll() is not None, "it is told, or the job ends")
     begin = time.monotonic()
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.kill()
     output = wait(job, LIMIT_SECONDS)
     seconds = time.monotonic() - begin
-    told.close()
+    reported.close()
     assert job.returncode == ControlError.exit_code, output
     assert f"THE JOB FAILED: the run's folder {runs / 'dummy'} was deleted or moved away while the job ran" in output
     assert "Traceback" not in output

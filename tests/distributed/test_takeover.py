@@ -87,8 +87,10 @@ def test_a_controller_killed_again_and_again_changes_nothing(runs: Path, lengths
     finish(runs, job, EXIT_INTERRUPTED)
     assert [found["generation"] for found in decisions(runs)] == [0, 1]
     assert orders(runs) == ["start", "break", "reform", "break", "reform", "stop", "end"]
-    told = [(record["rank"], record["next"]["generation"]) for record in records(runs) if record["kind"] == "reformed"]
-    assert len(told) == len(set(told)) == 4 + 2
+    reported = [
+        (record["rank"], record["next"]["generation"]) for record in records(runs) if record["kind"] == "reformed"
+    ]
+    assert len(reported) == len(set(reported)) == 4 + 2
     assert len([record for record in records(runs) if record["kind"] == "rank_failed"]) == 2
 
 

@@ -21,11 +21,11 @@ def timer_of(matrix: torch.Tensor, count: int) -> float:
     work = Products()
     pace = StragglerTimer(_StreamClock())
     pace.time(work)
-    said = 0.0
+    output = 0.0
     for _ in range(2 * MIN_ITERATIONS):
         work(matrix, count)
-        said = pace.end_iteration()
-    return said
+        output = pace.end_iteration()
+    return output
 
 
 def test_it_is_the_time_on_the_stream() -> None:

@@ -51,11 +51,11 @@ BASE = {
 
 
 def run_jobs(jobs: Mapping[str, Mapping[str, Any]], folder: Path, *, timeout_seconds: float) -> dict[str, Any]:
-    """What each job did: ``ranks`` (records and error of each rank it started with) and ``targets`` of its losses.
+    """Return the outcome of each job: ``ranks`` (records and error of each first rank) and ``targets`` of its losses.
 
     Args:
-        jobs: by name: the arguments of ``Job``, and ``num_keepers`` of nodes that have one; they run in order, each in
-            a folder of its own name.
+        jobs: arguments of ``Job`` by the job's name, and ``num_keepers``, the number of nodes with a snapshot server.
+            Jobs run in this order, each in a folder with its name.
     """
     spec, outcome = folder / "spec.json", folder / "outcome.json"
     for name, seed in (("tokens", 7), ("others", 8)):
@@ -81,7 +81,7 @@ class PipeClient:
     """Worker client of a rank over two pipes. A thread reads one of them, for messages that must be handled at once.
 
     Args:
-        orders: leaving nodes by the iteration after which the job's first rank is told that its membership changes.
+        orders: leaving nodes by the iteration after which the job's first rank receives the order to change.
     """
 
     def __init__(self, calls: Connection, breaks: Connection, orders: Mapping[int, Sequence[int]]) -> None:
@@ -160,15 +160,17 @@ class Job:
     """One job from its start to the end of its last rank.
 
     Args:
-        changes: by the iteration (as text) after which a membership changes: ``leave`` and ``join``, lists of nodes.
-        keepers: those of its nodes, numbered from 0; None where it takes no snapshots.
-        spares: nodes whose keepers run, and whose ranks take the places of lost ones where the layout is kept; without
-            any left, ranks are started again on their own nodes, whose keepers have lived on.
-        returns: nodes that join, with new ranks, in the membership that follows a loss after an iteration (as text).
-        keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
-        strangers: nodes whose newcomers read other data, in a run folder that others do not see.
-        present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
-        dies_committing: by node, the iteration whose checkpoint is written when its rank dies, before all know that.
+        changes: lists ``leave`` and ``join`` of nodes, by the iteration (as text) after which the membership changes.
+        keepers: snapshot servers of the nodes, by node number; None without snapshots.
+        spares: nodes with a snapshot server whose ranks take the places of lost ranks in a kept layout. If no spare is
+            left, ranks are started again on their own nodes, whose snapshot servers are alive.
+        returns: nodes that join with new ranks in the membership after a loss, by the iteration (as text) of the loss.
+        keepers_live: whether the snapshot servers of lost nodes also live if spares take their places, so that only
+            ranks have died.
+        other_data: nodes whose joining ranks read other data, with a run folder that other nodes do not see.
+        present: nodes on which the job continues from the checkpoints of the job ``resumes``; None for all nodes.
+        dies_committing: iteration whose checkpoint is written when the rank of a node dies, by node. The other ranks
+            do not know yet that the checkpoint is written.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class Job:
         keepers: Cluster | None = None,
         present: Sequence[int] | None = None,
         resumes: str | None = None,
-        strangers: Sequence[int] = (),
+        other_data: Sequence[int] = (),
         spares: Sequence[int] = (),
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
@@ -216,8 +218,8 @@ class Job:
         self.members = list(range(len(present)))
         """Process of each present rank."""
         self.left: list[int] = []
-        self.newcomers = {
-            node: self._start_stranger(node) if node in strangers else self._start(node, is_joining=True)
+        self.joining_ranks = {
+            node: self._start_with_other_data(node) if node in other_data else self._start(node, is_joining=True)
             for joining in (*(change.get("join", ()) for change in self.changes.values()), *self.returns.values())
             for node in joining
         }
@@ -236,7 +238,7 @@ class Job:
                 process.join()
         return {"ranks": self.outcomes, "targets": self.targets}
 
-    def _start_stranger(self, node: int) -> int:
+    def _start_with_other_data(self, node: int) -> int:
         own = self.folder.with_name(f"{self.folder.name}-{node}")
         own.mkdir()
         _name_run(own)
@@ -248,7 +250,7 @@ class Job:
 
     def _start(self, node: int, **about: Any) -> int:
         fork = multiprocessing.get_context("fork")
-        (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
+        (mine, theirs), (reported, telling) = fork.Pipe(), fork.Pipe(duplex=False)
         context = {**_context(self.folder, node, self.port), **about}
         if self.keepers is not None:
             is_alone = about.get("is_joining") and not self.config.recovery.keep_layout
@@ -258,10 +260,10 @@ class Job:
             context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
         dies = self.dies_committing.get(node)
-        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders, dies))
+        process = fork.Process(target=_be, args=(self.config, context, theirs, reported, orders, dies))
         process.start()
         theirs.close()
-        told.close()
+        reported.close()
         self.calls.append(mine)
         self.breaks.append(telling)
         self.processes.append(process)
@@ -338,7 +340,7 @@ class Job:
         change = self.changes.pop(target.iteration) if is_planned else {}
         leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
-        joining = [self.newcomers[node] for node in coming]
+        joining = [self.joining_ranks[node] for node in coming]
         if self.config.recovery.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
         else:

@@ -195,7 +195,7 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
         except Exception as error:  # noqa: BLE001 - its kind is the outcome
             return {
                 "error_type": type(error).__name__,
-                "said": str(error),
+                "output": str(error),
                 "unchanged": engines.digests(engine) == before,
             }
     return {}
@@ -215,7 +215,7 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
         "snapshot.bandwidth_bytes_per_second": 1e9,
         "snapshot.iteration_seconds": 0.1,
     }
-    config, said = engines.micro_config(overrides, world_size=world_size), list[Record]()
+    config, output = engines.micro_config(overrides, world_size=world_size), list[Record]()
     with (
         tempfile.TemporaryDirectory() as folder,
         engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine,
@@ -229,7 +229,7 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
             client = served.client(rank, generation=generation, **about)
             assignment = PeerAssignment.of(["node0"], 0)
             header = {"client": client, "assignment": assignment, "node": rank, "header": lambda index: {}}
-            return client, Snapshotter(config, engine, report=said.append, **header)
+            return client, Snapshotter(config, engine, report=output.append, **header)
 
         def train(client: Any, snapshots: Snapshotter) -> None:
             for _ in range(3):
@@ -260,5 +260,5 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
         of_a_new_one = persisted(after)
         after.close()
         served.close()
-        problems = [record.to_record() for record in said if record.kind == "snapshot_problem"]
+        problems = [record.to_record() for record in output if record.kind == "snapshot_problem"]
         return {"resumed": of_the_resumed, "new": of_a_new_one, "problems": problems}

@@ -104,8 +104,8 @@ def run(library: Path, entry: str, arguments: dict[str, Any] | None = None, *, t
         check=False,
     )
     # PyTorch lists all kernels of an operation that it lacks for a device.
-    told = "\n".join(line for line in done.stderr.splitlines() if " registered at /" not in line)
-    assert done.returncode == 0, told[-6000:]
+    reported = "\n".join(line for line in done.stderr.splitlines() if " registered at /" not in line)
+    assert done.returncode == 0, reported[-6000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     return json.loads(line.removeprefix(_MARK))
 

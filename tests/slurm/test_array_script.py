@@ -62,8 +62,8 @@ def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[byt
     environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
     environment |= {"SLURM_JOB_NAME": "lm", **variables}
     command = ["bash", str(REPOSITORY / "slurm" / "pretrain_array.sbatch"), "run.name=first"]
-    with (folder / "said").open("wb") as said:
-        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=said)
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=output)
 
 
 def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
@@ -88,7 +88,7 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_refused_before_anything_starts(tmp_path: Path, name: str, number: str) -> None:
     process = start(tmp_path, task=0, **{name: number})
     assert process.wait(timeout=30) == ConfigError.exit_code
-    assert f"{name}={number}: must be a whole number" in (tmp_path / "said").read_text()
+    assert f"{name}={number}: must be a whole number" in (tmp_path / "output").read_text()
     assert not (tmp_path / "joined").exists() and not (tmp_path / "watcher").exists()
 
 
@@ -142,7 +142,7 @@ def test_an_exit_code_that_is_none_is_refused(tmp_path: Path, code: str, others:
     process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE=code, **others)
     assert process.wait(timeout=30) == ConfigError.exit_code
     refused = f"MFT_FINAL_EXIT_CODE={code}: must be a whole number from 1 to 255"
-    assert others or refused in (tmp_path / "said").read_text()
+    assert others or refused in (tmp_path / "output").read_text()
     assert not (tmp_path / "joined").exists()
 
 
@@ -156,12 +156,12 @@ def test_a_console_that_may_come_back_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_node_whose_time_limit_nobody_can_be_told_of_stays(tmp_path: Path) -> None:
+def test_a_node_whose_time_limit_cannot_be_reported_stays(tmp_path: Path) -> None:
     process = start(tmp_path, task=1)
     wait_until("it waits for a console", (tmp_path / "joined").exists)
     process.send_signal(signal.SIGUSR1)
-    told = tmp_path / "cancelled"
-    wait_until("task 0 is told", lambda: told.exists() and "--signal=USR1 17_0" in told.read_text())
+    reported = tmp_path / "cancelled"
+    wait_until("task 0 is told", lambda: reported.exists() and "--signal=USR1 17_0" in reported.read_text())
     (tmp_path / "over").touch()
     assert process.wait(timeout=30) == 0
 
@@ -172,7 +172,7 @@ def test_a_spare_in_the_slot_of_task_0_goes_back_when_slurm_answers_again(tmp_pa
     assert process.wait(timeout=30) == 0
     assert (tmp_path / "requeued").read_text() == "requeue 17_1\n"
     assert (tmp_path / "slept").read_text() == "5\n" * 3
-    assert (tmp_path / "said").read_text().count("squeue is called again: no answer") == 1, "one line, not three"
+    assert (tmp_path / "output").read_text().count("squeue is called again: no answer") == 1, "one line, not three"
     assert not (tmp_path / "joined").exists()
 
 
@@ -189,8 +189,8 @@ def test_a_node_joins_when_slurm_answers_again(tmp_path: Path) -> None:
 def test_a_node_without_an_answer_frees_a_slot_that_may_be_that_of_task_0(tmp_path: Path) -> None:
     process = start(tmp_path, task=1, FAILURES="1000")
     assert process.wait(timeout=30) == ControlError.exit_code
-    said = (tmp_path / "said").read_text()
-    assert said.count("no answer") == 2
-    assert "task 1 ends, because task 0 may need its slot: squeue failed 60 times, 5 s apart: no answer" in said
+    output = (tmp_path / "output").read_text()
+    assert output.count("no answer") == 2
+    assert "task 1 ends, because task 0 may need its slot: squeue failed 60 times, 5 s apart: no answer" in output
     assert len((tmp_path / "states").read_text().splitlines()) == 60
     assert not (tmp_path / "joined").exists() and not (tmp_path / "requeued").exists()

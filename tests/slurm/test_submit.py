@@ -60,12 +60,14 @@ def test_it_says_where_a_run_is_that_has_a_folder_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("most_jobs", "said"), [(2, "\nof 3 jobs, these were submitted and remain in the queue: 17, 18\n"), (0, "\n")]
+    ("most_jobs", "output"), [(2, "\nof 3 jobs, these were submitted and remain in the queue: 17, 18\n"), (0, "\n")]
 )
-def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: Path, most_jobs: int, said: str) -> None:
+def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(
+    tmp_path: Path, most_jobs: int, output: str
+) -> None:
     done = submit(tmp_path, "--chain=3", most_jobs=most_jobs)
     assert done.returncode == 2
-    assert done.stderr == f"sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit{said}"
+    assert done.stderr == f"sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit{output}"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "key", "said"),
+    ("spec", "key", "output"),
     [
         ({}, "key._target_", "dotted path"),
         ({"_target_": 3}, "key._target_", "dotted path"),
@@ -134,10 +134,10 @@ def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
         ({"_target_": "..relative.Policy"}, "key._target_", "dotted path"),
     ],
 )
-def test_other_policies_are_refused(spec: dict[str, Any], key: str, said: str) -> None:
+def test_other_policies_are_refused(spec: dict[str, Any], key: str, output: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         build_policy("key", spec)
-    assert str(refusal.value).startswith(key) and said in str(refusal.value)
+    assert str(refusal.value).startswith(key) and output in str(refusal.value)
 
 
 def test_a_policy_of_another_kind_is_no_algorithm() -> None:

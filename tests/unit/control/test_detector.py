@@ -97,11 +97,11 @@ def test_ranks_that_stand_at_the_same_place_are_hung_together() -> None:
 
 
 def test_nobody_is_hung_while_ranks_start_stop_or_say_how_far_they_are() -> None:
-    said = RankBroken(0, Position(rank=0, generation=0, completed=1, contributed=1, vote=None), 0.0)
+    output = RankBroken(0, Position(rank=0, generation=0, completed=1, contributed=1, vote=None), 0.0)
     for state in (
         replace(RUNNING, phase=Phase.STARTING),
         replace(RUNNING, phase=Phase.REFORMING),
-        replace(RUNNING, broken=(said,)),
+        replace(RUNNING, broken=(output,)),
         replace(RUNNING, gone=frozenset(range(4))),
     ):
         assert looks(Detector(MEMBERSHIP, POLICY), state, 0.0, 200) == []

@@ -70,7 +70,7 @@ def test_numbers_are_those_of_a_machine(number: int) -> None:
         Report.decode({**exited(0), "returncode": number})
 
 
-def test_who_hands_in_too_much_is_told_the_limit_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_too_large_a_report_is_refused_with_the_limit_and_not_kept(tmp_path: Path) -> None:
     job = Job(tmp_path / "journal.jsonl")
     try:
         job.run()

@@ -93,7 +93,7 @@ def test_events_name_the_first_and_leave_out_those_we_ended() -> None:
     ]
 
 
-def test_a_restart_is_told_after_the_failures_it_answers() -> None:
+def test_a_restart_is_reported_after_the_failures_it_answers() -> None:
     died_first = Failure(rank=2, at_seconds=1.0, iteration=7, detail="rank 2 was killed by SIGSEGV")
     state = State(generation=2, survived=((), (died_first,)), num_restarts=1)
     details = died(1, 2.0, error="E") | died(2, 1.0, -11) | died(0, 3.0, -9, by_us=True)

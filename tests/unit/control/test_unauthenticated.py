@@ -37,7 +37,7 @@ def is_closed(sock: socket.socket) -> bool:
     return False
 
 
-def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
+def test_the_oldest_unauthenticated_connections_are_closed(server: RpcServer) -> None:
     host, _, port = server.address.rpartition(":")
     strangers = UnauthenticatedConnections(int(port), max_connections=19)
     client = RpcClient(server.address, "Test", token=TOKEN)
@@ -124,7 +124,7 @@ sys.stdin.read()
 """
 
 
-def test_more_strangers_than_descriptors_keep_nobody_out_and_files_can_be_opened() -> None:
+def test_many_unauthenticated_connections_block_no_call_and_no_file() -> None:
     """The connections are opened again as soon as they are closed."""
     command = [sys.executable, "-c", SERVE, TOKEN]
     served = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

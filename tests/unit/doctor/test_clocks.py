@@ -28,7 +28,7 @@ def test_and_goes_without() -> None:
     assert judged(CLOCKS.check()) == []
 
 
-def test_what_nobody_says_is_told() -> None:
+def test_what_nobody_says_is_reported() -> None:
     (finding,) = replace(CLOCKS, is_synchronized=None, source="no chronyc; no timedatectl").check()
     assert "synchronization unknown (no chronyc; no timedatectl)" in finding.what
 

@@ -163,7 +163,7 @@ def test_a_kill_waits_for_a_node_that_is_being_started(job: FakeJob) -> None:
     assert job.processes["node-002.log"].wait(10) == -signal.SIGKILL
 
 
-def test_a_stop_lasts_as_long_as_it_is_told(job: FakeJob) -> None:
+def test_a_stop_lasts_as_long_as_requested(job: FakeJob) -> None:
     job.begin_node(0)
     rank = psutil.Process(job.processes["rank-00000.log"].pid)
     seen: list[str] = []

@@ -106,7 +106,7 @@ def test_failures_one_after_the_other_are_one_interruption() -> None:
     assert found.num_interruptions == 1 and shares(found) == {"useful": 2.0, "recovery": 3.5}
 
 
-def test_time_between_jobs_is_told_apart() -> None:
+def test_time_between_jobs_is_distinguished() -> None:
     first = [started(0.0), trained(1, 1.0), trained(2, 2.0), stopped(2.5)]
     found = Goodput.measure([*first, started(12.5, resumed=1), trained(2, 14.0), finished(14.0)])
     assert shares(found) == {"useful": 2.0, "again": 1.0, "recovery": 1.0, "between_jobs": 10.0}

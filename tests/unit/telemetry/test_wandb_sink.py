@@ -75,7 +75,7 @@ def test_the_run_id_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(first) == 8 and first.isalnum()
 
 
-def test_wandb_missing_stops_nothing_and_is_told_once(
+def test_wandb_missing_stops_nothing_and_is_reported_once(
     config: JobConfig, run_dir: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_import = builtins.__import__

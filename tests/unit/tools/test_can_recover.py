@@ -227,7 +227,7 @@ def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixt
     assert "replicas is not possible: recovery.min_nodes=null" in out
 
 
-def test_operators_are_told_in_ranges() -> None:
+def test_operators_are_reported_in_ranges() -> None:
     experts = [OperatorId(layer=2, kind="expert", expert=number) for number in (0, 1, 2, 5)]
     dense = OperatorId(layer=2, kind="gate")
     assert grouped([dense, *experts]) == "2.gate, 2.expert.0-2, 2.expert.5"

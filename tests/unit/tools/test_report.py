@@ -47,8 +47,8 @@ def test_damage_is_one_line_with_its_place(run: MadeUpRun, capsys: pytest.Captur
     first, _, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, "{torn", *rest]) + "\n")
     assert report.main([str(run.path)]) == 3
-    said = capsys.readouterr().err
-    assert f"{path}:2: " in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert f"{path}:2: " in output and output.count("\n") == 1
     assert not (run.path / "report.html").exists()
 
 

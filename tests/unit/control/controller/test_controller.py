@@ -274,7 +274,7 @@ def broken(number: int, generation: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("job", [ONE_NODE_IS_ENOUGH], indirect=True)
-def test_the_next_membership_is_on_record_before_anybody_is_told(job: Running) -> None:
+def test_the_next_membership_is_on_record_before_ranks_receive_it(job: Running) -> None:
     job.start()
     for rank in (0, 1):
         job.deliver(rank, 0, reported(rank))

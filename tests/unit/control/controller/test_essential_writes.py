@@ -36,37 +36,37 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
+def reported(tmp_path: Path) -> Told:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     return Told(run_dir)
 
 
-def test_a_write_that_succeeds_waits_for_nothing(told: Told) -> None:
-    assert told.writes.do(Disk(0).write) == "written"
-    assert (told.waits, told.waited) == ([], [])
+def test_a_write_that_succeeds_waits_for_nothing(reported: Told) -> None:
+    assert reported.writes.do(Disk(0).write) == "written"
+    assert (reported.waits, reported.waited) == ([], [])
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_waited_for_and_told_once(told: Told, number: int) -> None:
-    before = told.writes.clock()
-    assert told.writes.do(Disk(3, number).write) == "written"
-    assert len(told.waits) == 1 and told.waits[0].endswith(f"/run: [Errno {number}] refused")
-    (seconds,) = told.waited
-    assert told.writes.clock() - before < seconds, "the clock stood still"
+def test_a_full_disk_is_waited_for_and_reported_once(reported: Told, number: int) -> None:
+    before = reported.writes.clock()
+    assert reported.writes.do(Disk(3, number).write) == "written"
+    assert len(reported.waits) == 1 and reported.waits[0].endswith(f"/run: [Errno {number}] refused")
+    (seconds,) = reported.waited
+    assert reported.writes.clock() - before < seconds, "the clock stood still"
 
 
-def test_another_error_of_the_disk_is_not_waited_for(told: Told) -> None:
+def test_another_error_of_the_disk_is_not_waited_for(reported: Told) -> None:
     with pytest.raises(OSError, match="refused"):
-        told.writes.do(Disk(1, errno.EIO).write)
-    assert told.waits == []
+        reported.writes.do(Disk(1, errno.EIO).write)
+    assert reported.waits == []
 
 
-def test_who_asks_for_the_end_need_not_wait_for_room(told: Told) -> None:
-    asks = threading.Timer(0.05, told.writes.request_end)
+def test_who_asks_for_the_end_need_not_wait_for_room(reported: Told) -> None:
+    asks = threading.Timer(0.05, reported.writes.request_end)
     asks.start()
     with pytest.raises(CannotDecide, match="asked to stop") as raised:
-        told.writes.do(Disk(10**9).write)
+        reported.writes.do(Disk(10**9).write)
     asks.join()
     assert raised.value.outcome is Outcome.INTERRUPTED
 
@@ -82,11 +82,11 @@ def replace(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("happens", [delete, replace])
 def test_nothing_is_written_where_the_folder_is_gone(
-    told: Told, tmp_path: Path, happens: Callable[[Path], None]
+    reported: Told, tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:
     happens(tmp_path / "run")
     with pytest.raises(CannotDecide, match=r"/run was deleted or moved away") as raised:
-        told.writes.do(Disk(0).write)
+        reported.writes.do(Disk(0).write)
     assert raised.value.outcome is Outcome.FAILED
 
 
@@ -140,8 +140,8 @@ def test_what_could_not_be_synced_is_written_again(tmp_path: Path, monkeypatch: 
     """After a failed sync, the kernel has dropped the data that it could not write."""
     import os
 
-    path, told = tmp_path / "journal.jsonl", Told(tmp_path)
-    journal = Journal(path, told.writes.do)
+    path, reported = tmp_path / "journal.jsonl", Told(tmp_path)
+    journal = Journal(path, reported.writes.do)
     journal.append({"a": 1})
     journal.sync()
     journal.append({"b": 2})
@@ -154,4 +154,4 @@ def test_what_could_not_be_synced_is_written_again(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", lose_and_fail)
     journal.sync()
-    assert (Journal(path).entries, len(told.waits)) == ([{"a": 1}, {"b": 2}], 1)
+    assert (Journal(path).entries, len(reported.waits)) == ([{"a": 1}, {"b": 2}], 1)

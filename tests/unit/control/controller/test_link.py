@@ -79,10 +79,10 @@ class Console:
         )
 
     def _start(self, launcher: Any) -> "subprocess.Popen[bytes]":
-        said = self.lives[min(self.started, len(self.lives) - 1)]
+        output = self.lives[min(self.started, len(self.lives) - 1)]
         manner = "dies" if self.all_die or self.started < len(self.lives) - 1 else "stays"
         self.started += 1
-        command = [sys.executable, "-c", _SAYS, str(launcher.fileno()), json.dumps(said), manner]
+        command = [sys.executable, "-c", _SAYS, str(launcher.fileno()), json.dumps(output), manner]
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[launcher.fileno()])
 
     def run(self) -> JobResult:
@@ -112,7 +112,7 @@ def test_what_a_dead_controller_has_said_is_read_also_where_there_is_something_t
     assert [event["event"] for event in launcher.events] == ["replaced"]
 
 
-def test_an_end_that_a_dead_controller_has_told_is_the_end(tmp_path: Path) -> None:
+def test_an_end_that_a_dead_controller_has_reported_is_the_end(tmp_path: Path) -> None:
     launcher = Console(tmp_path, [record(0), ended(0)], all_die=True)
     launcher.link.begin()
     dead = launcher.link._process

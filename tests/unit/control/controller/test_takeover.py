@@ -117,7 +117,7 @@ def test_from_every_beginning_of_the_journal_the_story_is_the_same(tmp_path: Pat
     assert [step.decision for step in then.steps] == [step.decision for step in life.steps]
 
 
-def test_what_was_told_before_is_not_taken_in_again(tmp_path: Path) -> None:
+def test_what_was_received_before_is_not_taken_in_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     a_job_that_loses_a_node(Life(path))
     lines = path.read_text().splitlines(keepends=True)

@@ -86,7 +86,7 @@ def test_nodes_that_are_ready_within_the_window_join_together() -> None:
     assert shape(step) == ((0, 1, 2, 3, None, None, None, None), (0, 0, 1, 1, 2, 2, 3, 3))
 
 
-def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -> None:
+def test_a_joining_node_that_dies_before_it_is_named_is_killed_and_joins_nothing() -> None:
     job = Job(POLICY)
     ready(job, 3)
     step = job.die(6)
@@ -104,7 +104,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     assert job.tick(0.0).nodes == (2,), "what is left of it is killed"
 
 
-def test_a_newcomer_that_dies_in_its_first_membership_breaks_it() -> None:
+def test_a_joining_node_that_dies_in_its_first_membership_breaks_it() -> None:
     job = Job(POLICY)
     ready(job, 3)
     job.tick(5.0)
@@ -114,7 +114,7 @@ def test_a_newcomer_that_dies_in_its_first_membership_breaks_it() -> None:
     assert shape(job.say(0, 1, 2, 3)) == ((0, 1, 2, 3), (0, 0, 1, 1))
 
 
-def test_a_newcomer_that_does_not_report_is_given_up() -> None:
+def test_a_joining_node_that_does_not_report_is_given_up() -> None:
     job = Job(POLICY)
     job.see(NodeJoined(3))
     job.see(RankReported(6))
@@ -124,7 +124,7 @@ def test_a_newcomer_that_does_not_report_is_given_up() -> None:
     assert job.state.wake_seconds is None
 
 
-def test_a_newcomer_is_lost_with_its_agent_and_may_register_again() -> None:
+def test_a_joining_node_is_lost_with_its_agent_and_may_register_again() -> None:
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(NodeLost(3, 1.0, "cable")).decision is WAIT
@@ -368,7 +368,7 @@ def test_a_process_that_registers_late_takes_its_node_up_again() -> None:
     assert job.see(NodeLost(1, 9.0, "cable")).state.failed_starts, "its loss counts"
 
 
-def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
+def test_a_joining_node_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     job = Job(RETURNING)
     assert lose(job, 1, completed=20).decision is Decision.START_NODES
     job.see(RankReported(2))
@@ -383,7 +383,7 @@ def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     assert (step.decision, job.state.wake_seconds) == (WAIT, None)
 
 
-def test_a_newcomer_that_is_late_is_killed_and_started_again() -> None:
+def test_a_joining_node_that_is_late_is_killed_and_started_again() -> None:
     job = Job(RETURNING)
     assert lose(job, 1, completed=20).decision is Decision.START_NODES
     step = job.tick(100.0)
@@ -505,7 +505,7 @@ def test_a_job_that_has_begun_to_finish_changes_no_more() -> None:
     assert step.decision is Decision.END
 
 
-def test_a_restart_takes_healthy_nodes_and_newcomers_before_those_that_failed() -> None:
+def test_a_restart_takes_healthy_nodes_and_joining_nodes_before_those_that_failed() -> None:
     job = Job(replace(SPARE, min_nodes=3, max_restarts=1))
     ready(job, 3)
     job.see(RankRaised(2, 1.0))

@@ -259,7 +259,7 @@ def test_restarts_without_progress_are_counted() -> None:
     assert len(end.state.survived) == 2
 
 
-def test_progress_makes_restarts_count_anew() -> None:
+def test_progress_makes_restarts_count_from_zero() -> None:
     job = Job(replace(POLICY, max_restarts=1)).running()
     for generation, iteration in enumerate((3, 4, 9, 10), start=1):
         assert job.fail(at_iteration=iteration).decision is Decision.RESTART

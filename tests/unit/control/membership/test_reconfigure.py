@@ -353,7 +353,7 @@ class Chance:
         self.random = random.Random(seed)
         self.job = Job(replace(POLICY, min_nodes=self.random.randint(1, 3), max_restarts=self.random.randint(0, 2)))
         self.alive = set(range(self.job.policy.world_size))
-        self.said: list[RankBroken] = []
+        self.output: list[RankBroken] = []
         self.waiting: set[int] = set()
         self.decided: dict[int, list[Decision]] = {}
         self.gone_agents: set[int] = set()
@@ -386,8 +386,8 @@ class Chance:
             return self.random.choice([StopRequested(), KillRequested(), RankRaised(rank, self.job.now)])
         if roll < 0.28 and rank not in self.waiting:
             return self.exit(rank, 0)
-        if roll < 0.35 and self.said:
-            return self.random.choice(self.said)
+        if roll < 0.35 and self.output:
+            return self.random.choice(self.output)
         if state.phase is Phase.REFORMING or (state.phase is Phase.RUNNING and roll < 0.4):
             return self.speak(rank)
         return Tick()
@@ -406,8 +406,8 @@ class Chance:
 
     def speak(self, rank: int) -> MachineEvent:
         self.waiting.add(rank)
-        self.said.append(RankBroken(rank, self.job.position(rank), self.job.now))
-        return self.said[-1]
+        self.output.append(RankBroken(rank, self.job.position(rank), self.job.now))
+        return self.output[-1]
 
     def check(self, step: Step) -> None:
         before, after = self.job.steps[-2].state, step.state
@@ -442,7 +442,7 @@ class Chance:
         assert reform is not None
         members = {rank for node in step.state.members for rank in self.job.policy.ranks_of(node)}
         assert members <= self.alive, "nobody who goes on has died"
-        current = {event.rank for event in self.said if event.position.generation == before.generation}
+        current = {event.rank for event in self.output if event.position.generation == before.generation}
         assert members <= current, "everybody has spoken"
         assert not self.gone_agents & set(step.state.members)
         assert [position.generation for position in reform.positions] == [before.generation] * len(members)

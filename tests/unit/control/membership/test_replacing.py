@@ -202,7 +202,7 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     assert "node 1 (place 1)" in step.reason
 
 
-def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> None:
+def test_joining_nodes_that_do_not_report_in_time_are_killed_and_tried_again() -> None:
     job = Job(AGAIN)
     lose(job, 1)
     settle(job)
@@ -243,7 +243,7 @@ def test_a_death_while_a_place_waits_is_announced_and_asks_for_one_more() -> Non
     assert [position.rank for position in step.reform.positions] == [0, 1] if step.reform else False
 
 
-def test_a_newcomer_that_dies_while_its_place_waits_is_tried_again() -> None:
+def test_a_joining_node_that_dies_while_its_place_waits_is_tried_again() -> None:
     job = Job(AGAIN)
     job.die(2)
     job.die(4)

@@ -130,7 +130,7 @@ def test_a_lost_node_comes_back_as_often_as_the_job_lets_it(node: Node, launcher
     assert node.tokens == [launcher.content.agent.token] * 3
 
 
-def test_another_console_counts_anew(node: Node, launcher: Console) -> None:
+def test_another_console_counts_from_zero(node: Node, launcher: Console) -> None:
     following: list[Console] = []
 
     def lost() -> int:
@@ -156,8 +156,8 @@ def test_the_command_says_what_is_wrong_in_a_line(tmp_path: Path, capsys: pytest
     path.write_text("{")
     path.chmod(0o600)
     assert join_main.main([str(tmp_path), "--node=1", f"--job={JOB}"]) == ControlError.exit_code
-    said = capsys.readouterr().err
-    assert said.startswith(f"node 1: {path}: damaged: ") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"node 1: {path}: damaged: ") and output.count("\n") == 1
 
 
 def test_what_cannot_be_read_ends_no_node_that_has_its_console(

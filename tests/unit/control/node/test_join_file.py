@@ -38,7 +38,7 @@ def publish(run_dir: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_node_is_told_all_but_its_own(tmp_path: Path) -> None:
+def test_a_node_receives_all_but_its_own_values(tmp_path: Path) -> None:
     assert join_file.JoinFile.read(tmp_path) is None
     CONTENT.publish(tmp_path)
     found = join_file.JoinFile.read(tmp_path)

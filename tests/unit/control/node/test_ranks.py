@@ -66,14 +66,14 @@ def test_what_a_rank_says_bears_its_first_number_and_the_generation_it_was_said_
     node.read()
     node.rank.close()
     node.ranks.exited({"op": "exited", "rank": NUMBER, "returncode": -9, "at_seconds": 2.0})
-    said = node.passed_on()
-    assert [item["op"] for item in said] == ["reported", "record", "broken", "exited"]
-    assert [(item["rank"], item["generation"]) for item in said] == [(NUMBER, 0)] * 2 + [(NUMBER, 1)] * 2
-    assert said[2]["position"] == {"rank": 3} and said[2]["node"] == 2
+    output = node.passed_on()
+    assert [item["op"] for item in output] == ["reported", "record", "broken", "exited"]
+    assert [(item["rank"], item["generation"]) for item in output] == [(NUMBER, 0)] * 2 + [(NUMBER, 1)] * 2
+    assert output[2]["position"] == {"rank": 3} and output[2]["node"] == 2
     assert node.ranks.numbers == []
 
 
-def test_ranks_are_told_and_go_on_being_read(node: Node) -> None:
+def test_ranks_receive_messages_while_theirs_are_read(node: Node) -> None:
     assert node.ranks.broadcast({"op": "break", "reason": "gone"}) == []
     assert FrameReader(node.rank).pump() == ([{"op": "break", "reason": "gone"}], False)
     node.say(op="record", record={"n": 2})
@@ -100,7 +100,7 @@ def stranger(node: Node, data: bytes = b"") -> socket.socket:
 
 
 @pytest.mark.parametrize("data", greetings(NUMBER).values(), ids=list(greetings(NUMBER)))
-def test_a_greeting_that_is_no_rank_of_ours_is_hung_up_on_and_the_rank_stays(node: Node, data: bytes) -> None:
+def test_a_greeting_that_is_no_rank_of_ours_is_closed_and_the_rank_stays(node: Node, data: bytes) -> None:
     with stranger(node, data) as sock:
         node.read()
         assert sock.recv(1) == b""
@@ -109,7 +109,9 @@ def test_a_greeting_that_is_no_rank_of_ours_is_hung_up_on_and_the_rank_stays(nod
     assert [item["op"] for item in node.passed_on()] == ["reported", "record"]
 
 
-def test_of_too_many_silent_strangers_the_oldest_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_unauthenticated_connections_the_oldest_are_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "MAX_UNAUTHENTICATED", 2)
     held = [stranger(node) for _ in range(3)]
     try:

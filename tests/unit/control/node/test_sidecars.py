@@ -54,9 +54,9 @@ def test_a_service_is_ready_when_it_has_said_its_address(start: Callable[..., Si
     assert about.socket == str(tmp_path / f"003-{os.getpid()}-dummy.sock")
     host, _, port = str(about.address).rpartition(":")
     socket.create_connection((host, int(port)), timeout=10).close()
-    told = sidecars.for_ranks({"dummy": {"3": "a:1", "4": "b:2"}})["dummy"]
-    assert told == {"socket": about.socket, "token": "t", "addresses": {"3": "a:1", "4": "b:2"}}
-    json.dumps(told)
+    reported = sidecars.for_ranks({"dummy": {"3": "a:1", "4": "b:2"}})["dummy"]
+    assert reported == {"socket": about.socket, "token": "t", "addresses": {"3": "a:1", "4": "b:2"}}
+    json.dumps(reported)
 
 
 def test_no_service_is_ready_at_once(tmp_path: Path) -> None:

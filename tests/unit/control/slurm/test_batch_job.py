@@ -101,7 +101,7 @@ class Play:
         )
 
     @property
-    def told(self) -> list[dict[str, Any]]:
+    def reported(self) -> list[dict[str, Any]]:
         """Return the arguments with which each launcher was started."""
         return [json.loads(line) for line in (self.folder / "run" / "told.jsonl").read_text().splitlines()]
 
@@ -134,9 +134,9 @@ def play(tmp_path: Path) -> Play:
 def test_a_run_that_ends_well(play: Play) -> None:
     assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
     assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True}
-    (told,) = play.told
-    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
-    assert told["SLURM_NTASKS"] is None and told["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
+    (reported,) = play.reported
+    assert reported["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
+    assert reported["SLURM_NTASKS"] is None and reported["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
     assert play.calls == []
 
 
@@ -148,7 +148,7 @@ def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has
     acts = [{"exit_code": -9, "writes": {"events.jsonl": [lost], "metrics.jsonl": [loss(4)]}}, {"exit_code": 0}]
     code, _ = play.run(acts, nodes_now="n[0,2-3]", MFT_SPARE_NODES="1")
     assert code == 0
-    second = play.told[1]
+    second = play.reported[1]
     assert second["words"] == ["launch.num_nodes=3", "nodes.num_spare_nodes=0", "run.resume=auto"]
     assert (second["SLURM_JOB_NODELIST"], second["SLURM_JOB_NUM_NODES"]) == ("n0,n2,n3", "3")
     attempts = [json.loads(line) for line in (play.folder / "run/slurm/attempts.jsonl").read_text().splitlines()]
@@ -159,7 +159,7 @@ def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has
 def test_without_progress_it_ends_with_the_code_that_the_site_asked_for(play: Play) -> None:
     acts = [{"exit_code": 7}] * 4
     code, errors = play.run(acts, MFT_FINAL_EXIT_CODE="93")
-    assert (code, len(play.told)) == (93, 3)
+    assert (code, len(play.reported)) == (93, 3)
     assert "consecutive attempts without progress beyond iteration" in errors
     assert play.marker is not None and play.marker["exit_code"] == 93
 
@@ -215,14 +215,14 @@ def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> 
     earlier.release()
     assert process.wait(timeout=60) == 0
     process.stderr.close()
-    assert len(play.told) == 1
+    assert len(play.reported) == 1
 
 
 def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
     earlier = play.claim()
     code, _ = play.run([{"exit_code": 2}], SLURM_RESTART_COUNT="1", MFT_CONSOLE_SECONDS="0")
     earlier.release()
-    assert (code, len(play.told)) == (2, 1), "it is refused, and says why"
+    assert (code, len(play.reported)) == (2, 1), "it is refused, and says why"
 
 
 def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
@@ -244,7 +244,7 @@ def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:
     assert play.marker is not None
     acts = [{"exit_code": 130}, {"exit_code": 2}]
     assert play.run(acts, SLURM_RESTART_COUNT="1")[0] == 2
-    assert "run.resume=auto" in play.told[1]["words"]
+    assert "run.resume=auto" in play.reported[1]["words"]
     assert play.marker["exit_code"] == 2
 
 
@@ -254,7 +254,7 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
         code, errors = play.run([{"exit_code": 7}] * 3, SLURM_JOB_ID=str(20 + number), **chained)
         assert code == 7, errors
     assert play.calls == ["scancel --me --name=lm --state=PENDING"], "only the last one: no progress in three jobs"
-    assert all("run.resume=auto" in told["words"] for told in play.told)
+    assert all("run.resume=auto" in reported["words"] for reported in play.reported)
 
 
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:

@@ -37,8 +37,8 @@ def test_nodes_that_are_none_are_refused() -> None:
 
 
 def test_nodes_that_are_drained() -> None:
-    said = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
-    assert _parse_drained(said) == ["node1", "node2", "node3"]
+    output = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
+    assert _parse_drained(output) == ["node1", "node2", "node3"]
 
 
 def test_hosts_of_an_arrays_tasks() -> None:

@@ -77,9 +77,9 @@ def test_a_node_is_asked_for_when_it_is_drained(
 def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     silent = SlurmError("does not answer")
     watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")] * 2))
-    said = capsys.readouterr().err
-    assert said.count("cannot query Slurm for drained nodes, trying again: does not answer") == 1
-    assert said.count("b is drained, but node 1 cannot leave: its place has nobody else") == 1
+    output = capsys.readouterr().err
+    assert output.count("cannot query Slurm for drained nodes, trying again: does not answer") == 1
+    assert output.count("b is drained, but node 1 cannot leave: its place has nobody else") == 1
 
 
 def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pytest.MonkeyPatch) -> None:

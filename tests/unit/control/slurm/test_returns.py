@@ -31,7 +31,7 @@ def test_it_ends_after_so_many_that_got_no_further(tmp_path: Path, capsys: pytes
     assert json.loads((tmp_path / "slurm" / "17.json").read_text())["reason"] == reason
 
 
-def test_the_chains_next_array_counts_anew(tmp_path: Path) -> None:
+def test_the_chains_next_array_counts_from_zero(tmp_path: Path) -> None:
     assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)][-1] == ControlError.exit_code
     assert main([str(tmp_path), "--array=18", "--max-fruitless=3"]) == EXIT_OK
     assert read_end(tmp_path, "18") is None

@@ -144,7 +144,7 @@ def test_another_layout_is_the_same_job(tmp_path: Path) -> None:
     assert finder()[0].newest(tmp_path) == written
 
 
-def test_what_a_load_on_purpose_differs_in_is_told(tmp_path: Path) -> None:
+def test_what_a_load_on_purpose_differs_in_is_reported(tmp_path: Path) -> None:
     written = save(tmp_path, 20, name=30, run_id="6" * 32, settings=other("schedule", "optimizer.lr", 0.5))
     found, _ = finder()
     manifest = found.check(written, trust=False)

@@ -15,7 +15,7 @@ def samples(fingerprint: str) -> Any:
     return SimpleNamespace(fingerprint=lambda: fingerprint)
 
 
-def test_a_newcomer_that_reads_other_data_is_refused_before_it_joins(tmp_path: Path) -> None:
+def test_a_joining_node_that_reads_other_data_is_refused_before_it_joins(tmp_path: Path) -> None:
     from megatron_ft.mcore.data.data_checks import check_run_data, note_run_data
 
     config = JobConfig()

@@ -43,7 +43,7 @@ PACKAGES = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+def output(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
     """Return [message, whether Megatron was imported] of ``install`` in a separate process in which such a package is
     found first."""
     top = tmp_path_factory.mktemp("packages")
@@ -60,8 +60,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_half_installed_software_is_told_before_megatron(said: dict[str, list[object]], package: str) -> None:
-    message, megatron_was_imported = said[package]
+def test_half_installed_software_is_reported_before_megatron(output: dict[str, list[object]], package: str) -> None:
+    message, megatron_was_imported = output[package]
     assert isinstance(message, str) and "\n" not in message
     assert not megatron_was_imported
     if package == "foreign_apex":

@@ -36,7 +36,7 @@ def _coordinator(trainer: Any) -> Coordinator:
 def _failing(error: BaseException) -> Any:
     """Make a rank that raises ``error`` when it first forms a membership and succeeds the second time. Return what it
     reported."""
-    said: list[Any] = []
+    output: list[Any] = []
     errors = [error]
 
     def reconfigure(following: Any) -> None:
@@ -45,7 +45,7 @@ def _failing(error: BaseException) -> Any:
             raise errors.pop()
 
     def survive(position: Any, failure: str) -> Any:
-        said.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
+        output.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
         return SimpleNamespace(generation=3, target=SimpleNamespace(iteration=4))
 
     worker = SimpleNamespace(can_survive=True, survive=survive)
@@ -57,7 +57,7 @@ def _failing(error: BaseException) -> Any:
     )
     following = SimpleNamespace(generation=2, target=SimpleNamespace(iteration=4))
     _coordinator(trainer)._form(following)  # type: ignore[arg-type]
-    return said
+    return output
 
 
 def test_a_broken_collective_leads_to_the_next_membership() -> None:

@@ -164,7 +164,7 @@ def test_a_damaged_window_counts_and_one_that_was_never_written_does_not(tmp_pat
     assert [path.name in reason for reason in found.unusable] == ([] if damage == "no file" else [True])
 
 
-def test_a_window_captured_anew_under_the_same_name_is_another_one(
+def test_a_window_captured_again_under_the_same_name_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 20)

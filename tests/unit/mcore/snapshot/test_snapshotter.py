@@ -31,7 +31,7 @@ class Run:
 
         self.engine = engine
         self.client = served.client()
-        self.said: list[Record] = []
+        self.output: list[Record] = []
         self.snapshots = Snapshotter(
             engine.config,
             engine,
@@ -39,7 +39,7 @@ class Run:
             assignment=PeerAssignment.of(["node0"], 0),
             node=0,
             header=lambda index: {},
-            report=self.said.append,
+            report=self.output.append,
         )
 
     def train(self, num_iterations: int) -> None:
@@ -57,7 +57,7 @@ class Run:
 
     def of_kind(self, kind: type) -> list[Any]:
         """Return the reported events of one kind."""
-        return [record for record in self.said if isinstance(record, kind)]
+        return [record for record in self.output if isinstance(record, kind)]
 
 
 @contextlib.contextmanager

@@ -117,9 +117,9 @@ def presence(*holdings: tuple[int, int]) -> Any:
     """Return the status of a rank with holdings, each given by generation and rank."""
     from megatron_ft.mcore.state.rank_status import RankStatus
 
-    said = RankStatus(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
-    assert RankStatus.from_json(said.to_json()) == said
-    return said
+    output = RankStatus(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
+    assert RankStatus.from_json(output.to_json()) == output
+    return output
 
 
 def choose(present: list[Any], *, nodes: list[int] | None = None, lost: tuple[int, ...] = ()) -> Any:

@@ -155,16 +155,16 @@ def test_a_stop_request_travels_with_the_vote() -> None:
         assert result.vote.stop_requested and result.decision.action == "commit"
 
 
-def test_every_phase_is_told_in_order() -> None:
-    told: list[tuple[int, str]] = []
-    failpoints.watch(lambda iteration, phase: told.append((iteration, phase)))
+def test_every_phase_is_reported_in_order() -> None:
+    reported: list[tuple[int, str]] = []
+    failpoints.watch(lambda iteration, phase: reported.append((iteration, phase)))
     try:
         with engines.engine_of(engines.micro_config({"training.global_batch_size": 2})) as engine:
             engine.run_iteration(1)
     finally:
         failpoints.watch(None)
-    phases = [phase for iteration, phase in told if iteration == 1]
+    phases = [phase for iteration, phase in reported if iteration == 1]
     microbatch = ["forward", "dispatch", "backward"]
     later = ["grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather", "teardown"]
     assert phases == ["data", *microbatch * (len(phases[1 : -len(later)]) // 3), *later]
-    assert phases.count("backward") >= 1 and told[0] == (0, "build")
+    assert phases.count("backward") >= 1 and reported[0] == (0, "build")

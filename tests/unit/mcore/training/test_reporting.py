@@ -62,17 +62,17 @@ def passed(pace: StragglerTimer, work: Work, *seconds: float) -> float:
 def test_it_is_the_median_of_iterations_medians(clock: TestClock, work: Work) -> None:
     pace = timer_of(work, clock)
     iterations = [(9.0, 9.0), (1.0, 3.0), (2.0, 70.0, 1.0), (2.5, 1.5)] * (MIN_ITERATIONS // 4)
-    said = [passed(pace, work, *passes) for passes in iterations]
-    assert said == [0.0] * (MIN_ITERATIONS - 1) + [2.0]
+    output = [passed(pace, work, *passes) for passes in iterations]
+    assert output == [0.0] * (MIN_ITERATIONS - 1) + [2.0]
 
 
 def test_old_iterations_are_forgotten(clock: TestClock, work: Work) -> None:
     pace = timer_of(work, clock)
     for _ in range(NUM_ITERATIONS):
         passed(pace, work, 1.0)
-    said = [passed(pace, work, 5.0) for _ in range(NUM_ITERATIONS)]
-    assert said[NUM_ITERATIONS // 2 - 2] == 1.0 and said[-1] == 5.0
-    assert sorted(said) == said
+    output = [passed(pace, work, 5.0) for _ in range(NUM_ITERATIONS)]
+    assert output[NUM_ITERATIONS // 2 - 2] == 1.0 and output[-1] == 5.0
+    assert sorted(output) == output
 
 
 def test_iterations_without_a_pass_do_not_count(clock: TestClock, work: Work) -> None:

@@ -131,18 +131,18 @@ def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "output"),
     [
         ({"parallel": {"use_distributed_optimizer": True}}, "parallel.use_distributed_optimizer=true"),
         ({"launch": {"mode": "torchrun"}}, "launch.mode=torchrun"),
     ],
 )
-def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], said: str) -> None:
+def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], output: str) -> None:
     config = elastic()
     for group, values in groups.items():
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
     cost = means_of(config, plans_of(config), None).cost_of_loss([1])
-    assert cost.rung != "replicas" and said in cost.declined[0].reason
+    assert cost.rung != "replicas" and output in cost.declined[0].reason
 
 
 def test_without_min_nodes_copies_do_not_help() -> None:
@@ -323,7 +323,7 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "keys", "said"),
+    ("lost", "keys", "output"),
     [
         ([0, 1, 2, 3], {}, "no rank survives, so the logged votes are lost"),
         ([0, 1], {}, "no remaining node has copies of the windows of nodes"),
@@ -335,10 +335,10 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     ],
 )
 def test_localized_replay_declines_without_replacement_or_window(
-    lost: list[int], keys: dict[str, Any], said: str
+    lost: list[int], keys: dict[str, Any], output: str
 ) -> None:
     cost = keeping(**keys).cost_of_loss(lost)
-    assert cost.rung != "localized" and said in cost.declined[1].reason
+    assert cost.rung != "localized" and output in cost.declined[1].reason
 
 
 @pytest.mark.parametrize(

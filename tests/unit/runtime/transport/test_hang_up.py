@@ -44,12 +44,12 @@ def test_a_waiting_thread_wakes(stack: ExitStack) -> None:
     (near, far), _ = connected(stack)
     transports = Transports.among(open_sockets() - before, store_port=None)
     assert len(transports) == 2, "the listener is none of them"
-    heard: list[bytes] = []
-    waiting = threading.Thread(target=lambda: heard.append(far.recv(1)))
+    received: list[bytes] = []
+    waiting = threading.Thread(target=lambda: received.append(far.recv(1)))
     waiting.start()
     transports.hang_up("rank 1 was killed")
     waiting.join(timeout=20)
-    assert heard == [b""]
+    assert received == [b""]
     transports.hang_up()
     assert near.fileno() >= 0, "closing it is its owner's business"
 

@@ -107,18 +107,18 @@ def test_without_a_slot_an_iteration_is_a_gap_and_counted() -> None:
 
 def test_tells_once_of_each_row_of_iterations_without_a_slot() -> None:
     log = make(num_iterations=1)
-    told = []
+    reported = []
     for iteration in range(1, 8):
         run(log, iteration)
-        told.append(log.take_gap())
+        reported.append(log.take_gap())
         log.trim(5 if iteration == 5 else 0)
-    assert told == [None, 2, None, None, None, None, 7]
+    assert reported == [None, 2, None, None, None, None, 7]
     assert log.figures.num_unlogged == 5
     log.begin(7, 1)
     assert log.take_gap() is None, "the same one, run again"
 
 
-def test_what_is_not_told_yet_is_not_lost_where_a_log_grows() -> None:
+def test_what_is_not_reported_yet_is_not_lost_where_a_log_grows() -> None:
     log, larger = make(num_iterations=1), make(num_iterations=2)
     run(log, 1)
     run(log, 2)

@@ -314,7 +314,7 @@ def test_nothing_grows_over_two_hundred_windows() -> None:
             assert node.memory_bytes < memory_bytes + (1 << 20)
 
 
-def test_a_window_begun_anew_while_it_is_sent_is_no_problem() -> None:
+def test_a_window_begun_again_while_it_is_sent_is_no_problem() -> None:
     with cluster(2) as nodes:
         rank = nodes.client(0, node=0, peer_nodes=[1])
         arena = rank.allocate(LARGE)

@@ -116,7 +116,7 @@ def test_another_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [GREETING_BYTES + 1, 2**32 - 1])
-def test_a_stranger_cannot_announce_a_long_message(size: int) -> None:
+def test_an_unauthenticated_peer_cannot_announce_a_long_message(size: int) -> None:
     with cluster(1) as nodes:
         before = nodes.nodes[0].memory_bytes
         with socket.create_connection(host_and_port(nodes.nodes[0].address), timeout=WAIT_SECONDS) as sock:

@@ -18,7 +18,7 @@ def run(tmp_path: Path) -> MadeUpRun:
 
 
 @pytest.fixture(params=[localized, elastic, restarted], ids=lambda make: make.__name__)
-def told(request: pytest.FixtureRequest, run: MadeUpRun) -> MadeUpRun:
+def reported(request: pytest.FixtureRequest, run: MadeUpRun) -> MadeUpRun:
     """Return a run of each kind."""
     make: Callable[[MadeUpRun], None] = request.param
     make(run)

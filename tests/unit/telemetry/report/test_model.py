@@ -91,7 +91,7 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
     assert iterations == list(range(1, 13)), "what was trained again is there once"
 
 
-def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
+def test_generations_begin_again_in_each_job(run: MadeUpRun) -> None:
     elastic(run)
     run.say(20.0, events.RunStopped(exit_code=130, reason="SIGTERM"))
     run.say(100.0, events.RecoveryStarted(generation=0, strategy="checkpoint", iteration=9))

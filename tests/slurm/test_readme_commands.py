@@ -56,12 +56,12 @@ def test_from_a_clone_to_a_job_that_loses_a_node_and_ends_well(cluster: SlurmClu
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"node 1 +checkpoint, by Slurm +<= 4", done.stdout), done.stdout
-    said = dict(re.findall(r"^(job|log|run|result) +(\S+)$", done.stdout, re.MULTILINE))
-    job = SlurmJob(cluster, said["job"], Path(said["run"]), Path(said["log"]))
+    output = dict(re.findall(r"^(job|log|run|result) +(\S+)$", done.stdout, re.MULTILINE))
+    job = SlurmJob(cluster, output["job"], Path(output["run"]), Path(output["log"]))
     wait_until("a checkpoint is there", lambda: job.has("checkpoint_saved", 1), seconds=180)
     cluster.kill_node(1)
     assert job.end()["exit_code"] == 0, job.words()
-    assert Path(said["result"]) == job.marker
+    assert Path(output["result"]) == job.marker
     first, second = job.attempts()
     assert first["exit_code"] != 0 and "node1" in first["hosts"] and "node1" not in second["hosts"]
     resumed = job.records("run_started")[1]["resumed_from_iteration"]
