@@ -649,7 +649,7 @@ def fork_rank(name: str, stage: int, directory: Path, rank: int, world: int, scr
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), STORE=f"{scratch}/store", STAGE=str(stage))
     try:
         outcome = run_rank(name, directory)
-    except BaseException:  # noqa: BLE001 - told to the parent, whatever it was
+    except BaseException:  # noqa: BLE001 - any failure is reported to the parent
         outcome = {"error": traceback.format_exc()}
         print(outcome["error"], file=sys.stderr, flush=True)
     Path(scratch, f"{rank}.tmp").write_text(json.dumps(outcome))

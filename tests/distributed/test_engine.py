@@ -181,7 +181,7 @@ def test_a_slow_rank_is_named_though_all_take_as_long(outcomes: dict[str, list[A
 def test_balancing_weighs_the_same_however_a_batch_is_cut(
     outcomes: dict[str, list[Any]], kind: str, layouts: tuple[str, ...]
 ) -> None:
-    """If the loss is defined over the same tokens, its gradient and its reported value are the same."""
+    """Gradient and reported value of a loss are the same if it is defined over the same tokens."""
     expected = of_ranks(outcomes, f"balance:{kind}:whole")[0]
     assert expected["aux_loss"] > 0 and math.isfinite(expected["aux_loss"])
     for layout in layouts:

@@ -63,7 +63,7 @@ def wait_for_changes(run_dir: Path, *memberships: list[int]) -> None:
         found = [change["nodes"] for change in changes]
         if found == list(memberships) and metrics[-1]["iteration"] > changes[-1]["iteration"]:
             return
-        assert time.monotonic() < deadline and len(found) <= len(memberships), f"the job went on as {found}"
+        assert time.monotonic() < deadline and len(found) <= len(memberships), f"the memberships of the job are {found}"
         time.sleep(0.1)
 
 
@@ -91,7 +91,7 @@ def test_nodes_are_killed_added_stopped_and_replayed(run_dir: Path, tmp_path: Pa
     trace.write_text("0,add,a\r\n0,add,b\r\n0,add,c\r\n1000,remove,a\r\n1000,add,ignored\r\n9000,add,d\r\n")
     assert inject("--trace", str(trace)) == 0
     memberships = [[0, 1], [0, 1, 2], [1, 2], [0, 1, 2]]
-    wait_for_changes(run_dir, *memberships)  # who stood still for a moment was not lost
+    wait_for_changes(run_dir, *memberships)  # a process that was stopped for a moment is not lost
 
     deadline, seconds = time.monotonic() + PATIENCE_SECONDS, 1
     while not any(map(_failed_on_disk, read(run_dir / "events.jsonl"))):

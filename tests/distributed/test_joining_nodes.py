@@ -35,9 +35,9 @@ def waiting(runs: Path) -> list[int]:
 def test_a_spare_takes_the_place_of_a_lost_node(runs: Path) -> None:
     job = start(runs, iterations=10000, num_spare_nodes=1)
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
-    assert not (runs / "dummy" / "decisions.jsonl").exists(), "it joins nobody yet"
+    assert not (runs / "dummy" / "decisions.jsonl").exists(), "the node has not joined yet"
     agent_process(runs, 0).send_signal(signal.SIGKILL)
-    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks continue")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)
     following = reformed(runs, 1)
@@ -58,7 +58,7 @@ def test_a_lost_node_is_started_again_and_joins(runs: Path, lost: str) -> None:
     if lost == "agent":
         eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
         agent_process(runs, 1).send_signal(signal.SIGKILL)
-    eventually(lambda: len(reported(runs, 2)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 2)) == 6, "six ranks continue")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)
     assert reformed(runs, 1).previous_ranks == (0, 1, 4, 5)
@@ -74,7 +74,7 @@ def test_a_joining_node_that_dies_in_its_first_membership_is_lost_again(runs: Pa
         'kill(node=1, phase="build", generation=2)',
     ]
     job = start(runs, *faults, iterations=10000, restart_lost_nodes=True)
-    eventually(lambda: len(reported(runs, 4)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 4)) == 6, "six ranks continue")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)
     assert [NextMembership.from_json(found["next"]).nodes for found in decisions(runs)] == [
@@ -151,7 +151,7 @@ def test_a_stopped_rank_is_found_and_the_others_go_on(runs: Path) -> None:
     fault = 'stop(rank=3, at_iteration=5, phase="forward", generation=0)'
     overrides = {**LAYOUT, **SOON, "recovery.min_nodes": 2, "testing.failpoints": [fault]}
     job = start_dummy_job(runs, "run_surviving", overrides={**overrides, "training.train_iterations": 10000})
-    eventually(lambda: len(reported(runs, 1)) == 4, "four ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 4, "four ranks continue")
     hit = json.loads((runs / "dummy" / "failpoints.jsonl").read_text().splitlines()[0])
     (death,) = [record for record in records(runs) if record["kind"] == "rank_failed"]
     assert 1.0 < death["time_unix_seconds"] - hit["time_unix_seconds"] < 4.0
@@ -189,7 +189,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     agent = agent_process(runs, 1)
     agent.send_signal(signal.SIGSTOP)
-    eventually(lambda: len(reported(runs, 1)) == 4, "four ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 4, "four ranks continue")
     agent.send_signal(signal.SIGCONT)
     eventually(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "it ends")
     log = (runs / "dummy" / "logs" / "node-001.log").read_text()

@@ -1,4 +1,4 @@
-"""How many files of the package a recovery and a captured slice pass through, by what really runs.
+"""Count the package files whose code runs during a recovery and during the capture of a slice.
 
 ``tests/helpers/file_trace`` records in every process of a job when functions of which files run. The test cuts the
 recording by the times of the job's own records. The bounds are the numbers measured when they were last lowered: they

@@ -363,7 +363,7 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
     eventually(lambda: len(started(runs).get(0, [])) == 4, "all ranks run")
     node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
     node.kill()
-    eventually(lambda: any(record["kind"] == "reformed" for record in records(runs)), "the other node goes on")
+    eventually(lambda: any(record["kind"] == "reformed" for record in records(runs)), "the other node continues")
     assert (runs / "dummy" / "controller.json").exists() and list(short_tmpdir.glob("megatron-ft-*"))
     os.kill(job.pid, signal.SIGKILL)
     wait(job, LIMIT_SECONDS)

@@ -68,7 +68,7 @@ def test_the_others_go_on_without_the_node_of_a_killed_rank(runs: Path) -> None:
     assert (following.previous_ranks, following.nodes) == ((0, 1, 4, 5), (0, 0, 2, 2))
     assert following.target.iteration == LAST_COMPLETED
     assert following.reason == "rank 3 was killed by SIGKILL"
-    assert failed(runs) == [(3, 1, 5)], "its neighbour was killed with it, the others went on"
+    assert failed(runs) == [(3, 1, 5)], "its neighbour was killed with it, the others continued"
     (decision,) = decisions(runs)
     assert decision["lost_nodes"] == [1]
     assert [position["rank"] for position in decision["positions"]] == [0, 1, 4, 5]
@@ -113,7 +113,7 @@ def test_an_error_without_a_death_ends_the_job_with_the_rank_that_had_it(runs: P
     assert RankFailed.exit_code == 7
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase replay)" in output
     assert "raised megatron_ft.failpoints.InjectedFault: injected fault (rank 2, iteration 3, forward)" in output
-    assert "does not continue in this process" not in output, "what it waited for in vain is not its failure"
+    assert "does not continue in this process" not in output, "a wait for a lost rank is not a failure of this rank"
     (decision,) = decisions(runs)
     assert (decision["declined"], decision["lost_nodes"]) == ("rank 2 raised", [])
 
@@ -175,6 +175,8 @@ def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
 
 def test_ctrl_c_stops_a_job_that_has_lost_a_node(runs: Path) -> None:
     job = start(runs, 'kill(rank=3, at_iteration=5, phase="forward", generation=0)', iterations=10000)
-    eventually(lambda: len([record for record in records(runs) if record["kind"] == "reformed"]) == 4, "they go on")
+    eventually(
+        lambda: len([record for record in records(runs) if record["kind"] == "reformed"]) == 4, "the ranks continue"
+    )
     job.send_signal(signal.SIGINT)
     finish(runs, job, EXIT_INTERRUPTED)

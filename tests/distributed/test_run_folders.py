@@ -65,13 +65,13 @@ def test_a_recovery_waits_for_room_on_a_full_disk_and_loses_nobody_else(runs: Pa
     filler = fill(small_disk)
     rank_process(runs, 3).kill()
     eventually(lambda: "controller_waits" in kinds(runs), "it says why it does nothing")
-    time.sleep(1.0)  # longer than anybody may be silent
+    time.sleep(1.0)  # longer than any heartbeat timeout
     filler.unlink()
-    eventually(lambda: "controller_goes_on" in kinds(runs), "it goes on")
+    eventually(lambda: "controller_goes_on" in kinds(runs), "the controller continues")
     finish(runs, job)
     (waits,) = [record["problem"] for record in records(runs) if record["kind"] == "controller_waits"]
     assert "No space left on device" in waits
-    assert (reformed(runs, 1).nodes, len(decisions(runs))) == ((0, 0, 2, 2), 1), "nobody else was lost"
+    assert (reformed(runs, 1).nodes, len(decisions(runs))) == ((0, 0, 2, 2), 1), "no other node was lost"
     assert "controller_replaced" not in kinds(runs)
     lines = (small_disk / JOURNAL).read_text().splitlines()
     assert [json.loads(line)["order"]["op"] for line in lines if "order" in line][1:] == ["break", "reform", "end"]
@@ -95,7 +95,9 @@ def test_a_deleted_run_folder_is_reported_and_the_next_death_ends_the_job_with_t
     gone = (runs / "dummy").rename(runs / "gone")  # at once: deleting file by file races with who writes there
     shutil.rmtree(gone, ignore_errors=True)
     # A decision that was still to be written has ended the job by itself, for the same reason and before the event.
-    eventually(lambda: "run_folder_missing" in reported.read() or job.poll() is not None, "it is told, or the job ends")
+    eventually(
+        lambda: "run_folder_missing" in reported.read() or job.poll() is not None, "it is reported, or the job ends"
+    )
     begin = time.monotonic()
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.kill()

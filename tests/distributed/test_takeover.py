@@ -61,7 +61,7 @@ def replaced(runs: Path) -> list[str]:
 def test_a_controller_killed_while_survivors_are_asked_is_replaced_and_the_next_one_decides(runs: Path) -> None:
     slow = 'delay(rank=0, seconds=2, phase="replay", generation=0)'  # it says late how far it is
     job = start(runs, KILL, slow, iterations=200)
-    killed = signal_controller_when(runs, lambda: "break" in orders(runs), "ranks are told of the loss")
+    killed = signal_controller_when(runs, lambda: "break" in orders(runs), "ranks receive the loss")
     at_death = orders(runs)
     eventually(lambda: access(runs)["process_id"] != killed, "another one serves", seconds=LIMIT_SECONDS)
     assert access(runs)["epoch"] == 2
@@ -96,7 +96,7 @@ def test_a_controller_killed_again_and_again_changes_nothing(runs: Path, lengths
 
 def test_a_stopped_controller_is_replaced_and_not_obeyed_when_it_would_wake(runs: Path) -> None:
     job = start(runs, KILL, iterations=1500)
-    stopped = signal_controller_when(runs, lambda: "reform" in orders(runs), "survivors go on", signal.SIGSTOP)
+    stopped = signal_controller_when(runs, lambda: "reform" in orders(runs), "survivors continue", signal.SIGSTOP)
     eventually(lambda: replaced(runs), "it gives no sign", seconds=LIMIT_SECONDS)
     assert not psutil.pid_exists(stopped), "two never live at a time"
     eventually(lambda: access(runs)["epoch"] == 2, "another one serves", seconds=LIMIT_SECONDS)
@@ -108,7 +108,7 @@ def test_a_stopped_controller_is_replaced_and_not_obeyed_when_it_would_wake(runs
 def test_a_second_controller_started_by_mistake_does_not_begin(runs: Path) -> None:
     job = start(runs, KILL, iterations=1500)
     about = access(runs)
-    eventually(lambda: "reform" in orders(runs), "survivors go on")
+    eventually(lambda: "reform" in orders(runs), "survivors continue")
     before = journal(runs)
     second = second_controller(runs, about["token"])
     assert second.returncode == ControlError.exit_code
@@ -121,7 +121,7 @@ def test_a_second_controller_started_by_mistake_does_not_begin(runs: Path) -> No
     finish(runs, job, EXIT_INTERRUPTED)
     assert journal(runs)[: len(before)] == before
     assert not replaced(runs)
-    assert not (runs / "dummy" / "controller.json").exists(), "nobody can be called any more"
+    assert not (runs / "dummy" / "controller.json").exists(), "no controller can be reached any more"
 
 
 def second_controller(runs: Path, token: str) -> "subprocess.CompletedProcess[str]":
@@ -153,7 +153,7 @@ def test_controllers_that_get_nowhere_end_the_job(runs: Path) -> None:
     job = start(runs, iterations=1500)
     folder = runs / "dummy" / FOLDER
     about = access(runs)
-    eventually(lambda: records(runs), "ranks speak")
+    eventually(lambda: records(runs), "ranks report")
     with (folder / JOURNAL).open("a") as file:
         file.write("damaged\n{}\n")
     os.kill(about["process_id"], signal.SIGKILL)

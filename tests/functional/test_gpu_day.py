@@ -47,7 +47,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "PYTHONPATH": os.pathsep.join([str(TRACE), str(ROOT)]),
         "LINE_TRACE": str(trace),
         "LINE_TRACE_FOLDER": str(ROOT.resolve() / "tools" / "gpu"),  # gpu_day.py as well
-        "PYTEST_ADDOPTS": "-k no_such_test",  # of somebody's terminal: stages that run tests must not see it
+        "PYTEST_ADDOPTS": "-k no_such_test",  # set in a terminal: stages that run tests must not see it
     }
     environment.pop("MEGATRON_FT_GPU_DAY", None)
     done = subprocess.run(

@@ -281,7 +281,7 @@ class Job:
             ready = wait(list(open_calls), timeout=LIMIT_SECONDS)
             if not ready:
                 errors = [self.outcomes[process]["broken"][-1]["error"] for process in sorted(positions)]
-                raise RuntimeError(f"nothing heard for {LIMIT_SECONDS} s; {sorted(positions)} have said: {errors}")
+                raise RuntimeError(f"no message for {LIMIT_SECONDS} s; {sorted(positions)} reported: {errors}")
             for call in ready:
                 self._hear(open_calls[call], positions, dead, gone)
         if not positions:
@@ -331,7 +331,7 @@ class Job:
         try:
             self.breaks[process].send((self.generation, reason))
         except BrokenPipeError:
-            return  # it is ending, which its calls will tell
+            return  # the rank is ending, and its calls will show it
 
     def _reform(self, positions: dict[int, Position], *, is_planned: bool) -> None:
         target = choose_target(list(positions.values()))

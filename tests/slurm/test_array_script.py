@@ -78,7 +78,7 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 7
     (tmp_path / "over").touch()  # Slurm would have ended it
     watcher = int((tmp_path / "watcher").read_text())
-    wait_until("nobody asks which nodes are drained", lambda: not psutil.pid_exists(watcher))
+    wait_until("the watcher of drained nodes has ended", lambda: not psutil.pid_exists(watcher))
     assert (tmp_path / "cancelled").read_text().splitlines()[-2:] == ["--quiet 17_1", "--quiet 17_2"]
 
 
@@ -161,7 +161,7 @@ def test_a_node_whose_time_limit_cannot_be_reported_stays(tmp_path: Path) -> Non
     wait_until("it waits for a console", (tmp_path / "joined").exists)
     process.send_signal(signal.SIGUSR1)
     reported = tmp_path / "cancelled"
-    wait_until("task 0 is told", lambda: reported.exists() and "--signal=USR1 17_0" in reported.read_text())
+    wait_until("task 0 gets the signal", lambda: reported.exists() and "--signal=USR1 17_0" in reported.read_text())
     (tmp_path / "over").touch()
     assert process.wait(timeout=30) == 0
 

@@ -28,7 +28,7 @@ def test_a_reader_has_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: py
         replace_file(path, b"newest")
     assert seen == [b"new and longer"], "it is on the disk before it has the name"
     replace_file(path, b"newest")
-    assert path.read_bytes() == b"newest", "what a writer left that died is in nobody's way"
+    assert path.read_bytes() == b"newest", "files of a writer that died do not matter"
     assert list(tmp_path.iterdir()) == [path]
 
 

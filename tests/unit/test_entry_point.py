@@ -141,7 +141,7 @@ def test_only_the_first_rank_of_a_node_tells_a_configuration_error(
     assert wait.called and capsys.readouterr().err == "", "it is ended before it has a word"
     with mock.patch("threading.Event.wait"):
         assert pretrain_moe.main(["model.num_layers=0"]) == 2
-    assert "model.num_layers=0" in capsys.readouterr().err, "nobody has ended it: no other was refused"
+    assert "model.num_layers=0" in capsys.readouterr().err, "it is not ended: no other process was refused"
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "2")
     assert pretrain_moe.main(["model.num_layers=0"]) == 2

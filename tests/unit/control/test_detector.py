@@ -66,11 +66,11 @@ def test_ranks_furthest_behind_are_hung_when_nobody_gets_further() -> None:
         detector.progress(rank, Place(7, "backward" if step == 2 else "vote_before", step), 1.0)
     assert looks(detector, RUNNING, 1.0, 60) == []
     detector.progress(0, Place(7, "update", 4), 60.5)
-    assert looks(detector, RUNNING, 61.0, 59) == [], "somebody got further"
+    assert looks(detector, RUNNING, 61.0, 59) == [], "another rank made progress"
     hung = looks(detector, RUNNING, 120.0, 2)
     detail = "made no progress for detector.hang_seconds=60: it is in iteration 7, phase backward"
     assert hung == [RankHung(rank, AT + 121.0, detail, 7) for rank in (1, 3)]
-    assert looks(detector, RUNNING, 122.0, 50) == [], "it is said once"
+    assert looks(detector, RUNNING, 122.0, 50) == [], "it is reported once"
 
 
 def test_a_rank_that_never_said_anything_is_behind_all_others() -> None:

@@ -110,7 +110,7 @@ JUNK = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(REPORTS, st.data())
 def test_a_report_is_read_whole_or_refused_by_one_error(report: dict[str, Any], data: st.DataObject) -> None:
-    """For any value of a field, the result equals the sent message or the one expected error is raised."""
+    """Any value of a field gives a result equal to the sent message, or raises the one expected error."""
     name = data.draw(st.sampled_from([*report, "unknown"]))
     changed = {**report, name: data.draw(JUNK)}
     try:

@@ -198,4 +198,6 @@ def test_a_fault_that_ended_a_process_is_not_denied_by_the_one_in_its_place() ->
     assert faults.is_news({**denied, "failpoint": "kill(node=3, at_iteration=9, phase='forward')"})
     slow = "delay(seconds=1.0, phase='forward')"
     faults.is_news({"kind": "failpoint_hit", "action": "delay", "failpoint": slow, "rank": 2, "node": 3})
-    assert faults.is_news({**denied, "failpoint": slow}), "it ended nobody: another rank of the node may have missed it"
+    assert faults.is_news({**denied, "failpoint": slow}), (
+        "it ended no process: another rank of the node may have missed it"
+    )

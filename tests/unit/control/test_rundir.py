@@ -145,7 +145,7 @@ def test_a_folder_that_is_moved_away_is_missed_once(tmp_path: Path, monkeypatch:
         run.path.mkdir()
         assert not run.is_there, "another folder of that name is not the run's"
         run.path.rmdir()
-        assert not missed.acquire(timeout=0.1), "it is said once"
+        assert not missed.acquire(timeout=0.1), "it is reported once"
         (tmp_path / "elsewhere").rename(run.path)
         assert run.is_there
     run.release()

@@ -51,7 +51,7 @@ def test_the_oldest_unauthenticated_connections_are_closed(server: RpcServer) ->
     try:
         assert eventually(lambda: len(strangers._connections()) == 13), "gRPC has taken all of them"
         assert strangers.look(100.0) == 9, "half of what the friend leaves free"
-        assert not strangers._named, "a port of one that has gone may be a stranger's next"
+        assert not strangers._named, "a closed connection's port may be reused by another client"
         assert eventually(lambda: [is_closed(sock) for sock in socks] == [True] * 3 + [False] * 9)
         assert eventually(lambda: len(strangers._connections()) == 10), "gRPC has closed what was shut down"
         assert strangers.look(109.0) == 9

@@ -12,7 +12,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str, str]] = {
     "another age": ({"wall_unix_seconds": 1000.0}, "error", "the year 1970"),
     "a step ahead": ({"elapsed_wall_seconds": 0.2}, "warning", "+100.0 ms"),
     "a step back": ({"elapsed_wall_seconds": -1.0}, "warning", "-1100.0 ms"),
-    "nobody sets it": ({"is_synchronized": False}, "warning", "not synchronized (chronyc)"),
+    "no service sets it": ({"is_synchronized": False}, "warning", "not synchronized (chronyc)"),
 }
 
 

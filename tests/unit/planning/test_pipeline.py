@@ -102,7 +102,7 @@ def test_the_stages_of_a_pipeline_finish_together(shape: PipelineShape) -> None:
 
 
 def test_1f1b_by_hand() -> None:
-    """With three stages and four microbatches, the middle stage is one pass ahead."""
+    """The middle stage is one pass ahead with three stages and four microbatches."""
     shape = PipelineShape(num_stages=3, num_microbatches=4)
     names = ["".join((kind[0], str(m))) for kind, m, _ in order(shape, 1)]
     assert names == ["f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3"]

@@ -389,7 +389,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
         job.deliver(rank, 0, reported(rank))
     assert job.join(0, process_id=7)["session"] == 0, "the same process may ask twice"
     joined = job.join(0, process_id=8)
-    assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was told before"
+    assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was reported before"
     with pytest.raises(RpcError, match="stale session 0"):
         job.call("deliver", node=0, session=0, first=1, items=[exited(0)])
     assert job.order(1)["op"] == "break"
@@ -398,7 +398,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
     start = job.order(3)
     assert (start["start"], start["ranks"], start["generation"]) == (1, {"0": [0]}, 1)
     job.start_of[0] = 1
-    job.deliver(0, 0, exited(0, -9, 1, 0))  # it speaks of the process before
+    job.deliver(0, 0, exited(0, -9, 1, 0))  # the report is about the previous process
     job.deliver(0, 1, reported(0, 1, 1))
     assert job.order(4)["op"] == "change"
     job.deliver(0, 2, exited(0, -9, 1, 1))
@@ -595,7 +595,7 @@ def test_ranks_that_were_started_for_a_lost_place_are_named_in_no_order_to_kill(
     assert (order["op"], order["ranks"], order["is_joining"]) == ("start", {"1": [1]}, True)
     job.start_of[1] = 1
     job.deliver(2, 2, exited(2, -9))
-    assert job.order(3)["lost"] == [2], "the new rank of node 1 lives on"
+    assert job.order(3)["lost"] == [2], "the new rank of node 1 survives"
     assert job.order(4)["ranks"] == {"2": [2]}
     job.start_of[2] = 2
     assert job.controller.details[1]["number"] == 1

@@ -53,7 +53,7 @@ def test_a_full_disk_is_waited_for_and_reported_once(reported: Told, number: int
     assert reported.writes.do(Disk(3, number).write) == "written"
     assert len(reported.waits) == 1 and reported.waits[0].endswith(f"/run: [Errno {number}] refused")
     (seconds,) = reported.waited
-    assert reported.writes.clock() - before < seconds, "the clock stood still"
+    assert reported.writes.clock() - before < seconds, "the clock was stopped"
 
 
 def test_another_error_of_the_disk_is_not_waited_for(reported: Told) -> None:

@@ -103,7 +103,7 @@ def test_from_every_beginning_of_the_journal_the_story_is_the_same(tmp_path: Pat
         state, given = then.take_over()
         then.controller.close()
         num_known = sum("order" in entry for entry in entries[:length])
-        assert given[:num_known] == orders[:num_known], "what agents were told they are told again"
+        assert given[:num_known] == orders[:num_known], "agents get the same orders again"
         assert len(given) - num_known in (0, 1), "the order that its predecessor did not come to"
         assert [order["op"] for order in given] == [order["op"] for order in orders[: len(given)]]
         assert [order["op"] for order in (e["order"] for e in Journal(path).entries if "order" in e)] == [
@@ -153,7 +153,7 @@ def test_what_was_received_before_is_not_taken_in_again(tmp_path: Path) -> None:
 
 def test_time_goes_on_where_it_was() -> None:
     now = _clock_after([{"now": 5000.0, "unix": 0.0}])()
-    assert now > 1e9, "as long as nobody was in charge"
+    assert now > 1e9, "as long as there was no controller"
     soon = _clock_after([{"now": 5000.0, "unix": 4e9}])()
     assert 5000.0 <= soon < 5001.0, "a clock that was set back"
 

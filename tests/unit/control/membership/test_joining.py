@@ -286,7 +286,7 @@ def test_a_node_that_is_lost_again_and_again_is_left_out_until_somebody_adds_it(
     assert job.tick(1000.0).decision is WAIT
     assert job.see(AddRequested(1)).decision is Decision.START_NODES
     come_back(job, 1, completed=40)
-    assert lose(job, 1, completed=41).decision is Decision.START_NODES, "somebody wanted it: it counts anew"
+    assert lose(job, 1, completed=41).decision is Decision.START_NODES, "a start was requested: the count starts again"
 
 
 def test_a_node_that_has_settled_may_be_lost_as_often_as_it_likes() -> None:
@@ -460,10 +460,10 @@ def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> N
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(StopRequested()).decision is Decision.STOP
-    assert job.tick(5.0).decision is WAIT, "nobody joins a job that stops"
+    assert job.tick(5.0).decision is WAIT, "no node joins a job that stops"
     for rank in range(4):
         step = job.see(RankExited(rank, 0, job.now, done=True))
-    assert step.decision is Decision.END, "newcomers wait for nothing"
+    assert step.decision is Decision.END, "joining nodes would wait forever"
 
 
 def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:

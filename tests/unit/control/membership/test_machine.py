@@ -277,7 +277,9 @@ def test_ranks_that_die_before_they_report_start_again() -> None:
     assert job.see(Tick(), after_seconds=1.0).decision is Decision.KILL, "each start has its own time"
     for rank in range(4):
         end = job.exit(rank, -9)
-    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED), "ranks that never speak are no rank's"
+    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED), (
+        "ranks that never report have not failed by themselves"
+    )
 
 
 def test_an_error_that_another_try_cannot_mend_ends_the_job() -> None:

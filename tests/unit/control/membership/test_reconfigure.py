@@ -118,7 +118,7 @@ def test_ranks_may_fail_before_the_death_of_their_peer_is_known() -> None:
     job = Job()
     assert job.say(0, 1, 4, 5).decision is Decision.WAIT
     step = job.see(RankExited(2, -9, 0.0, done=False), after_seconds=1.9)
-    assert step.decision is Decision.REFORM, "nobody is left to be told to stop"
+    assert step.decision is Decision.REFORM, "no rank is left that could be stopped"
     assert step.reform is not None and step.reform.lost == (1,)
 
 
@@ -441,7 +441,7 @@ class Chance:
         before, reform = self.job.steps[-2].state, step.reform
         assert reform is not None
         members = {rank for node in step.state.members for rank in self.job.policy.ranks_of(node)}
-        assert members <= self.alive, "nobody who goes on has died"
+        assert members <= self.alive, "no member of the new membership has died"
         current = {event.rank for event in self.output if event.position.generation == before.generation}
         assert members <= current, "everybody has spoken"
         assert not self.gone_agents & set(step.state.members)
@@ -457,7 +457,7 @@ def test_whatever_happens_the_rules_hold() -> None:
     decisions = [decision for seed in range(400) for decision in _decisions(seed)]
     counts = {decision: decisions.count(decision) for decision in Decision}
     assert min(counts[decision] for decision in TRIED) > 20, f"too little was tried: {counts}"
-    assert not set(decisions) - set(TRIED), "nobody joins or leaves"
+    assert not set(decisions) - set(TRIED), "no node joins or leaves"
 
 
 def _decisions(seed: int) -> list[Decision]:

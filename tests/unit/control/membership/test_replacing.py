@@ -286,7 +286,7 @@ def test_a_rank_that_stays_silent_loses_its_node_whose_place_is_filled_too() -> 
     ready(alone, 3)
     alone.die(0)
     alone.say(2, 3, 4)
-    assert alone.tick(10.0).decision is WAIT, "there is nobody for a second place: it has longer"
+    assert alone.tick(10.0).decision is WAIT, "no node can take a second place: the wait is longer"
     assert alone.tick(50.0).reason == "recovery.reconfigure_timeout_seconds=60: timed out waiting for ranks [5]"
 
 
@@ -441,11 +441,13 @@ def check(policy: MembershipPolicy, before: State, step: Step) -> None:
     assert after.generation - before.generation == (step.decision in (REFORM, Decision.RESTART))
     if step.decision not in (REFORM, Decision.RESTART):
         assert after.members == before.members
-        assert step.decision is not Decision.CHANGE, "nobody changes places without a loss"
+        assert step.decision is not Decision.CHANGE, "no node changes its place without a loss"
     if after.phase in (Phase.REFORMING, Phase.FILLING, Phase.STARTING, Phase.STOPPING, Phase.KILLING):
-        assert after.wake_seconds is not None or not after.failures, f"nobody will ever look again: {after}"
+        assert after.wake_seconds is not None or not after.failures, (
+            f"the state has failures and no wake-up time: {after}"
+        )
     if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
-        assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were taken for newcomers"
+        assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were treated as joining nodes"
     if step.decision in (BREAK, REFORM):
         assert not set(step.nodes) & after.nodes.waiting, "ranks that were started for a place would be killed"
     if step.reform is not None:
@@ -509,7 +511,7 @@ def play(seed: int) -> Job:
         state = go(job, chance, only_help=True).state
         if state.phase is Phase.ENDED or (state.phase is Phase.RUNNING and not state.failures):
             return job
-    raise AssertionError(f"it never goes on: {job.state}")
+    raise AssertionError(f"the job never continues: {job.state}")
 
 
 def test_whatever_happens_all_places_are_filled_by_the_living_or_the_job_ends() -> None:

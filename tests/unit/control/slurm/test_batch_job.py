@@ -173,10 +173,10 @@ def test_a_warning_lets_the_console_save_and_requeues_without_an_end_marker(play
     process = play.start(acts, MFT_SPARE_NODES="1", EXCLUDED="n[8-9]")
     wait_until("the launcher waits", (play.folder / "run" / "waits").exists)
     process.send_signal(signal.SIGUSR1)
-    wait_until("Slurm was told", lambda: len(play.calls) == 2)
+    wait_until("Slurm was called", lambda: len(play.calls) == 2)
     assert play.calls == ["scontrol requeue 17", "scontrol update jobid=17 ExcNodeList=n8,n9,n2"]
     assert play.marker is None
-    assert {signal.SIGUSR1, signal.SIGTERM} <= ignored_by(process), "Slurm sends it while it is still told something"
+    assert {signal.SIGUSR1, signal.SIGTERM} <= ignored_by(process), "Slurm can send a signal while scontrol still runs"
     process.kill()
     process.communicate()
 

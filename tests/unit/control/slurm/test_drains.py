@@ -63,7 +63,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
         ([["c"], ["c"], ["c"]], [JobNotRunning("not yet")], [2, 2]),
         ([["c"], ["c"], ["c"]], [ConfigError("no certificates"), OSError("stale file handle")], [2, 2, 2]),
     ],
-    ids=["once each", "drained again", "Slurm is silent", "refused", "nobody to ask yet", "cannot be asked now"],
+    ids=["once each", "drained again", "Slurm is silent", "refused", "no controller yet", "cannot be asked now"],
 )
 def test_a_node_is_asked_for_when_it_is_drained(
     monkeypatch: pytest.MonkeyPatch,

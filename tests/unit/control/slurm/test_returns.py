@@ -22,7 +22,7 @@ def test_it_ends_after_so_many_that_got_no_further(tmp_path: Path, capsys: pytes
     report(tmp_path, 5)
     assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3
     report(tmp_path, 6)
-    assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3, "progress counts anew"
+    assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3, "progress resets the count"
     assert read_end(tmp_path, "17") is None and capsys.readouterr().err == ""
     assert main([str(tmp_path), *OPTIONS]) == ControlError.exit_code
     assert read_end(tmp_path, "17") == ControlError.exit_code

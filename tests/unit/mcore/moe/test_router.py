@@ -48,7 +48,7 @@ def test_padding_leaves_no_trace(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_alone_has_no_gradient(kind: str) -> None:
-    """If all microbatches are padding, every gradient is exactly zero, with and without auxiliary losses."""
+    """Every gradient is exactly zero if all microbatches are padding, with and without auxiliary losses."""
     with engines.engine_of(engines.micro_config({**LARGE, **KINDS[kind]})) as engine:
 
         class Padding(type(engine.batch)):  # type: ignore[misc]

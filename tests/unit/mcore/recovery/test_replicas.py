@@ -7,7 +7,7 @@ from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 
 
 def test_an_abandoned_save_is_reported_once(tmp_path: Path) -> None:
-    """If rank 0 had completed the save, the checkpoint is on disk, and the report says so."""
+    """The checkpoint is on disk, and the report says so, if rank 0 had completed the save."""
     torn, whole = tmp_path / "iter_0000004.1", tmp_path / "iter_0000006"
     whole.mkdir()
     (whole / "manifest.json").touch()

@@ -83,7 +83,7 @@ def test_a_storage_that_never_answers_delays_windows_and_not_training(tmp_path: 
         served.persister.start()
         wait_until(lambda: not run.client.buffer_states().pinned, "storage has caught up")
         run.train(3)
-        assert run.held[-1] == 11, "windows go on"
+        assert run.held[-1] == 11, "windows continue"
         run.snapshots.finish()
         assert not run.of_kind(SnapshotProblem)
         assert [path.parent.name for path in sorted(Path(served.url).rglob("*.window"))][-1] == "window_0000010.1"

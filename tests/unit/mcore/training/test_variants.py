@@ -92,7 +92,7 @@ def test_trains(name: str) -> None:
 
 
 def test_mixture_runs_count_every_choice() -> None:
-    """Without dropping, each token goes to top-k experts in every MoE layer, and to none in a dense model."""
+    """Each token goes to top-k experts in every MoE layer if none is dropped, and to no expert in a dense model."""
     config = engines.micro_config({"model.num_layers": 4, "model.moe_layer_freq": 2})
     with engines.engine_of(config) as engine:
         engine.run_iteration(1)

@@ -37,7 +37,7 @@ def test_a_warning_requeues_and_a_request_to_end_does_not() -> None:
     warned = replace(FAILED, exit_code=130, asked=Asked.TO_GO_ON_LATER)
     assert POLICY.decide([warned], HOSTS).next is Next.REQUEUE
     assert replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).next is Next.END
-    assert not replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).is_final, "another job goes on"
+    assert not replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).is_final, "another job continues"
     for asked in (Asked.TO_END, None):  # Ctrl-C, sent to the console
         verdict = POLICY.decide([replace(FAILED, exit_code=130, asked=asked)], HOSTS)
         assert (verdict.next, verdict.is_final) == (Next.END, True)
@@ -74,7 +74,7 @@ def test_without_progress_it_ends() -> None:
     assert [verdict.next for verdict in verdicts] == [Next.AGAIN, Next.AGAIN, Next.END]
     assert verdicts[-1].is_final and "beyond iteration 5" in verdicts[-1].reason
     further = POLICY.decide([*attempts[:-1], replace(FAILED, iteration=6)], HOSTS)
-    assert further.next is Next.AGAIN, "progress counts anew"
+    assert further.next is Next.AGAIN, "progress resets the count"
 
 
 def test_warnings_without_progress_end_too() -> None:

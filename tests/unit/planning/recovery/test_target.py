@@ -73,7 +73,7 @@ def check(job: Job, alive: frozenset[int]) -> Target:
         assert all(job[rank].completed == target.iteration for rank in alive)
     else:
         assert target.vote == vote_of(target.iteration)
-        assert any(job[rank].settled == target.iteration for rank in alive), "a vote that nobody knows"
+        assert any(job[rank].settled == target.iteration for rank in alive), "no survivor knows the vote"
     return target
 
 

@@ -81,7 +81,7 @@ def test_what_is_committed_is_kept_though_a_new_peer_does_not_get_it() -> None:
     ],
 )
 def test_a_buffer_that_storage_reads_is_not_free(held: dict[int, int], pinned: set[int], has_buffer: int) -> None:
-    """If no buffer is free, the oldest window is dropped first."""
+    """The oldest window is dropped first if no buffer is free."""
     buffers = WindowBuffers(held=held)
     assert buffers.report(BufferStates(pinned=frozenset(pinned))).has_free_buffer == has_buffer
     assert not buffers.report(BufferStates(pinned=frozenset(pinned), knows_commits=False)).has_free_buffer

@@ -93,7 +93,7 @@ def test_a_collective_that_nobody_answers_is_abandoned_and_its_group_held_until_
     earlier = held_groups.num_held()
     began = time.monotonic()
     assert held_groups.release([groups.pop(0)]) == earlier + 1
-    assert time.monotonic() - began < 20, "nobody waits for a group that is held"
+    assert time.monotonic() - began < 20, "no rank waits for a group that is held"
     gc.collect()
     assert held_groups.num_held() == earlier + 1
     WaitLimit().use()

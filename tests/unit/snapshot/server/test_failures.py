@@ -117,7 +117,7 @@ def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_g
         assert "node 1" in problem["error"]
         assert rank.problems() == []
         assert arena.status(words.REPLICATED_START) == -1
-        assert find(rank.inventory(0), start_iteration=10, complete=True), "the keeper itself goes on"
+        assert find(rank.inventory(0), start_iteration=10, complete=True), "the keeper itself continues"
         before = nodes.nodes[1]
         nodes.start(1)
         assert before.process.stdin is not None and before.process.stdout is not None

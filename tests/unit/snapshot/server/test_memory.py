@@ -31,7 +31,7 @@ class Gate:
 
 
 def test_memory_that_another_thread_allocates_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit: the machine counts pages as available until they are touched."""
+    """Test a machine without a limit: it counts pages as available until they are touched."""
     gate, memory = Gate(), Memory()
     monkeypatch.setattr(server_memory, "_CHUNK_BYTES", CHUNK, raising=False)
     monkeypatch.setattr(server_memory, "_available_bytes", lambda: 10 * CHUNK - gate.num_bytes)

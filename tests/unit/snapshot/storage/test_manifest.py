@@ -141,7 +141,7 @@ def test_wrong_types_with_a_matching_checksum_are_refused(tmp_path: Path, make: 
 
 
 def test_parts_cover_every_file_once(tmp_path: Path, make: Make) -> None:
-    """With shared verification, exactly one of three parts finds each damaged file."""
+    """Exactly one of three parts finds each damaged file with shared verification."""
     directory = tmp_path / "c"
     make(directory, sizes=(10, 20, 30, 40, 50))
     for path in sorted(directory.glob("*.distcp")):

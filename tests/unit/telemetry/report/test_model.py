@@ -104,7 +104,7 @@ def test_generations_begin_again_in_each_job(run: MadeUpRun) -> None:
     assert [(each.generation, each.lost) for each in report.recoveries][2:] == [(0, "SIGTERM"), (1, "nodes [2] leave")]
     assert (report.recoveries[0].lost, report.num_jobs) == ("node 1; rank 1 (SIGKILL)", 2)
     resumed = report.recoveries[2]
-    assert not resumed.is_failure, "it was stopped, and another job went on with it"
+    assert not resumed.is_failure, "it was stopped, and another job continued it"
     assert (resumed.strategy, resumed.seconds, resumed.pause_seconds, Timeline.of(resumed)) == (
         "checkpoint",
         0.4,
