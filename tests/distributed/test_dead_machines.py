@@ -59,7 +59,7 @@ def another_machine() -> Iterator[list[str]]:
     """Create a network namespace whose address ``THERE`` can be reached and whose address ``BEHIND`` cannot. Yield a
     function that runs a command in it. Packets to ``BEHIND`` are lost without an answer.
 
-    Packets for ``BEHIND`` go to a machine that is not there and, as long as nobody has noticed, never come back.
+    Packets for ``BEHIND`` go to an address without a machine, and no host reports this to the sender.
     """
     name, cables = f"mft{secrets.token_hex(3)}", ("eth0", "eth1")
     with ExitStack() as ending:

@@ -59,7 +59,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
         ([["c"], ["c"], ["b", "c"]], [], [2, 1]),
         ([["c"], [], ["c"]], [], [2, 2]),
         ([["c"], SlurmError("does not answer"), ["c"]], [], [2]),
-        ([["c"], ["c"], ["c"]], [ControlError("its place has nobody else")] * 2, [2, 2, 2]),
+        ([["c"], ["c"], ["c"]], [ControlError("no other node can take its place")] * 2, [2, 2, 2]),
         ([["c"], ["c"], ["c"]], [JobNotRunning("not yet")], [2, 2]),
         ([["c"], ["c"], ["c"]], [ConfigError("no certificates"), OSError("stale file handle")], [2, 2, 2]),
     ],
@@ -76,10 +76,10 @@ def test_a_node_is_asked_for_when_it_is_drained(
 
 def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     silent = SlurmError("does not answer")
-    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")] * 2))
+    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("no other node can take its place")] * 2))
     output = capsys.readouterr().err
     assert output.count("cannot query Slurm for drained nodes, trying again: does not answer") == 1
-    assert output.count("b is drained, but node 1 cannot leave: its place has nobody else") == 1
+    assert output.count("b is drained, but node 1 cannot leave: no other node can take its place") == 1
 
 
 def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeyp
         assert found.state == {**({} if carried is None else {"gone": "old"}), "router": "new"}
 
 
-# -- what ranks go on from ------------------------------------------------------------------------------------
+# -- what ranks continue from ------------------------------------------------------------------------------------
 
 
 def presence(*holdings: tuple[int, int]) -> Any:

@@ -175,9 +175,9 @@ def test_a_job_that_fails_before_it_trains_has_decisions_of_its_own(run: MadeUpR
     about = {"reason": "rank 0 raised", "failed_ranks": (0,), "iteration": 8, "num_restarts_left": 1}
     run.say(100.0, events.RanksRestarted(generation=1, **about))
     run.say(101.0, started(3, resumed_from_iteration=8), events.RanksReady(seconds=0.4, world_size=3))
-    run.decide(101.5, 0, "late", declined="told after the start")
+    run.decide(101.5, 0, "late", declined="reported after the start")
     report = run.report()
     assert report.num_jobs == 2
     first, _, restart = report.recoveries
     assert (first.lost, first.declined) == ("node 1; rank 1 (SIGKILL)", ())
-    assert restart.declined == ("continuing without a restart: told after the start",)
+    assert restart.declined == ("continuing without a restart: reported after the start",)
