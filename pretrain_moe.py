@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 _REFUSAL_SECONDS = 30.0
-"""Time in which all ranks of a node report the error of the same configuration."""
+"""Time that a rank waits to be ended by the launcher before it reports the configuration's error itself."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -160,7 +160,7 @@ class LightAgent:
         return {"iteration": self.iteration, "phase": "backward"}
 
     def _words(self, rank: Rank) -> Message:
-        """Return the progress of a rank. All ranks are after the same iteration, with the same vote."""
+        """Return the progress of a rank. All ranks report the same completed iteration and the same vote."""
         traceback = "Traceback (most recent call last):\n".ljust(TRACEBACK_BYTES, ".")
         about = {"at_seconds": time.time(), "error": "RuntimeError: a peer has gone", "exit_code": None}
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}

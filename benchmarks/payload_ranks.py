@@ -166,8 +166,8 @@ class _Rank:
             self._worker.report({**about, "release_seconds": seconds, "num_held": held_groups.num_held()})
 
     def _attempt(self, following: NextMembership) -> tuple[str, dict[str, Any]]:
-        """Run operations until one fails. Return its traceback and what the operation was. No reference to a group
-        remains."""
+        """Run operations until one fails. Return the traceback and a description of this operation. Afterwards nothing
+        refers to a process group."""
         before = open_sockets()
         groups = self._form(following)
         traffic, payloads = _Traffic(before), Payloads(groups.pg_collection.dp)

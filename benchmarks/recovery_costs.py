@@ -145,7 +145,8 @@ def _micro_job() -> JobConfig:
 
 
 def activations_of(num_layers: int) -> Activations:
-    """Return the inputs of experts. Each layer has those of the layer in the stage that was measured in its place."""
+    """Return the tokens of each expert. Each layer has the loads of the kind of stage (first, middle, last) that was
+    measured in its place."""
     rows: Mapping[Kind, tuple[int, ...]] = dict(zip(("first", "middle", "last"), LOADS, strict=True))
     layers = tuple(range(1, num_layers + 1))
     return Activations(layers=layers, tokens=(tuple(rows[kind_of(layer - 1, num_layers)] for layer in layers),))

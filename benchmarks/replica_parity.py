@@ -118,8 +118,8 @@ def _moves(runs: Path, world_size: int) -> dict[str, Any]:
 
 
 def _shared_name(name: str, rank: int) -> str:
-    """Return the name under which a tensor is compared. Experts have only their name; other state (shards of optimizer
-    state) has rank and name."""
+    """Return the name under which a tensor is compared. For experts this is the name alone. For other state (shards of
+    optimizer state) it consists of rank and name."""
     return name if ".experts." in name else f"{rank}/{name}"
 
 

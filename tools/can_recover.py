@@ -47,7 +47,7 @@ from megatron_ft.snapshot.window import Window
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
-"""Number of newest iterations. The tool uses their median duration as the duration of an iteration."""
+"""Number of newest iterations from whose median duration the tool estimates times."""
 _VOCABULARY = 1
 """Placeholder for a vocabulary size that only the tokenizer knows. No result of this tool depends on it."""
 
@@ -198,10 +198,7 @@ def read_config(path: Path) -> JobConfig:
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
     """Return ``config`` with the device that the ranks reported last. If no rank has reported a device, return
-    ``config`` unchanged.
-
-    Before any rank has reported, return ``config`` unchanged.
-    """
+    ``config`` unchanged."""
     reported = [event.device.partition(":")[0] for event in events if isinstance(event, RunStarted) and event.device]
     return on_device(config, reported[-1]) if reported else config
 
@@ -312,7 +309,8 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: LossCost) -> str:
-    """Describe what the remaining nodes have of the current state of the operators, and whether it is used."""
+    """Describe whether the remaining nodes have the current state of all operators, and whether the recovery uses this
+    state."""
     if cost.rung in ("replicas", "localized"):
         return "keep their current state"
     return "have their current state on remaining nodes, but it is not used"

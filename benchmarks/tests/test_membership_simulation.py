@@ -34,7 +34,7 @@ def test_the_decisions_of_the_product_keep_every_rule() -> None:
     assert min(counts[name] for name in ("replaced nodes", "hung ranks found", "silent nodes", "sent again")) > 0
 
 
-@pytest.mark.parametrize(("choose", "broken_rule"), [(min, "would be undone"), (max, "cannot finish")])
+@pytest.mark.parametrize(("choose", "broken_rule"), [(min, "would be rolled back"), (max, "cannot finish")])
 def test_a_target_that_forgets_settled_votes_is_noticed(
     monkeypatch: pytest.MonkeyPatch, choose: Callable[[Iterable[int]], int], broken_rule: str
 ) -> None:
@@ -46,11 +46,11 @@ def test_a_target_that_forgets_settled_votes_is_noticed(
     assert any(broken_rule in failure["error"] for failure in failures)
 
 
-def test_going_on_before_everybody_has_spoken_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    everybody = reconfigure.remaining_ranks
+def test_continuing_before_all_ranks_have_reported_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    remaining = reconfigure.remaining_ranks
 
     def fewer(policy: MembershipPolicy, state: State) -> set[int]:
-        left = everybody(policy, state)
+        left = remaining(policy, state)
         return left if len(state.has_reported) < 2 else left & set(state.has_reported)
 
     monkeypatch.setattr(reconfigure, "remaining_ranks", fewer)
@@ -70,10 +70,10 @@ def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(reconfigure, "_reform", generous)
     _, failures = simulate(SEEDS)
-    assert any("came back" in failure["error"] for failure in failures)
+    assert any("not among the joining nodes" in failure["error"] for failure in failures)
 
 
-def newcomers(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...]:
+def unready_nodes(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...]:
     """Return joining nodes, wrongly including nodes that are not ready."""
     nodes = [record.node for record in state.nodes.joining]
     return tuple(sorted(nodes[: max(0, rules.policy.most_members - num_staying)]))
@@ -84,7 +84,7 @@ def too_many(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...
     return tuple(sorted(record.node for record in state.nodes.joining if record.state is NodeState.READY))
 
 
-def nobody(rules: NodeRules, state: State, record: NodeRecord) -> bool:
+def no_rank_lives(rules: NodeRules, state: State, record: NodeRecord) -> bool:
     """Treat every node, wrongly, as one without ranks."""
     return False
 
@@ -92,12 +92,12 @@ def nobody(rules: NodeRules, state: State, record: NodeRecord) -> bool:
 @pytest.mark.parametrize(
     ("name", "wrong", "broken_rule"),
     [
-        ("admitted", newcomers, "did not wait"),
-        ("admitted", too_many, "too many"),
-        ("_has_living_rank", nobody, "beside one that lives"),
+        ("admitted", unready_nodes, "did not wait"),
+        ("admitted", too_many, "outside its limits"),
+        ("_has_living_rank", no_rank_lives, "its predecessor lives"),
     ],
 )
-def test_wrong_decisions_about_newcomers_are_noticed(
+def test_wrong_decisions_about_joining_nodes_are_noticed(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
 ) -> None:
     monkeypatch.setattr(NodeRules, name, wrong)
@@ -114,7 +114,7 @@ def test_a_node_that_leaves_in_the_middle_of_an_iteration_is_noticed(monkeypatch
 
     monkeypatch.setattr(reconfigure, "_next", hasty)
     _, failures = simulate(SEEDS)
-    assert any("without a word" in failure["error"] for failure in failures)
+    assert any("neither lost nor drained" in failure["error"] for failure in failures)
 
 
 def test_a_change_that_is_ordered_again_and_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

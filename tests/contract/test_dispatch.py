@@ -1,4 +1,4 @@
-"""What every dispatch backend must do, and that all give the reference's bits. A new backend is a new row."""
+"""Tests that every dispatch backend gives the same bits as the reference. To test a new backend, add a row."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from megatron_ft.testing.routing import Routing, make_routing, plan_all, swap
 
 BACKENDS = {"reference": "cpu", "cpp": "cpu", "cuda": "cuda"}
-"""Backends, and the device each is tested on."""
+"""Backends, and the device on which each is tested."""
 
 CASES = {
     "one-rank": {"num_ranks": 1, "topk": 1, "num_experts": 4, "tokens": (17,), "skew": 0.0},
@@ -66,7 +66,7 @@ def planned(opened: tuple[DispatchBackend, str]) -> Planned:
 
 
 def expected_rows(routing: Routing, schedule: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """(destination, expert, token) of each sent row, found with lists only."""
+    """Return (destination, expert, token) of each sent row, computed with plain lists."""
     num_ranks = len(routing.maps)
     filling = [rank] + [other for other in range(num_ranks) if other != rank]
     rows = []
@@ -160,7 +160,7 @@ def test_handles_equal_the_references(planned: Planned, case: str) -> None:
 def movements(
     backend: DispatchBackend, handle: DispatchHandle, dtype: torch.dtype, device: str, *, weighted: bool
 ) -> dict[str, torch.Tensor]:
-    """Values and gradients of every movement, from numbers that depend on the shapes alone."""
+    """Return the values and gradients of every movement, for inputs that depend only on the shapes."""
     generator = torch.Generator().manual_seed(handle.num_sent_rows)
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What every snapshot policy keeps, whatever it aims at."""
+"""Tests the properties that every snapshot policy must have."""
 
 import json
 from dataclasses import FrozenInstanceError

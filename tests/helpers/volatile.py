@@ -1,10 +1,10 @@
-"""State of an engine besides its parameters and optimizer state."""
+"""Describes the state of an engine besides its parameters and optimizer state."""
 
 from typing import Any
 
 
 def volatile_state(engine: Any) -> dict[str, str]:
-    """Random states, loss scales, learning rate, auxiliary trackers, expert loads and counts, as text."""
+    """Return random states, loss scales, learning rate, auxiliary trackers, expert loads and counts as text."""
     import torch
     import xxhash
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

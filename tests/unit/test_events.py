@@ -1,4 +1,4 @@
-"""Records: strict JSON round trip, registry, refusals."""
+"""Tests records: conversion to strict JSON and back, registry, refusals."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Dataclasses come through JSON as they were; what fits no field is refused by its name."""
+"""Tests that dataclasses are converted to JSON and back unchanged, and that an invalid field is refused by its name."""
 
 import json
 import math

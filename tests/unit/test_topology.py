@@ -1,4 +1,4 @@
-"""Coordinates against Megatron's own rule, written out for small worlds."""
+"""Compares parallel coordinates with Megatron's rule, written out for small world sizes."""
 
 import pytest
 

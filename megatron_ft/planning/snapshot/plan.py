@@ -20,7 +20,7 @@ class WindowKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Unit:
-    """An operator, or one of ``_num_parts`` equal ranges of each of its shards, that is captured in one slice."""
+    """An operator, or one of ``num_parts`` equal ranges of each of its shards, that is captured in one slice."""
 
     operator: OperatorId
     part: int = 0

@@ -1,4 +1,5 @@
-"""Every recovery that a device refuses is refused for that device's answer of ``training.device=auto``, too."""
+"""Tests that a recovery that a device refuses is also refused with ``training.device=auto`` if that device is
+chosen."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Under torchrun, ft_launcher and srun every key of the control plane is refused by its name; none does nothing."""
+"""Tests that under torchrun, ft_launcher and srun every key of the control plane is refused by its name instead of
+being ignored."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ MEANT_ELSEWHERE = {
     "mode": "says who starts ranks",
     "num_nodes": "taken from the launcher, and must agree",
     "ranks_per_node": "likewise",
-    "ranks_per_gpu": "ranks of a machine share its GPUs alike, whoever starts them",
+    "ranks_per_gpu": "ranks of a machine share its GPUs in the same way with every launcher",
     "master_port": "srun serves the store there",
     "start_timeout_seconds": "the wait for rank 0's word",
     "failure_domains": "placement",

@@ -1,4 +1,4 @@
-"""Membership changes read from text."""
+"""Tests membership changes that are parsed from text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Placement knobs: what is refused by name, and what is derived."""
+"""Tests keys of the placement: which values are refused by name, and which values are derived."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SEARCH = {"_target_": f"{FOLDER}.overlap_search.OverlapSearch"}
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """Three nodes of two ranks, eight experts, replica slots; dotted keys changed."""
+    """Return three nodes of two ranks with eight experts and replica slots, with dotted keys changed."""
     values: dict[str, Any] = {
         "model": {"num_moe_experts": 8, "num_layers": 6},
         "launch": {"num_nodes": 3, "ranks_per_node": 2},
@@ -112,7 +112,7 @@ def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "key", "said"),
+    ("spec", "key", "output"),
     [
         ({}, "key._target_", "dotted path"),
         ({"_target_": 3}, "key._target_", "dotted path"),
@@ -133,10 +133,10 @@ def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
         ({"_target_": "..relative.Policy"}, "key._target_", "dotted path"),
     ],
 )
-def test_other_policies_are_refused(spec: dict[str, Any], key: str, said: str) -> None:
+def test_other_policies_are_refused(spec: dict[str, Any], key: str, output: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         build_policy("key", spec)
-    assert str(refusal.value).startswith(key) and said in str(refusal.value)
+    assert str(refusal.value).startswith(key) and output in str(refusal.value)
 
 
 def test_a_policy_of_another_kind_is_no_algorithm() -> None:

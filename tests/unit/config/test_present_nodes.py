@@ -1,4 +1,4 @@
-"""The configuration of the nodes that are there."""
+"""Tests the configuration for the nodes that train at present."""
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import config_of

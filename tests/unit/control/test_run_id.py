@@ -1,4 +1,4 @@
-"""The random name that a run keeps in its folder."""
+"""Tests the random id in a run's folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The order of samples is a pure function of (seed, index)."""
+"""Tests that the order of samples is a pure function of (seed, index)."""
 
 from collections import Counter
 
@@ -103,7 +103,7 @@ def test_no_drift_after_many_blocks() -> None:
 
 
 def test_order_is_pinned() -> None:
-    """Changing the order would change every resumed run: these values stay."""
+    """These values must not change, because another order would change every resumed run."""
     single = _SampleOrder(seed=1234, split="train", num_samples=(1000,))
     blend = _SampleOrder(seed=1234, split="train", num_samples=(1000, 50), weights=(0.7, 0.3))
     assert [single.locate(index).sample for index in range(5)] == PINNED_SINGLE

@@ -1,4 +1,4 @@
-"""Everything a job reads is checked before ranks start."""
+"""Tests that all files that a job reads are checked before ranks start."""
 
 import os
 import subprocess

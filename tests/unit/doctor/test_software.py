@@ -1,4 +1,4 @@
-"""Versions against the supported matrix: each finding appears with its cause, and goes with it."""
+"""Tests the checks of versions: each finding appears with its cause and disappears without it."""
 
 import re
 from dataclasses import replace
@@ -122,7 +122,7 @@ def test_a_package_called_apex_is_looked_at_and_not_imported(tmp_path: Path, mon
 
 
 def test_the_matrix_is_what_the_project_installs() -> None:
-    """One matrix: pyproject.toml, requirements/ and the check before Megatron's import say the same."""
+    """``pyproject.toml``, ``requirements/`` and the check before Megatron's import must name the same versions."""
     project = (ROOT / "pyproject.toml").read_text()
     (python,) = re.findall(r'^requires-python = "(.+)"$', project, re.MULTILINE)
     (block,) = re.findall(r"^dependencies = \[(.+?)^\]", project, re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The vote's arithmetic and the decision over an iteration."""
+"""Tests the arithmetic of the vote, and the decision about the iteration."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ VOTES = st.builds(
 
 
 def bits(value: object) -> object:
-    """A value by its bits; any NaN is the one NaN."""
+    """Return the bits of a value. All NaN values count as equal."""
     if not isinstance(value, float):
         return (type(value), value)
     return "nan" if math.isnan(value) else struct.pack("<d", value)
@@ -94,7 +94,7 @@ def test_a_vote_survives_json(vote: Vote) -> None:
 
 
 def test_tally_by_hand() -> None:
-    """Ten tokens with loss 3, thirty with 5, a rank with nothing: 4.5. Half the norm is clipped off."""
+    """Ten tokens with loss 3, thirty with loss 5 and a rank without tokens give 4.5. Clipping halves the norm."""
     vote = settled(
         ballot(),
         ballot(loss_sum=150.0, num_tokens=30, aux_loss_sum=6.0, z_loss_sum=0.0),
@@ -114,7 +114,8 @@ def test_a_vote_logged_by_an_earlier_version_is_read() -> None:
 
 
 def test_windows_in_the_vote() -> None:
-    """Replicated is what every rank has, given up what any rank has; a buffer must be there for all."""
+    """A window is replicated if every rank has replicated it, and given up if any rank has given it up. A buffer must
+    be free on all ranks."""
     vote = settled(
         ballot(replicated_windows=0b110, given_up_windows=0b001),
         ballot(replicated_windows=0b011, has_free_buffer=0),
@@ -203,7 +204,7 @@ def test_values_that_are_not_finite(bad: dict[str, Any], chosen: str) -> None:
 
 
 def test_a_scaled_runs_overflow_is_skipped_whatever_the_policy() -> None:
-    """With a loss scale an overflow is news about the scale; a NaN loss without one is still bad."""
+    """With a loss scale, an overflow only shows that the scale is too large. A NaN loss without a scale is an error."""
     scaling = policy(loss_scaling=True)
     overflow = scaling.decide(vote_of(found_inf=True, grad_norm=math.inf, loss_scale=512.0), History())
     assert (overflow.action, overflow.reason) == ("skip", "gradient overflow at loss scale 512")

@@ -1,4 +1,4 @@
-"""Memberships of a schedule, and the schedules that cannot begin."""
+"""Tests the memberships of a schedule, and schedules that are impossible."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,5 @@
-"""What arrived before a time is taken before that time has passed, and each call waits for its own item."""
+"""Tests that inputs which arrived before a time are processed before that time passes, and that each call waits for its
+own input."""
 
 import threading
 
@@ -7,7 +8,7 @@ from megatron_ft.control.membership.events import NodeJoined, Tick
 
 
 class Clock:
-    """Stands still until it is set."""
+    """Clock whose time the test sets."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Jobs whose nodes come by themselves: what is awaited, how long, and what follows when nobody comes."""
+"""Tests jobs whose nodes start by themselves: which nodes they wait for, how long, and what happens if none comes."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def test_nobody_can_add_a_node_that_is_not_there() -> None:
 
 
 def lose_cable(job: Job, node: int) -> Step:
-    """A node is gone with its process, and the others have said how far they are."""
+    """Lose a node with its process, and let all other nodes report their positions."""
     job.see(NodeLost(node, 0.0, "cable"))
     left = [other for other in job.state.members if other != node]
     return job.say(*(rank for other in left for rank in job.policy.ranks_of(other)))

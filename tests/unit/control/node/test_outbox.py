@@ -1,4 +1,4 @@
-"""The agent's queue to the controller."""
+"""Tests an agent's queue of reports to the controller."""
 
 import threading
 

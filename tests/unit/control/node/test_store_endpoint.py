@@ -1,4 +1,4 @@
-"""Where a membership's store is served when its first rank is on another machine than the controller."""
+"""Tests where the store of a membership runs if its first rank is on another machine than the controller."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) fo
 
 
 def order(generation: int, members: list[int], places: dict[int, StoreEndpoint]) -> tuple[str, int]:
-    """Address and port of the store of a generation."""
+    """Return address and port of the store of a generation."""
     about = {"resume_from": None, "working_dir": "."}
     found = _launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
     return found.master_addr, found.master_port

@@ -1,4 +1,4 @@
-"""What a batch job keeps of its launchers, and what is read of a run's reports about one."""
+"""Tests the records that a batch job keeps of its launchers, and what it reads from a run's reports."""
 
 import json
 from pathlib import Path

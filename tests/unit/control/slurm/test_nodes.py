@@ -1,4 +1,4 @@
-"""What is read from a Slurm allocation, and what is told to it. ``tests/slurm`` has jobs on a real cluster."""
+"""Tests what is read from a Slurm allocation, and the commands for it. ``tests/slurm`` has jobs on a real cluster."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[03-05],big1"}
 
 
 class Entry(NamedTuple):
-    """An address, as psutil shows it."""
+    """Address in the form in which psutil returns it."""
 
     family: int
     address: str
@@ -96,14 +96,14 @@ def test_the_address_towards_the_controller() -> None:
     assert own_address("127.0.0.1:20000") == "127.0.0.1"
 
 
-def test_a_node_is_told_all_in_one_line() -> None:
+def test_a_node_receives_its_spec_in_one_line() -> None:
     spec = NodeSpec(agent=_agent(), preload=["a", "b:c"])
     line = spec.to_line()
     assert line.count(b"\n") == 1
     assert NodeSpec.from_line(line) == spec
 
 
-def test_a_node_that_is_told_nothing_ends() -> None:
+def test_a_node_without_a_spec_ends() -> None:
     command = [sys.executable, "-m", "megatron_ft.control.node.main"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (

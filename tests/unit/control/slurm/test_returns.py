@@ -1,4 +1,4 @@
-"""An array's launcher that comes back after the death of its node: as long as the run gets on."""
+"""Tests that the launcher of an array may return after the death of its node as long as the run makes progress."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_it_ends_after_so_many_that_got_no_further(tmp_path: Path, capsys: pytes
     report(tmp_path, 5)
     assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3
     report(tmp_path, 6)
-    assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3, "progress counts anew"
+    assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3, "progress resets the count"
     assert RunAttempts(tmp_path).read_end("17") is None and capsys.readouterr().err == ""
     assert main([str(tmp_path), *OPTIONS]) == ControlError.exit_code
     assert RunAttempts(tmp_path).read_end("17") == ControlError.exit_code
@@ -31,7 +31,7 @@ def test_it_ends_after_so_many_that_got_no_further(tmp_path: Path, capsys: pytes
     assert json.loads((tmp_path / "slurm" / "17.json").read_text())["reason"] == reason
 
 
-def test_the_chains_next_array_counts_anew(tmp_path: Path) -> None:
+def test_the_chains_next_array_counts_from_zero(tmp_path: Path) -> None:
     assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)][-1] == ControlError.exit_code
     assert main([str(tmp_path), "--array=18", "--max-fruitless=3"]) == EXIT_OK
     assert RunAttempts(tmp_path).read_end("18") is None

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run's folder are its own, by their manifests alone."""
+"""Tests which checkpoints of a run's folder belong to the run, by their manifests alone."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class OneRank:
 
 
 def save(folder: Path, iteration: int, *, name: int | None = None, **changes: Any) -> Path:
-    """A sound checkpoint; ``name`` is the iteration that its folder claims."""
+    """Save a valid checkpoint. ``name`` is the iteration in the name of its folder."""
     path = folder / directory_name(iteration if name is None else name)
     path.mkdir(parents=True)
     entry = write_file(path, "__0_0.distcp", os.urandom(100))
@@ -144,7 +144,7 @@ def test_another_layout_is_the_same_job(tmp_path: Path) -> None:
     assert finder()[0].newest(tmp_path) == written
 
 
-def test_what_a_load_on_purpose_differs_in_is_told(tmp_path: Path) -> None:
+def test_what_a_load_on_purpose_differs_in_is_reported(tmp_path: Path) -> None:
     written = save(tmp_path, 20, name=30, run_id="6" * 32, settings=other("schedule", "optimizer.lr", 0.5))
     found, _ = finder()
     manifest = found.check(written, trust=False)

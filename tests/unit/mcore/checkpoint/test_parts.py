@@ -1,4 +1,4 @@
-"""Parts of a dense checkpoint that need one process only."""
+"""Tests the parts of a dense checkpoint that need only one process."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def megatron() -> None:
 
 @pytest.fixture
 def lonely_group(tmp_path: Path) -> Iterator[object]:
-    """A job of one rank."""
+    """Yield the process groups of a job of one rank."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
@@ -88,7 +88,7 @@ def test_a_digest_sees_every_bit_dtype_and_shape(dtype: str) -> None:
 
 
 def test_a_failed_write_is_kept_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's writer answers a failed write with an error of its own; the job reports the disk's."""
+    """torch's writer replaces a failed write by its own error, but the job must report the error of the disk."""
     from megatron_ft.mcore.checkpoint.writer import PlannedWrite, WriteJob
     from megatron_ft.snapshot.storage import files
 

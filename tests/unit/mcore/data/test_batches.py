@@ -1,4 +1,4 @@
-"""Microbatches: what is in them. How they come to a GPU: ``test_fake_gpu.py``."""
+"""Tests the content of microbatches. ``test_fake_gpu.py`` tests how they are copied to a GPU."""
 
 import torch
 

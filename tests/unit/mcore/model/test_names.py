@@ -1,4 +1,4 @@
-"""Global names: what a tensor is called does not depend on the rank that holds it."""
+"""Tests global names: the name of a tensor does not depend on the rank that has it."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_layers_and_experts_count_over_the_whole_model(local: str, expected: str
 
 @pytest.mark.parametrize(("local", "_"), CASES)
 def test_both_forms_of_an_expert_share_a_name(local: str, _: str) -> None:
-    """A name that is global already stays, and grouped weights get the name of single ones."""
+    """A global name stays unchanged, and grouped weights get the name of single ones."""
     from megatron_ft.mcore.model.names import _global_name
 
     whole = dict.fromkeys(range(20), range(20))

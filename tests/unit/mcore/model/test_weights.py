@@ -1,4 +1,4 @@
-"""Initial weights by kind of parameter; layouts are compared in ``tests/distributed/test_engine.py``."""
+"""Tests initial weights by kind of parameter. ``tests/distributed/test_engine.py`` compares layouts."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a placement in force says of the next loss, and what becomes of it where it cannot be written."""
+"""Tests the survival probability of the current placement, and a placement that cannot be written to a file."""
 
 import errno
 import json

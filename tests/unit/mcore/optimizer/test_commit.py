@@ -1,4 +1,4 @@
-"""Megatron's optimizer step in pieces: together they are Megatron's, and loss scales stay one."""
+"""Tests the parts of Megatron's optimizer step: together they equal the whole step, and there is one loss scale."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ PRECISIONS = {
 
 
 def three_iterations(overrides: dict, step: "Callable | None" = None) -> tuple[dict[str, str], list[float]]:
-    """Digests and gradient norms after three iterations; ``step`` stands in for commit and gather."""
+    """Return digests and gradient norms after three iterations. ``step`` replaces commit and gather."""
     with engines.engine_of(engines.micro_config(overrides)) as engine:
         norms = []
         for iteration in (1, 2, 3):
@@ -34,7 +34,7 @@ def three_iterations(overrides: dict, step: "Callable | None" = None) -> tuple[d
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_pieces_make_megatrons_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare, vote, update, gather leave the bits that ``optimizer.step()`` leaves. The gradients are clipped."""
+    """Prepare, vote, update and gather give the same bits as ``optimizer.step()``. The gradients are clipped."""
     overrides = {**PRECISIONS[name], "optimizer.clip_grad": 0.05}
     ours, norms = three_iterations(overrides)
 

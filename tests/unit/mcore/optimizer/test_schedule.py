@@ -1,4 +1,4 @@
-"""Learning rates are Megatron's, and a function of the iteration alone."""
+"""Tests that learning rates are those of Megatron and depend only on the iteration."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class Groups:
-    """As much of an optimizer as the schedule needs."""
+    """Replacement for an optimizer, with the fields that the schedule needs."""
 
     def __init__(self) -> None:
         self.param_groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0, "lr_mult": 1.0}]
@@ -62,7 +62,7 @@ def test_learning_rate_is_that_of_megatron_stepping_along(style: str) -> None:
 
 
 def test_wsd_by_hand() -> None:
-    """Warm-up 3, plateau, last 6 of 20 iterations fall linearly to ``min_lr``, then stay."""
+    """After a warm-up of 3 and a constant part, the last 6 of 20 iterations fall linearly to ``min_lr``."""
     from megatron_ft.mcore.optimizer.build import set_position
 
     scheduler, groups, batch = scheduler_of("WSD linear")

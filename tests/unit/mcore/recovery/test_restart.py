@@ -1,4 +1,4 @@
-"""A start at iteration 0 beside saved state that cannot be used needs a key; an empty folder just starts."""
+"""Tests that a start at iteration 0 needs a key if there is unusable saved state, and none in an empty folder."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ AUTO = RunConfig(name="run", resume="auto")
 
 
 def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple[str, list[Record]]:
-    """What a rank continues from (``checkpoint``, ``window`` or ``nothing``), and what is reported."""
+    """Return the source from which a rank continues (``checkpoint``, ``window`` or ``nothing``), and the reports."""
     found, records = recovery(run_dir)
     damage: list[Any] = []
     identity = JobIdentity(run_id="run-1", run_name="first", settings=OWN)  # as ``make_checkpoint`` writes it

@@ -1,4 +1,4 @@
-"""What a job of one rank continues from, with windows on storage that are sound and still no good."""
+"""Tests the source from which a job of one rank continues if stored windows are undamaged but unusable."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,7 @@ def vote(iteration: int) -> dict[str, object]:
 def save(
     run_dir: Path, start: int, *, plan: dict[str, Any] | None = None, run_id: str = RUN_ID, **headers: str
 ) -> None:
-    """A window of two slices; ``headers`` replace those of slice 0."""
+    """Save a window of two slices. ``headers`` replace those of slice 0."""
     window, payload = sample_window(start, 0)
     slices = [replace(part, header={VOTE: json.dumps(vote(part.iteration))}) for part in window.slices]
     slices[0] = replace(slices[0], header={**slices[0].header, **GOOD, **headers})
@@ -70,7 +70,7 @@ def save(
 
 
 def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
-    """That of a start, and what it reports."""
+    """Return the recovery source of a start, and its reports."""
     records: list[Record] = []
     found = SnapshotRestorer(
         rank=0,
@@ -96,7 +96,7 @@ def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[LocalWindow |
 
 
 def refuse(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A start whose replay differs; the first iteration of its window."""
+    """Start a job whose replay differs from the log. Return the first iteration of the window."""
     found, records = recovery(run_dir)
     window = found.find(None)
     assert window is not None
@@ -164,7 +164,7 @@ def test_a_damaged_window_counts_and_one_that_was_never_written_does_not(tmp_pat
     assert [path.name in reason for reason in found.unusable] == ([] if damage == "no file" else [True])
 
 
-def test_a_window_captured_anew_under_the_same_name_is_another_one(
+def test_a_window_captured_again_under_the_same_name_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 20)

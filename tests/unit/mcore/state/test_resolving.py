@@ -1,4 +1,5 @@
-"""An iteration that breaks at any phase: the rank knows where it is, and can go on or back without its peers."""
+"""Tests iterations that fail in any phase: the rank reports its position, and finishes or rolls back without its
+peers."""
 
 import contextlib
 from typing import Any
@@ -33,11 +34,11 @@ PHASES = {
     "update": (2, 3, 3),
     "gather": (3, 3, 3),
 }
-"""Phase at which iteration 3 breaks to (completed, contributed, settled)."""
+"""Position (completed, contributed, settled) after iteration 3 fails, by phase."""
 
 
 def whole_state(engine: Any) -> dict[str, str]:
-    """All but the counts of the last forward passes, which do not outlive the model."""
+    """Return the whole state except the counts of the last forward passes, which end with the model."""
     volatile = volatile_state(engine)
     counts = ("load.", "auxiliary.")
     kept = {name: value for name, value in volatile.items() if not name.startswith(counts)}
@@ -46,7 +47,7 @@ def whole_state(engine: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def broken_at(phase: str, overrides: dict[str, Any]) -> Any:
-    """An engine whose iteration 3 has broken at ``phase``."""
+    """Return an engine whose iteration 3 has failed in ``phase``."""
     with engines.engine_of(engines.micro_config({**EVERYTHING, **overrides}), generation=0) as engine:
         failpoints.arm(
             [f'raise(at_iteration={BROKEN}, phase="{phase}")'], rank=0, node=0, record=lambda _: None, generation=0
@@ -63,7 +64,7 @@ def broken_at(phase: str, overrides: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module", params=[{}, FP16], ids=["fp32", "fp16"])
 def undisturbed(request: pytest.FixtureRequest, megatron: None) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Overrides, and of each iteration of a run without faults: its state, vote and history."""
+    """Return the overrides, and state, vote and history of each iteration of a run without faults."""
     with engines.engine_of(engines.micro_config({**EVERYTHING, **request.param}), generation=0) as engine:
         known = {}
         for iteration in (1, 2, 3):
@@ -74,7 +75,8 @@ def undisturbed(request: pytest.FixtureRequest, megatron: None) -> tuple[dict[st
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_goes_on_from_wherever_it_broke(phase: str, undisturbed: tuple[dict, dict]) -> None:
-    """Alone, to the target that its own position asks for: the state is that of a run without the fault."""
+    """The rank continues alone to the target that follows from its own position. The state is that of a run without the
+    fault."""
     from megatron_ft.mcore.state.resolving import position_of, resolve_iteration
 
     overrides, known = undisturbed
@@ -97,7 +99,7 @@ def test_a_rank_goes_on_from_wherever_it_broke(phase: str, undisturbed: tuple[di
 
 @pytest.mark.parametrize("phase", ["vote_inside", "vote_after", "update"])
 def test_a_rank_finishes_with_the_vote_of_another(phase: str, undisturbed: tuple[dict, dict]) -> None:
-    """Somebody else has settled the vote: this rank's own gradients and the vote's values are enough."""
+    """Another rank has the complete vote. This rank finishes with its own gradients and the values of the vote."""
     from megatron_ft.mcore.state.resolving import position_of, resolve_iteration
 
     overrides, known = undisturbed
@@ -110,7 +112,7 @@ def test_a_rank_finishes_with_the_vote_of_another(phase: str, undisturbed: tuple
 
 
 def _comparable(state: dict[str, str], finished: bool) -> dict[str, str]:
-    """The learning rate of an iteration is set as it begins: one that was undone has that of the one before it."""
+    """Remove the learning rate, which is set when an iteration begins and differs after a rollback."""
     return state if finished else {name: value for name, value in state.items() if name != "learning_rates"}
 
 

@@ -1,4 +1,4 @@
-"""Who captures what: every element once, evenly over those that hold it, whatever ranges they hold."""
+"""Tests which rank captures what: every element once, evenly over the ranks that have it, for any ranges."""
 
 import json
 import random
@@ -26,7 +26,8 @@ def ranges_of(by_rank: list[list[Holding]]) -> list[list[tuple[int, int]]]:
 
 
 def test_sharded_state_is_captured_where_it_is() -> None:
-    """Weights are on every rank, state is not: frozen weights follow the state's cut."""
+    """Weights are on every rank and optimizer state is sharded, so frozen weights are divided like the optimizer
+    state."""
     by_rank = [[holding(NORM, [(0, 30)])], [holding(NORM, [(30, 100)])], [holding(NORM, [])]]
     assert ranges_of(by_rank) == [[(0, 30)], [(30, 100)], []]
 
@@ -41,7 +42,7 @@ def test_fewer_elements_than_holders() -> None:
 
 
 def test_ranges_that_overlap_in_part() -> None:
-    """Two stages share the embedding and cut its state at different places."""
+    """Two stages share the embedding and divide its state at different positions."""
     by_rank = [
         [holding(EMBEDDING, [(0, 40)])],
         [holding(EMBEDDING, [(40, 100)])],

@@ -1,4 +1,4 @@
-"""``TrainState``: captured, written as JSON, put back; nothing else changes it."""
+"""Tests that ``TrainState`` is captured, converted to JSON and restored without changes."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_it_survives_json_and_names_what_is_missing() -> None:
 
 
 def test_it_fits_an_engine_that_never_ran() -> None:
-    """Until the first forward Megatron has the router bias in BF16: it must not round what is put back."""
+    """Before its first forward pass, Megatron has the router bias in BF16. The restored bias must not be rounded."""
     from megatron_ft.mcore.state.train_state import TrainState
     from megatron_ft.mcore.training.engine import routers
 
@@ -64,7 +64,7 @@ def test_it_fits_an_engine_that_never_ran() -> None:
 
 
 def test_the_first_record_on_disk_is_read() -> None:
-    """Headers of slices on disk have these names; fields that came later may be missing there."""
+    """Headers of stored slices have these names. Fields that were added later may be missing."""
     from megatron_ft.mcore.state.train_state import TrainState
 
     recorded = {

@@ -1,4 +1,4 @@
-"""From a window and its votes to steps: what is loaded, what runs again, what is frozen meanwhile."""
+"""Tests the steps of a replay: which slices are loaded, which iterations run again, which operators are frozen."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""Bytes of units and slices against sums over the pieces; estimates against the parameters of the model."""
+"""Compares bytes of units and slices with sums over the pieces, and estimates with the parameters of the model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from megatron_ft.topology import Topology
 
 
 def unit_bytes(unit: Unit, shards: Sequence[StateShard]) -> tuple[int, int]:
-    """(full, frozen) bytes of ``unit`` among ``shards``, without alignment: the sums over its pieces."""
+    """Return (full, frozen) bytes of ``unit`` in ``shards`` without alignment, as sums over its pieces."""
     full, frozen = (
         WindowPlan(slices=((unit,),), interval_iterations=1),
         WindowPlan(slices=((), (unit,)), interval_iterations=2),

@@ -1,4 +1,4 @@
-"""Where each order puts experts, and when a change of popularity counts."""
+"""Tests the position of experts in each order, and when a change of popularity counts."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""When the plan in force is kept, and when another is made."""
+"""Tests when the current plan is kept, and when another plan is made."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A plan drives an engine: slices and iterations in turn, and an engine's refusal ends it."""
+"""Tests that a plan calls an engine for slices and iterations in turn, and ends if the engine refuses."""
 
 from collections.abc import Collection
 
@@ -19,7 +19,7 @@ HEAD, REST, EMBEDDING = (
 
 
 class RecordingEngine:
-    """Writes down what it is asked; refuses iteration ``refused``."""
+    """Engine that records its calls, and refuses iteration ``refused``."""
 
     def __init__(self, refused: int = -1) -> None:
         self.asked: list[tuple[str, int, set[OperatorId]]] = []

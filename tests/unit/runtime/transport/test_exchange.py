@@ -1,4 +1,4 @@
-"""Tensors of any type reach other ranks with every bit."""
+"""Tests that tensors of any type reach other ranks with every bit."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 @pytest.fixture(autouse=True)
 def groups_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's call wants the one world of a process; threads have a group each, and ask that."""
+    """Let torch's call, which looks up the default group of the process, find the group of the calling thread."""
 
     def all_to_all_single(
         received: torch.Tensor,
@@ -32,7 +32,7 @@ def groups_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(num_ranks: int, call: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
-    """``call`` on gloo ranks that are threads of this process."""
+    """Run ``call`` on gloo ranks that are threads of this process."""
     store = dist.HashStore()
     results: list[Any] = [None] * num_ranks
 
@@ -50,7 +50,7 @@ def on_ranks(num_ranks: int, call: Callable[[dist.ProcessGroup], Any]) -> list[A
 
 
 def content(source: int, target: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``source`` sends ``target``: [source + 1, 3], every byte set; a view that is not contiguous."""
+    """Return the tensor that ``source`` sends to ``target``: [source + 1, 3], every byte set, not contiguous."""
     generator = torch.Generator().manual_seed(10 * source + target)
     size = torch.empty(0, dtype=dtype).element_size()
     filled = torch.randint(0, 2, (3, source + 1, size), generator=generator, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def content(source: int, target: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_every_bit_arrives_whatever_the_type(num_ranks: int) -> None:
-    """Each rank sends every other, and itself, one tensor of each type."""
+    """Each rank sends one tensor of each type to every rank, including itself."""
 
     def call(group: dist.ProcessGroup) -> dict[str, Any]:
         me = group.rank()
@@ -86,7 +86,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_parts_of_larger_tensors_are_filled_in_place() -> None:
-    """Targets may be views; scalars and empty tensors travel too."""
+    """Targets may be views. Scalars and empty tensors are sent too."""
 
     def call(group: dist.ProcessGroup) -> list[Any]:
         other = 1 - group.rank()
@@ -104,7 +104,7 @@ def test_parts_of_larger_tensors_are_filled_in_place() -> None:
 
 
 def test_ranks_with_nothing_to_send_take_part() -> None:
-    """One rank sends one tensor to one other; the third has no part in it."""
+    """One rank sends one tensor to one other rank; the third rank sends and receives nothing."""
 
     def call(group: dist.ProcessGroup) -> list[Any]:
         outgoing: list[list[torch.Tensor]] = [[], [], []]

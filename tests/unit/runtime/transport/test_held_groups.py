@@ -1,4 +1,4 @@
-"""Groups whose operations are blocked are destroyed by nobody who would have to wait for them."""
+"""Tests that groups with blocked operations are destroyed in a thread for which no rank waits."""
 
 import gc
 import time
@@ -13,7 +13,7 @@ from tests.unit.runtime.transport.test_waits import until
 
 
 class Broken(torch.autograd.Function):
-    """Raises in its backward pass; its graph refers to an object."""
+    """Autograd function that raises an error in its backward pass. Its graph refers to an object."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, referred: object, breaks: bool) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_the_graph_of_a_broken_backward_pass_is_freed() -> None:
 
 
 def test_a_group_that_is_referred_to_is_held_until_it_is_not() -> None:
-    """Else whoever lets go of it destroys it, in the middle of what it does."""
+    """Otherwise the code that drops the last reference would destroy the group, and would wait for it."""
     earlier, group = held_groups.num_held(), group_of_one()
     seen = weakref.ref(group)
     break_a_backward_pass(group)

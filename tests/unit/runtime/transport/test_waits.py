@@ -1,4 +1,4 @@
-"""Waits for gloo end with their limit, and their results are those of torch otherwise."""
+"""Tests that waits for gloo end with their limit, and otherwise have the results of torch."""
 
 import gc
 import threading
@@ -16,14 +16,14 @@ from megatron_ft.runtime.transport import held_groups, waits
 from megatron_ft.runtime.transport.waits import WaitAbandoned, WaitLimit
 
 LONG = timedelta(seconds=100)
-"""Of the groups: a test that waited so long would be over time."""
+"""Timeout of the groups, which no test may reach."""
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitLimit]:
-    """In use, with waits replaced until the end of the test."""
+    """Yield a limit that is in use. Waits are replaced until the end of the test."""
     for owner, name in ((dist.Work, "wait"), (ProcessGroupGloo, "__init__"), (waits, "_is_installed")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(waits, "_in_use", WaitLimit(grace_seconds=0.05))
@@ -32,7 +32,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitLimit]:
 
 
 def both(make: Callable[[int], Any]) -> list[Any]:
-    """What ``make(rank)`` returns on two ranks, which are threads."""
+    """Return the results of ``make(rank)`` on two ranks, which are threads."""
     made: list[Any] = [None, None]
 
     def be(rank: int) -> None:
@@ -47,7 +47,7 @@ def both(make: Callable[[int], Any]) -> list[Any]:
 
 
 def two_groups() -> list[ProcessGroupGloo]:
-    """The group of two ranks, as each of them has it."""
+    """Return the group of two ranks, as seen by each of them."""
     store = HashStore()
     return both(lambda rank: ProcessGroupGloo(store, rank, 2, timeout=LONG))
 
@@ -93,7 +93,7 @@ def test_a_collective_that_nobody_answers_is_abandoned_and_its_group_held_until_
     earlier = held_groups.num_held()
     began = time.monotonic()
     assert held_groups.release([groups.pop(0)]) == earlier + 1
-    assert time.monotonic() - began < 20, "nobody waits for a group that is held"
+    assert time.monotonic() - began < 20, "no rank waits for a group that is held"
     gc.collect()
     assert held_groups.num_held() == earlier + 1
     WaitLimit().use()
@@ -137,7 +137,7 @@ def test_a_call_returns_or_raises_what_its_function_does(limit: WaitLimit) -> No
 
 
 def test_an_error_of_a_call_leaves_no_cycle_behind(limit: WaitLimit) -> None:
-    """The frames in its traceback hold process groups."""
+    """The frames in the error's traceback refer to process groups."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Connections that stand still, end early or send nonsense."""
+"""Tests connections that stop, end early or send invalid data."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ LARGE = 64 << 20
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Wire, socket.socket]]:
-    """A connection with one end that gives up after a second, and its bare other end."""
+    """Return a connection whose one end times out after a second, and whose other end is a plain socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Which windows are not tried again, as the run's folder remembers it."""
+"""Tests the list of rejected windows in the run's folder."""
 
 import json
 import os

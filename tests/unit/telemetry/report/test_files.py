@@ -1,4 +1,4 @@
-"""Reading a run's folder: half lines are waited for, damage is named."""
+"""Tests reading a run's folder: incomplete last lines are ignored, and damage is named."""
 
 import json
 

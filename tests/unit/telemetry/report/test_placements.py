@@ -1,4 +1,4 @@
-"""The placement in force: read back, drawn, told in words; damaged files are refused."""
+"""Tests the current placement on the page: read, drawn and described; damaged files are refused."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_the_newest_placement_is_drawn_and_all_are_listed(run: MadeUpRun) -> Non
     assert "3.0 MB" in page and "50.0 %" in page and "node1" in page
 
 
-def test_a_plan_that_the_folder_does_not_hold_is_told_in_words(run: MadeUpRun) -> None:
+def test_a_plan_that_the_folder_does_not_hold_is_described_in_words(run: MadeUpRun) -> None:
     run.say(0.0, started(2))
     placed(run, 1).unlink()
     page = run.page()

@@ -1,4 +1,4 @@
-"""The commands of ``slurm/README.md``, from a clone to a running job that loses a node, as they stand there."""
+"""Runs the commands of ``slurm/README.md`` unchanged, from a clone to a running job that loses a node."""
 
 import os
 import re
@@ -27,11 +27,11 @@ HERE = {
     "MFT_RANKS_PER_NODE=8": f"MFT_RANKS_PER_NODE=1 MFT_PYTHON={sys.executable} OMP_NUM_THREADS=1",
     "--nodes 8 experiment=mixtral_slurm": _SMALL,
 }
-"""What differs on this machine: an environment that is there, the cluster's interface, a model that fits."""
+"""Replacements for this machine: an existing environment, the cluster's interface, and a model that fits."""
 
 
 def commands() -> list[str]:
-    """Those of the README, with what differs here."""
+    """Return the commands of the README with these replacements."""
     block = re.search(r"```sh\n(.*?)```", (REPOSITORY / "slurm" / "README.md").read_text(), re.DOTALL)
     assert block is not None
     text = block.group(1)
@@ -56,12 +56,12 @@ def test_from_a_clone_to_a_job_that_loses_a_node_and_ends_well(cluster: SlurmClu
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"node 1 +checkpoint, by Slurm +<= 4", done.stdout), done.stdout
-    said = dict(re.findall(r"^(job|log|run|result) +(\S+)$", done.stdout, re.MULTILINE))
-    job = SlurmJob(cluster, said["job"], Path(said["run"]), Path(said["log"]))
+    output = dict(re.findall(r"^(job|log|run|result) +(\S+)$", done.stdout, re.MULTILINE))
+    job = SlurmJob(cluster, output["job"], Path(output["run"]), Path(output["log"]))
     wait_until("a checkpoint is there", lambda: job.has("checkpoint_saved", 1), seconds=180)
     cluster.kill_node(1)
     assert job.end()["exit_code"] == 0, job.words()
-    assert Path(said["result"]) == job.marker
+    assert Path(output["result"]) == job.marker
     first, second = job.attempts()
     assert first["exit_code"] != 0 and "node1" in first["hosts"] and "node1" not in second["hosts"]
     resumed = job.records("run_started")[1]["resumed_from_iteration"]

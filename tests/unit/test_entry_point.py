@@ -1,4 +1,5 @@
-"""The door as people use it: help, version, dry runs, rank environments; never a heavy import or a stray folder."""
+"""Tests the entry point: help, version, dry runs, rank environments; it must not import large packages or leave folders
+behind."""
 
 import dataclasses
 import json
@@ -140,7 +141,7 @@ def test_only_the_first_rank_of_a_node_tells_a_configuration_error(
     assert wait.called and capsys.readouterr().err == "", "it is ended before it has a word"
     with mock.patch("threading.Event.wait"):
         assert pretrain_moe.main(["model.num_layers=0"]) == 2
-    assert "model.num_layers=0" in capsys.readouterr().err, "nobody has ended it: no other was refused"
+    assert "model.num_layers=0" in capsys.readouterr().err, "it is not ended: no other process was refused"
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "2")
     assert pretrain_moe.main(["model.num_layers=0"]) == 2
@@ -182,7 +183,8 @@ NO_GPU = DeviceFacts(has_driver=False, driver="", num_gpus=0)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceFacts], mock.Mock]]:
-    """Makes this machine one with other devices; gives what ``launch`` would have been called with."""
+    """Replace this machine by one with other devices. Return the arguments with which ``launch`` would have been
+    called."""
     with (
         mock.patch("megatron_ft.control.launcher.launch", return_value=0) as launch,
         mock.patch("megatron_ft.corpus.samples.check_data", return_value=_data()),
@@ -273,7 +275,7 @@ def test_ranks_without_a_gpu_are_refused_before_they_start(
 
 @pytest.fixture
 def saved_run(tmp_path: Path) -> list[str]:
-    """A run with a checkpoint, as far as its manifest shows; the overrides that continue it."""
+    """Create a run with a checkpoint that has only a manifest. Return the overrides that continue the run."""
     with IndexedWriter(tmp_path / "text", np.dtype("<u2")) as writer:
         writer.add_document(np.arange(200_000) % 250)
     overrides = [f"data.train=[{tmp_path / 'text'}]", f"run.dir={tmp_path}", "run.name=first", "run.resume=must"]
