@@ -410,7 +410,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """Check that the memory of this machine is enough for all nodes that this command starts on it, and that
     Transformer Engine and a compiler are installed if they are needed."""
     _check_transformer_engine(config)
-    if missing := _missing_compiler(config):
+    if missing := _missing_compiler(config, plan.device):
         raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
     if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
@@ -440,14 +440,14 @@ def _check_transformer_engine(config: JobConfig) -> None:
             )
 
 
-def _missing_compiler(config: JobConfig) -> str:
-    """Return a message about the compiler that is missing for ranks on this machine; empty if none is missing, or if
-    ranks run on other machines."""
+def _missing_compiler(config: JobConfig, device: str) -> str:
+    """Return a message about the compiler that ranks on this machine need and do not find; empty if they find one or
+    need none, or if ranks run on other machines."""
     import shutil
 
-    from megatron_ft.planning.compilers import find_compiler, kernels_of, no_compiler
+    from megatron_ft.planning.compilers import find_compiler, no_compiler
 
-    kernels = kernels_of(config)
+    kernels = config.placement.kernels_on(device)
     runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
     if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
         return ""
@@ -455,9 +455,7 @@ def _missing_compiler(config: JobConfig) -> str:
 
 
 def _with_compiler_note(plan: "JobPlan", config: JobConfig) -> "JobPlan":
-    from megatron_ft.config.devices import on_device
-
-    if config.launch.mode != "local" or not (missing := _missing_compiler(on_device(config, plan.device))):
+    if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
         return plan
     key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
     return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, ranks are not started here"))

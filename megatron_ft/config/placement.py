@@ -49,3 +49,8 @@ class PlacementConfig:
         if self.dispatch_backend != "auto":
             return self.dispatch_backend
         return "cuda" if device == "cuda" else "cpp"
+
+    def kernels_on(self, device: str) -> str:
+        """Return the kernels that ranks on ``device``, ``cpu`` or ``cuda``, build: ``cpp``, ``cuda`` or empty."""
+        backend = self.backend_on(device)
+        return "" if self.algorithm is None or backend == "reference" else backend

@@ -147,3 +147,17 @@ def test_a_policy_of_another_kind_is_no_algorithm() -> None:
     other = job({"placement.algorithm": {"_target_": f"{FOLDER}.objective.SurvivalObjective"}})
     with pytest.raises(ConfigError, match=r"placement\.algorithm\._target_=.* must be a class with a method 'place'"):
         algorithm_of(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "expected"),
+    [
+        ({}, "cpu", "cpp"),
+        ({}, "cuda", "cuda"),
+        ({"placement.dispatch_backend": "reference"}, "cuda", ""),
+        ({"placement.algorithm": None}, "cpu", ""),
+        ({"placement.algorithm": None, "placement.dispatch_backend": "cpp"}, "cpu", ""),
+    ],
+)
+def test_only_jobs_with_replicas_build_kernels(changes: dict[str, Any], device: str, expected: str) -> None:
+    assert job(changes).placement.kernels_on(device) == expected
