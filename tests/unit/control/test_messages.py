@@ -68,7 +68,7 @@ def test_what_goes_into_the_journal_is_limited(item: dict[str, Any]) -> None:
     ("tail", "is_done", "expected"),
     [("first\n  RankLost: no compiler \n\n", False, "RankLost: no compiler"), (None, False, ""), ("last", True, "")],
 )
-def test_an_exit_says_what_the_rank_wrote_last(tail: str | None, is_done: bool, expected: str) -> None:
+def test_an_exit_report_has_the_last_line_of_the_log(tail: str | None, is_done: bool, expected: str) -> None:
     report = Report.decode({**exited(0), "done": is_done, "log_tail": tail})
     assert isinstance(report, EndReport)
     event = report.event()

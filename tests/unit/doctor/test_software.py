@@ -106,7 +106,7 @@ def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
     assert (finding.level, "nvidia-nccl-cu13 missing" in finding.what) == ("error", True)
 
 
-def test_a_missing_compiler_breaks_jobs_with_replicas() -> None:
+def test_a_missing_compiler_is_an_error_for_jobs_with_replicas() -> None:
     assert check_compiler("", {}, lambda _: None) == []
     (finding,) = check_compiler("cpp", {}, lambda _: None)
     assert (finding.level, finding.what.startswith("no compiler found for cpp")) == ("error", True)

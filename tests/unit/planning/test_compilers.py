@@ -1,4 +1,4 @@
-"""Compilers for the kernels of the token dispatch: which one is taken, and what is said if there is none."""
+"""Compilers for the kernels of the token dispatch: the choice, and the message if there is none."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_the_first_installed_compiler_is_taken(
     assert find_compiler(kernels, variables, lambda name: name if name in installed else None) == expected
 
 
-def test_the_error_names_what_was_tried_and_what_to_change() -> None:
+def test_the_message_names_the_commands_and_what_to_change() -> None:
     assert "tried c++, g++, clang++); install a C++17 compiler or name it in CXX" in no_compiler("cpp", {})
     assert "tried icpx)" in no_compiler("cpp", {"CXX": "icpx"})
     assert "tried ccache g++)" in no_compiler("cpp", {"CXX": "ccache g++"})

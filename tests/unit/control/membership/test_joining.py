@@ -382,7 +382,7 @@ def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     assert (step.decision, job.state.wake_seconds) == (WAIT, None)
 
 
-def test_the_reason_of_a_rank_that_cannot_join_is_its_last_line() -> None:
+def test_the_reason_of_a_failed_start_contains_the_last_line_of_the_log() -> None:
     job = Job(RETURNING)
     lose(job, 1, completed=20)
     job.see(RankReported(2))

@@ -209,7 +209,7 @@ def test_what_auto_came_to_is_compared() -> None:
     assert {key for key in cpu if cpu[key] != gpu[key]} == changed
 
 
-def test_a_replay_needs_the_shares_that_the_window_was_trained_with() -> None:
+def test_replays_compare_the_shares() -> None:
     even = JobConfig(placement=PlacementConfig(shares="even"))
     settings = [replay_config(each, "data", device="cpu", transformer_impl="local") for each in (JobConfig(), even)]
     assert {key for key in settings[0] if settings[0][key] != settings[1][key]} == {"placement.shares"}
