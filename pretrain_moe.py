@@ -172,7 +172,7 @@ def _start(config: JobConfig, config_yaml: str, overrides: list[str]) -> int:
     if config.dry_run:
         plan = resolve_plan(config)
         _check_resume(config, plan.data.vocab_size)
-        _show(plan, config)
+        _show(_with_compiler_note(plan, config), config)
         return EXIT_OK
     facts = observe_here(asks_memory=not _another_rank_reports())
     from megatron_ft.config.validate import validate
@@ -408,8 +408,10 @@ def _check_gpus(config: JobConfig, facts: "DeviceFacts") -> None:
 
 def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """Check that the memory of this machine is enough for all nodes that this command starts on it, and that
-    Transformer Engine is installed if it is needed."""
+    Transformer Engine and a compiler are installed if they are needed."""
     _check_transformer_engine(config)
+    if missing := _missing_compiler(config, plan.device):
+        raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
     if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
     import psutil
@@ -436,6 +438,27 @@ def _check_transformer_engine(config: JobConfig) -> None:
             raise ConfigError.of(
                 key, shown, f"{constraint}, because it needs Transformer Engine, which is not installed on this machine"
             )
+
+
+def _missing_compiler(config: JobConfig, device: str) -> str:
+    """Return a message about the compiler that ranks on this machine need and do not find; empty if they find one or
+    need none, or if ranks run on other machines."""
+    import shutil
+
+    from megatron_ft.planning.compilers import find_compiler, no_compiler
+
+    kernels = config.placement.kernels_on(device)
+    runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
+    if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
+        return ""
+    return no_compiler(kernels, os.environ)
+
+
+def _with_compiler_note(plan: "JobPlan", config: JobConfig) -> "JobPlan":
+    if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
+        return plan
+    key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
+    return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, ranks are not started here"))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     probs = torch.rand(num_tokens, NUM_EXPERTS, device=device)
 
     def dispatch() -> torch.Tensor:
-        handle = backend.plan(routing.maps[0], backend.schedule(counts, routing.replicas), 0, local)
+        handle = backend.plan(routing.maps[0], backend.schedule(counts, routing.replicas, 0), 0, local)
         return backend.unpermute(backend.permute(tokens, handle), probs, handle)
 
-    handle = backend.plan(routing.maps[0], backend.schedule(counts, routing.replicas), 0, local)
+    handle = backend.plan(routing.maps[0], backend.schedule(counts, routing.replicas, 0), 0, local)
     num_rows = backend.permute(tokens, handle).shape[0]
     num_bytes = (3 * num_rows + num_tokens) * hidden * tokens.element_size()
     source = torch.ones(max(1, num_bytes // 2), dtype=torch.uint8, device=device)

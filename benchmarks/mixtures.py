@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -38,7 +40,8 @@ class Mixtures:
 
     Args:
         loads: Relative load of each expert. Every rank routes its tokens exactly in these proportions.
-        num_copies: Number of slots per expert, which is also the minimum number of copies of every expert.
+        num_slots: Number of slots of each rank.
+        min_replicas: Minimum number of copies of every expert.
     """
 
     def __init__(
@@ -48,11 +51,12 @@ class Mixtures:
         *,
         loads: Sequence[float],
         names: Sequence[str],
-        num_copies: int,
+        num_slots: int,
+        min_replicas: int,
     ) -> None:
         self.group = pg_collection.ep
         self.loads = loads
-        self.plan = plan_for(loads, self.group.size(), num_copies)
+        self.plan = plan_for(loads, self.group.size(), num_slots=num_slots, min_replicas=min_replicas)
         self.config = build_transformer_config(config, "local")
         num_tokens, hidden = config.model.seq_length, config.model.hidden_size
         self.choices = choose(loads, num_tokens, config.model.moe_router_topk, seed=self.group.rank())
@@ -97,13 +101,23 @@ class Mixtures:
             "sent_bytes": sent,
             "needed_bytes": self._needed_bytes(),
             "imbalance": imbalance(self.plan, [self.loads]),
+            "gain_bound": self._gain_bound(),
         }
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens of each expert on each rank, [experts, ranks]. All ranks route equally."""
+        mine = torch.bincount(self.choices.flatten(), minlength=len(self.loads))
+        return torch.stack([mine] * self.group.size(), dim=1).numpy()
+
+    def _gain_bound(self) -> float:
+        """Return the rows of the busiest rank with contiguous experts, over the fewest that the placement allows."""
+        counts = self._counts()
+        contiguous = counts.sum(axis=1).reshape(self.group.size(), -1).sum(axis=1)
+        return float(contiguous.max() / rule.quotas(counts, self.plan.replicas_per_rank(0)).sum(axis=0).max())
 
     def _needed_bytes(self) -> int:
         """Return the bytes of the rows that must leave this rank: values and gradients, in both directions."""
-        mine = torch.bincount(self.choices.flatten(), minlength=len(self.loads))
-        counts = torch.stack([mine] * self.group.size(), dim=1)
-        planned = rule.schedule(counts.numpy(), self.plan.replicas_per_rank(0)).sum(axis=0)
+        planned = rule.schedule(self._counts(), self.plan.replicas_per_rank(0)).sum(axis=0)
         rank = self.group.rank()
         leaving = planned[rank].sum() - planned[rank, rank]
         arriving = planned[:, rank].sum() - planned[rank, rank]
@@ -142,16 +156,15 @@ class Mixtures:
         return ReplicaGradients([chunk], Replicas(plan=self.plan, backend=self.backends[name]), self.group)
 
 
-def plan_for(loads: Sequence[float], num_ranks: int, num_copies: int) -> PlacementPlan:
-    """Return the planner's placement for ranks that are each on their own node, with ``num_copies`` slots for each
-    expert."""
+def plan_for(loads: Sequence[float], num_ranks: int, *, num_slots: int, min_replicas: int) -> PlacementPlan:
+    """Return the planner's placement for ranks that are each on their own node, with ``num_slots`` slots each."""
     request = StageRequest(
         cluster=Cluster.of(num_ranks, 1),
         ranks=tuple(range(num_ranks)),
         layer_numbers=(1,),
         num_experts=len(loads),
-        num_slots_per_rank=num_copies * len(loads) // num_ranks,
-        min_replicas=num_copies,
+        num_slots_per_rank=num_slots,
+        min_replicas=min_replicas,
     )
     plan, _ = request.place(OverlapSearch(), [loads])
     return plan

@@ -32,7 +32,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "expert loads": ("expert_loads.py",),
     "records and durable files": ("records.py", "serde.py", "durable.py", "framing.py"),
     "commit vote": ("planning/commit.py", "runtime/vote.py"),
-    "token dispatch, planned": ("planning/dispatch.py",),
+    "token dispatch, planned": ("planning/dispatch.py", "planning/balanced_shares.py"),
     "token dispatch, executed": ("runtime/dispatch/re*.py", "runtime/dispatch/rows.py", "runtime/dispatch/exchange.py"),
     "replica counts and placement": ("planning/placement/al*.py", "planning/placement/m*_overlap.py"),
     "placement search": ("planning/placement/overlap_search.py", "planning/placement/copies.py"),

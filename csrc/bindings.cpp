@@ -1,4 +1,5 @@
-// The functions that megatron_ft/runtime/dispatch/cpp.py calls. The caller has checked all arguments.
+// The functions that megatron_ft/runtime/dispatch/cpp.py calls. The caller has checked all arguments,
+// but not the values of counts and replicas: dispatch_schedule checks these.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -29,9 +30,17 @@ void with_row_type(int64_t row_type, Run run) {
 
 extern "C" {
 
-void dispatch_schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
-                       int64_t* schedule) {
-    dispatch::schedule(counts, replicas, num_experts, num_ranks, schedule);
+// Computes schedule [2, E, N]: what `rank` sends, and what it receives. quotas [E, N] is scratch memory. Returns the
+// result of check_counts; the schedule is only computed if this is kFine.
+int64_t dispatch_schedule(const int64_t* counts, const int64_t* replicas, int64_t num_experts, int64_t num_ranks,
+                          int64_t rank, int64_t balanced, int64_t* quotas, int64_t* schedule) {
+    const int64_t problem = dispatch::check_counts(counts, replicas, num_experts, num_ranks, balanced != 0);
+    if (problem == dispatch::kFine) {
+        dispatch::quotas(counts, replicas, num_experts, num_ranks, balanced != 0, quotas);
+        dispatch::rows_of_rank(counts, quotas, num_experts, num_ranks, rank, schedule,
+                               schedule + num_experts * num_ranks);
+    }
+    return problem;
 }
 
 int64_t dispatch_count_rows(const uint8_t* routing_map, int64_t num_tokens, int64_t num_experts, int64_t* counts) {

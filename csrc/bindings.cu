@@ -22,10 +22,17 @@ extern "C" {
 
 const char* dispatch_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
+// Returns the number of elements of the scratch memory of dispatch_schedule.
+int64_t dispatch_schedule_cells(int64_t num_experts, int64_t num_ranks) {
+    return dispatch::cuda::schedule_cells(num_experts, num_ranks);
+}
+
 int dispatch_schedule(int64_t device, cudaStream_t stream, const int64_t* counts, const int64_t* replicas,
-                      int64_t num_experts, int64_t num_ranks, int64_t* rests_before, int64_t* schedule) {
+                      int64_t num_experts, int64_t num_ranks, int64_t rank, int64_t balanced, int64_t* memory,
+                      int64_t* schedule) {
     return on(device, [=] {
-        dispatch::cuda::schedule(counts, replicas, num_experts, num_ranks, rests_before, schedule, stream);
+        dispatch::cuda::schedule(counts, replicas, num_experts, num_ranks, rank, balanced != 0, memory, schedule,
+                                 stream);
     });
 }
 

@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+BALANCED, EVEN = "balanced", "even"
+SHARES = (BALANCED, EVEN)
+"""Values of ``placement.shares``."""
+
 
 @dataclass
 class PlacementConfig:
@@ -30,8 +34,23 @@ class PlacementConfig:
     """Weight of older iterations in the smoothed loads: at least 0 (only the newest iteration counts) and below 1."""
     loads_file: str | None = None
     """File of recorded loads for the first placement; null assumes equal loads."""
-    dispatch_backend: str = "reference"
-    """Backend that sends tokens to experts: ``reference`` (PyTorch operators), ``cpp`` or ``cuda``."""
+    dispatch_backend: str = "auto"
+    """Backend that sends tokens to experts: ``reference`` (PyTorch operators, on any device), ``cpp``, ``cuda`` or
+    ``auto`` (``cuda`` on CUDA, ``cpp`` on CPU). All backends compute the same bits."""
+    shares: str = BALANCED
+    """Division of an expert's tokens among its replicas. ``balanced``: the rank with most tokens gets as few as
+    possible. ``even``: all replicas get the same number (Lazarus, algorithm 1)."""
     schedule: list[str] = field(default_factory=list)
     """Scheduled placements. An entry ``ITERATION:FILE`` uses the placement in FILE from ITERATION on. Tests compare
     rebalanced runs with runs that have such a schedule."""
+
+    def backend_on(self, device: str) -> str:
+        """Return the backend on ``device``, ``cpu`` or ``cuda``: ``reference``, ``cpp`` or ``cuda``."""
+        if self.dispatch_backend != "auto":
+            return self.dispatch_backend
+        return "cuda" if device == "cuda" else "cpp"
+
+    def kernels_on(self, device: str) -> str:
+        """Return the kernels that ranks on ``device``, ``cpu`` or ``cuda``, build: ``cpp``, ``cuda`` or empty."""
+        backend = self.backend_on(device)
+        return "" if self.algorithm is None or backend == "reference" else backend

@@ -25,6 +25,7 @@ MAX_REPORT_BYTES = 1024 * 1024
 are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
 """Largest JSON, in bytes, of a registration (``Join``); every node receives the sidecar addresses in it."""
+_LAST_LINE_CHARACTERS = 500
 # JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
 
@@ -194,7 +195,9 @@ class _Exited(EndReport):
     done: bool
 
     def event(self) -> events.MachineEvent:
-        return events.RankExited(self.rank, self.returncode, self.at_seconds, self.done, self.iteration or 0)
+        lines = [line for line in (self.log_tail or "").splitlines() if line.strip()]
+        last_line = lines[-1].strip()[:_LAST_LINE_CHARACTERS] if lines and not self.done else ""
+        return events.RankExited(self.rank, self.returncode, self.at_seconds, self.done, self.iteration or 0, last_line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ class JobNeeds:
     """Whether nodes run on other machines than the machine that starts the job."""
     is_batch_job: bool = False
     """Whether ``control.interface`` belongs to the host of a batch job and may name one of its network interfaces."""
+    kernels: str = ""
+    """Kernels of the token dispatch that the ranks build: ``cpp``, ``cuda`` or empty."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the job sets for ranks on CUDA, unless they are already set."""
 
@@ -109,6 +111,7 @@ class JobNeeds:
             gpu_memory_bytes=config.limits.gpu_memory_bytes,
             other_device=plan.other_device,
             is_refused_there=plan.is_refused_there,
+            kernels=config.placement.kernels_on(plan.device),
             environment=rank_environment(on_device(config, plan.device)),
             is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
             starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",

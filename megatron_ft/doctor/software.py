@@ -1,8 +1,9 @@
-"""Checks of installed versions against the supported ones. None of the packages is imported."""
+"""Checks of installed versions against the supported ones, and of the compiler. None of the packages is imported."""
 
 import importlib.metadata
 import importlib.util
 import platform
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_ft.doctor.supported import (
     TRANSFORMER_ENGINE_TORCH,
     Package,
 )
+from megatron_ft.planning.compilers import Which, find_compiler, no_compiler
 
 _OTHERS = (*NCCL, *TRANSFORMER_ENGINE_CORES, TRANSFORMER_ENGINE_TORCH)
 
@@ -105,6 +107,23 @@ def _apex() -> str | None:
 
 def _mend(package: Package) -> str:
     return package.install or f"pip install '{package.name}{package.versions}', or run make train, which installs all"
+
+
+def check_compiler(kernels: str, variables: Mapping[str, str], which: Which = shutil.which) -> list[Finding]:
+    """Check that the compiler for the kernels of the token dispatch is installed.
+
+    Args:
+        kernels: ``JobNeeds.kernels``.
+        variables: environment variables with which the job is started.
+        which: function that finds a command, as ``shutil.which``.
+    """
+    if not kernels:
+        return []
+    found = find_compiler(kernels, variables, which)
+    if found is None:
+        what, _, fix = no_compiler(kernels, variables).partition("; ")
+        return [Finding.error("compiler", f"{what}, but ranks build the kernels of the token dispatch", fix)]
+    return [Finding.info("compiler", f"{' '.join(found)} builds the kernels of the token dispatch ({kernels})")]
 
 
 def _fits(version: str, versions: str) -> bool:

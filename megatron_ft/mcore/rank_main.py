@@ -11,7 +11,7 @@ import torch
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.errors import SoftwareError
+from megatron_ft.errors import RankLost, SoftwareError
 from megatron_ft.events import FailpointUnfired
 from megatron_ft.mcore.device.install import install, take_device
 
@@ -111,6 +111,8 @@ def prepare(config: JobConfig, context: RankContext) -> tuple[torch.device, str]
     device = take_device(config, node=context.node, local_rank=context.local_rank)
     _, transformer_impl = install(config)
     _prepare_process(config)
+    if context.is_joining:
+        _check_kernels(config)
     with warnings.catch_warnings():
         # Megatron warns at import about each missing optional package. ``device.software`` has checked them already.
         warnings.simplefilter("ignore")
@@ -132,6 +134,24 @@ def _arm_failpoints(config: JobConfig, context: RankContext) -> None:
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=generation, record=record
     )
+
+
+def _check_kernels(config: JobConfig) -> None:
+    """Build the kernels of a joining rank before other ranks wait for it.
+
+    Raises:
+        RankLost: they cannot be built or run on this machine. With another error the rank would report that it failed,
+            which would end the job if the membership has begun meanwhile. With this error only the rank ends, and its
+            node does not join.
+    """
+    if config.placement.algorithm is None:
+        return
+    from megatron_ft.mcore.moe.placement_manager import open_dispatch
+
+    try:
+        open_dispatch(config)
+    except SoftwareError as error:
+        raise RankLost(f"this node cannot join: {' '.join(str(error).split())}") from None
 
 
 def report_unfired(context: RankContext) -> None:

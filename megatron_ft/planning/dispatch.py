@@ -1,15 +1,17 @@
-"""Replica-aware dispatch schedule (Lazarus, section 4.2, algorithm 1) in integers: how many tokens go to which rank.
+"""Replica-aware dispatch schedule (Lazarus, section 4.2) in integers: how many tokens go to which rank.
 
 Legend: E experts, N ranks. ``T[e, i]`` is the number of tokens of expert e on rank i; ``R[e, j]`` the number of
-replicas of e on rank j; ``D[e, i, j]`` the number of tokens of e that rank i sends to rank j. All are 64-bit integers,
-and every division is rounded down. So every rank computes the same schedule from the gathered ``T``, and kernels
-reproduce it bit for bit. The schedule is computed in four steps:
+replicas of e on rank j; ``Q[e, j]`` the number of tokens of e that rank j computes, its share; ``D[e, i, j]`` the
+number of tokens of e that rank i sends to rank j. All are 64-bit integers, and every division is rounded down. So every
+rank computes the same schedule from the gathered ``T``, and kernels reproduce it bit for bit. The schedule is computed
+in four steps:
 
-1. Share of each rank. ``t = sum_i T[e, i]``, ``r = sum_j R[e, j]``, ``q = t // r``, ``m[e] = t % r``. The replicas of
-   e are numbered 0 to r - 1 by rank; rank j has the replicas A to B - 1, with ``A = sum_{k < j} R[e, k]`` and
-   ``B = A + R[e, j]``. Every replica gets q tokens, and the m[e] replicas ``(o + x) % r`` for ``0 <= x < m[e]`` get one
-   token more, where ``o = (sum_{e' < e} m[e']) % r`` continues after the additional tokens of the previous experts.
-   With ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``, rank j gets
+1. Share of each rank, by ``placement.shares``. ``balanced``: ``megatron_ft/planning/balanced_shares.py`` states the
+   rule. ``even`` (Lazarus, algorithm 1): ``t = sum_i T[e, i]``, ``r = sum_j R[e, j]``, ``q = t // r``,
+   ``m[e] = t % r``. The replicas of e are numbered 0 to r - 1 by rank; rank j has the replicas A to B - 1, with
+   ``A = sum_{k < j} R[e, k]`` and ``B = A + R[e, j]``. Every replica gets q tokens, and the m[e] replicas
+   ``(o + x) % r`` for ``0 <= x < m[e]`` get one token more, where ``o = (sum_{e' < e} m[e']) % r`` continues after the
+   additional tokens of the previous experts. With ``overlap(a, b, c, d) = max(0, min(b, d) - max(a, c))``, rank j gets
    ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens.
 2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.
 3. Sent tokens. Ranks must send ``U = T - L`` tokens and have space for ``V = Q - L`` tokens; for each expert, both have
@@ -28,23 +30,76 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ft.config.placement import BALANCED, EVEN, SHARES
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.balanced_shares import MAX_TOKENS, balanced_quotas
 
 Integers = npt.NDArray[np.int64]
 
 
-def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
+def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], shares: str = BALANCED) -> Integers:
     """Return ``Q[E, N]``, the number of tokens of each expert that each rank computes (step 1).
 
     Args:
         tokens: ``T[E, N]``.
         replicas: ``R[E, N]``.
+        shares: value of ``placement.shares``.
 
     Raises:
-        ConfigError: the arrays are not integers of one shape, an entry is negative, or an expert without replicas has
-            tokens.
+        ConfigError: the arrays are not integers of one shape, an entry is negative, an expert without replicas has
+            tokens, or there are ``MAX_TOKENS`` tokens or more with ``balanced``.
     """
+    assert shares in SHARES, f"placement.shares={shares}: must be one of {', '.join(SHARES)}"
     counts, copies = _checked(tokens, replicas)
+    if shares == EVEN:
+        return _even_quotas(counts, copies)
+    if counts.sum() >= MAX_TOKENS:
+        constraint = f"must be below {MAX_TOKENS} with balanced shares; set placement.shares=even"
+        raise ConfigError.of("sum of tokens", int(counts.sum()), constraint)
+    return balanced_quotas(counts, copies)
+
+
+def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], shares: str = BALANCED) -> Integers:
+    """Return ``D[E, N, N]``, the number of tokens of each expert that each rank (axis 1) sends to each rank (axis 2).
+
+    Raises:
+        ConfigError: in the same cases as ``quotas``.
+    """
+    quota = quotas(tokens, replicas, shares)
+    return np.stack([sends(tokens, quota, rank) for rank in range(quota.shape[1])], axis=1)
+
+
+def sends(tokens: npt.NDArray[Any], quota: Integers, rank: int) -> Integers:
+    """Return ``D[:, rank, :]``, the number of tokens of each expert that ``rank`` sends to each rank, ``[E, N]``.
+
+    Args:
+        tokens: ``T[E, N]``.
+        quota: ``Q[E, N]``.
+    """
+    kept, left, room = _split(tokens, quota)
+    start = (np.cumsum(left, axis=1) - left)[:, rank, None]
+    end = np.cumsum(room, axis=1)
+    result = _overlap(start, start + left[:, rank, None], end - room, end)
+    result[:, rank] += kept[:, rank]
+    return result
+
+
+def receives(tokens: npt.NDArray[Any], quota: Integers, rank: int) -> Integers:
+    """Return ``D[:, :, rank]``, the number of tokens of each expert that ``rank`` gets from each rank, ``[E, N]``.
+
+    Args:
+        tokens: ``T[E, N]``.
+        quota: ``Q[E, N]``.
+    """
+    kept, left, room = _split(tokens, quota)
+    start = (np.cumsum(room, axis=1) - room)[:, rank, None]
+    end = np.cumsum(left, axis=1)
+    result = _overlap(start, start + room[:, rank, None], end - left, end)
+    result[:, rank] += kept[:, rank]
+    return result
+
+
+def _even_quotas(counts: Integers, copies: Integers) -> Integers:
     totals = counts.sum(axis=1)
     num_replicas = np.maximum(copies.sum(axis=1), 1)
     share, rest = totals // num_replicas, totals % num_replicas
@@ -57,42 +112,11 @@ def quotas(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
     return np.asarray(share[:, None] * copies + extra)
 
 
-def schedule(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> Integers:
-    """Return ``D[E, N, N]``, the number of tokens of each expert that each rank (axis 1) sends to each rank (axis 2).
-
-    Raises:
-        ConfigError: in the same cases as ``quotas``.
-    """
-    rows = [_sends(tokens, replicas, rank) for rank in range(np.shape(tokens)[1])]
-    return np.stack(rows, axis=1)
-
-
-def _sends(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """Return ``D[:, rank, :]``, the number of tokens of each expert that ``rank`` sends to each rank, ``[E, N]``."""
-    kept, left, room = _split(tokens, replicas)
-    start = (np.cumsum(left, axis=1) - left)[:, rank, None]
-    end = np.cumsum(room, axis=1)
-    result = _overlap(start, start + left[:, rank, None], end - room, end)
-    result[:, rank] += kept[:, rank]
-    return result
-
-
-def _receives(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any], rank: int) -> Integers:
-    """Return ``D[:, :, rank]``, the number of tokens of each expert that ``rank`` gets from each rank, ``[E, N]``."""
-    kept, left, room = _split(tokens, replicas)
-    start = (np.cumsum(room, axis=1) - room)[:, rank, None]
-    end = np.cumsum(left, axis=1)
-    result = _overlap(start, start + room[:, rank, None], end - left, end)
-    result[:, rank] += kept[:, rank]
-    return result
-
-
-def _split(tokens: npt.NDArray[Any], replicas: npt.NDArray[Any]) -> tuple[Integers, Integers, Integers]:
+def _split(tokens: npt.NDArray[Any], quota: Integers) -> tuple[Integers, Integers, Integers]:
     """Return ``L``, ``U`` and ``V`` of the module's steps 2 and 3, each ``[E, N]``."""
-    room = quotas(tokens, replicas)
     counts = np.asarray(tokens, dtype=np.int64)
-    kept = np.minimum(counts, room)
-    return kept, counts - kept, room - kept
+    kept = np.minimum(counts, quota)
+    return kept, counts - kept, quota - kept
 
 
 def _overlap(first: Integers, last: Integers, other_first: Integers, other_last: Integers) -> Integers:

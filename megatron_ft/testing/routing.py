@@ -61,9 +61,9 @@ def make_routing(
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
     """Return the dispatch handle of every rank."""
-    schedule = backend.schedule(routing.counts, routing.replicas)
+    counts = routing.counts
     return [
-        backend.plan(routing_map, schedule, rank, routing.local_experts(rank))
+        backend.plan(routing_map, backend.schedule(counts, routing.replicas, rank), rank, routing.local_experts(rank))
         for rank, routing_map in enumerate(routing.maps)
     ]
 

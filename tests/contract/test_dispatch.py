@@ -8,9 +8,13 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_ft.config.placement import SHARES
+from megatron_ft.planning.dispatch import quotas
+from megatron_ft.runtime.dispatch.backend import BACKENDS as BACKEND_CLASSES
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
@@ -51,6 +55,11 @@ def opened(request: pytest.FixtureRequest) -> tuple[DispatchBackend, str]:
     return open_backend(name), device
 
 
+def name_of(backend: DispatchBackend) -> str:
+    """Return the name that opens a backend like ``backend``."""
+    return next(name for name, kind in BACKEND_CLASSES.items() if kind is type(backend))
+
+
 Planned = Callable[[str], tuple[Routing, list[DispatchHandle]]]
 
 
@@ -65,53 +74,82 @@ def planned(opened: tuple[DispatchBackend, str]) -> Planned:
     return plan
 
 
-def expected_rows(routing: Routing, schedule: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
+def expected_rows(routing: Routing, outgoing: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
     """Return (destination, expert, token) of each sent row, computed with plain lists."""
     num_ranks = len(routing.maps)
     filling = [rank] + [other for other in range(num_ranks) if other != rank]
     rows = []
-    for expert in range(len(schedule)):
+    for expert in range(len(outgoing)):
         tokens = routing.maps[rank][:, expert].nonzero().flatten().tolist()
         for destination in filling:
-            taken, tokens = tokens[: schedule[expert, rank, destination]], tokens[schedule[expert, rank, destination] :]
+            taken, tokens = tokens[: outgoing[expert, destination]], tokens[outgoing[expert, destination] :]
             rows += [(destination, expert, token) for token in taken]
         assert tokens == []
     return sorted(rows)
 
 
+def schedules(backend: DispatchBackend, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+    """Return the schedules of all ranks, [N, 2, E, N]."""
+    return torch.stack([backend.schedule(counts, replicas, rank) for rank in range(counts.shape[1])])
+
+
+@pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_schedule_sends_every_token_to_a_copy(opened: tuple[DispatchBackend, str], case: str) -> None:
-    backend, device = opened
+def test_the_schedule_sends_every_token_to_a_copy(opened: tuple[DispatchBackend, str], case: str, shares: str) -> None:
+    device = opened[1]
+    backend = open_backend(name_of(opened[0]), shares)
     routing = routing_of(case).to(device)
-    schedule = backend.schedule(routing.counts, routing.replicas)
+    schedule = schedules(backend, routing.counts, routing.replicas)
     assert schedule.dtype == torch.int64
     assert schedule.device == routing.counts.device
     assert (schedule >= 0).all()
-    assert torch.equal(schedule.sum(2), routing.counts)
-    assert (schedule.sum(1)[routing.replicas == 0] == 0).all()
-    expected = open_backend("reference").schedule(routing_of(case).counts, routing_of(case).replicas)
+    sent, received = schedule.unbind(1)
+    assert torch.equal(sent.permute(1, 0, 2), received.permute(1, 2, 0)), (
+        "a rank does not receive what the other ranks send to it"
+    )
+    assert torch.equal(sent.sum(2).t(), routing.counts)
+    assert (sent.sum(0)[routing.replicas == 0] == 0).all()
+    expected = schedules(open_backend("reference", shares), routing_of(case).counts, routing_of(case).replicas)
     assert torch.equal(schedule.cpu(), expected)
 
 
+@pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("seed", range(20))
-def test_schedules_of_large_uneven_counts_are_the_references(opened: tuple[DispatchBackend, str], seed: int) -> None:
-    backend, device = opened
+def test_schedules_of_large_uneven_counts_are_the_references(
+    opened: tuple[DispatchBackend, str], seed: int, shares: str
+) -> None:
+    device = opened[1]
+    backend = open_backend(name_of(opened[0]), shares)
     generator = torch.Generator().manual_seed(seed)
     num_experts, num_ranks = 1 + 5 * seed, 1 + seed % 7
     counts = torch.randint(0, 10 ** (1 + seed % 6), (num_experts, num_ranks), generator=generator)
     counts[torch.rand(num_experts, generator=generator) < 0.2] = 0
     replicas = torch.randint(0, 4, (num_experts, num_ranks), generator=generator)
+    replicas *= torch.rand(replicas.shape, generator=generator) < 0.3 + 0.1 * (seed % 4)
     replicas[torch.arange(num_experts), torch.arange(num_experts) % num_ranks] += 1
-    schedule = backend.schedule(counts.to(device), replicas.to(device))
-    assert torch.equal(schedule.cpu(), open_backend("reference").schedule(counts, replicas))
+    schedule = schedules(backend, counts.to(device), replicas.to(device))
+    assert torch.equal(schedule.cpu(), schedules(open_backend("reference", shares), counts, replicas))
+
+
+def test_backends_stop_after_the_same_number_of_rounds(opened: tuple[DispatchBackend, str]) -> None:
+    backend, device = opened
+    # In a chain of neighbours with even loads, tokens must pass many ranks: MAX_ROUNDS rounds do not reach the mean.
+    num_ranks, num_experts = 100, 400
+    first = torch.arange(num_experts) * (num_ranks - 1) // num_experts
+    replicas = torch.zeros((num_experts, num_ranks), dtype=torch.int64)
+    replicas[torch.arange(num_experts), first] = replicas[torch.arange(num_experts), first + 1] = 1
+    drawn = np.random.default_rng(1).multinomial(4096, [1 / num_experts] * num_experts, num_ranks)
+    counts = torch.from_numpy(drawn.T.copy())
+    assert quotas(counts.numpy(), replicas.numpy()).sum(axis=0).max() > 4096, "the mean is 4096"
+    found = backend.schedule(counts.to(device), replicas.to(device), 3)
+    assert torch.equal(found.cpu(), open_backend("reference").schedule(counts, replicas, 3))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_sent_in_the_stated_order(opened: tuple[DispatchBackend, str], planned: Planned, case: str) -> None:
     routing, handles = planned(case)
-    schedule = opened[0].schedule(routing.counts, routing.replicas)
     for rank, handle in enumerate(handles):
-        rows = expected_rows(routing, schedule, rank)
+        rows = expected_rows(routing, opened[0].schedule(routing.counts, routing.replicas, rank)[0], rank)
         assert handle.permutation.tolist() == [token for _, _, token in rows]
         assert handle.expert_of_row.tolist() == [expert for _, expert, _ in rows]
         destinations = [destination for destination, _, _ in rows]
@@ -261,7 +299,7 @@ def test_a_tokens_sum_does_not_depend_on_the_placement(opened: tuple[DispatchBac
 def test_what_does_not_fit_is_refused(opened: tuple[DispatchBackend, str]) -> None:
     backend, device = opened
     routing = routing_of("skewed").to(device)
-    schedule = backend.schedule(routing.counts, routing.replicas)
+    schedule = backend.schedule(routing.counts, routing.replicas, 0)
     local = routing.local_experts(0)
     with pytest.raises(ValueError, match="but the routing map of this rank has"):
         backend.plan(routing.maps[1], schedule, 0, local)
@@ -282,17 +320,33 @@ def test_what_does_not_fit_is_refused(opened: tuple[DispatchBackend, str]) -> No
         backend.permute(torch.zeros(64, HIDDEN, dtype=torch.int64, device=device), handle)
 
 
-def test_schedules_refuse_what_cannot_be_sent(opened: tuple[DispatchBackend, str]) -> None:
+def test_schedules_refuse_bad_shapes(opened: tuple[DispatchBackend, str]) -> None:
     backend, device = opened
     counts = torch.tensor([[3, 4], [0, 0]], device=device)
     replicas = torch.tensor([[1, 0], [0, 0]], device=device)
-    backend.schedule(counts, replicas)
-    with pytest.raises(ValueError, match="expert 0"):
-        backend.schedule(counts, torch.zeros_like(replicas))
-    with pytest.raises(ValueError, match="negative"):
-        backend.schedule(-counts, replicas)
+    backend.schedule(counts, replicas, 0)
     with pytest.raises(ValueError, match=r"\[E, N\]"):
-        backend.schedule(counts, replicas[:, :1])
+        backend.schedule(counts, replicas[:, :1], 0)
+    with pytest.raises(ValueError, match="rank=2: must be from 0 to 1"):
+        backend.schedule(counts, replicas, 2)
+
+
+def test_counts_without_a_schedule_are_refused(opened: tuple[DispatchBackend, str]) -> None:
+    backend, device = opened
+    counts = torch.tensor([[3, 4], [0, 0]], device=device)
+    replicas = torch.tensor([[1, 0], [0, 0]], device=device)
+    routing_map = torch.tensor([[True, False]] * 3, device=device)
+    if device == "cuda":
+        # Nothing is copied to the host before the splits. Their sums show the contradiction.
+        with pytest.raises(ValueError, match="sends 0 tokens of expert 0 from rank 0, but the routing map .* has 3"):
+            backend.plan(routing_map, backend.schedule(counts, torch.zeros_like(replicas), 0), 0, [])
+        return
+    with pytest.raises(ValueError, match="expert 0"):
+        backend.schedule(counts, torch.zeros_like(replicas), 0)
+    with pytest.raises(ValueError, match="must be at least 0"):
+        backend.schedule(-counts, replicas, 0)
+    with pytest.raises(ValueError, match="2147483648"):
+        backend.schedule(counts << 29, replicas, 0)
 
 
 @pytest.mark.distributed

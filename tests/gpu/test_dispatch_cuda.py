@@ -4,6 +4,7 @@ reference."""
 import pytest
 import torch
 
+from megatron_ft.config.placement import SHARES
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.testing.routing import make_routing, plan_all
@@ -26,6 +27,19 @@ def test_large_plans_equal_the_references() -> None:
         assert torch.equal(found.permutation.cpu(), wanted.permutation)
         assert torch.equal(found.rows_of_token.cpu(), wanted.rows_of_token)
         assert torch.equal(found.receive_order.cpu(), wanted.receive_order)
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_schedules_of_many_ranks_equal_the_references_and_read_nothing_back(shares: str) -> None:
+    routing = make_routing(num_ranks=64, topk=8, num_experts=256, tokens=(512, 64, 0), skew=1.0, seed=2)
+    counts, replicas = routing.counts.cuda(), routing.replicas.cuda()
+    backend = open_backend("cuda", shares)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = backend.schedule(counts, replicas, 5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.cpu(), open_backend("reference", shares).schedule(routing.counts, routing.replicas, 5))
 
 
 @pytest.mark.parametrize("hidden", [1, 3, 8, 1000, HIDDEN])

@@ -41,7 +41,7 @@ def round_trip(backend_name: str, rank: int, num_ranks: int, dtype: torch.dtype)
     routing_map = routing.maps[rank]
     counts = gather_counts(routing_map, group)
     assert torch.equal(counts, routing.counts), "gathered counts differ"
-    schedule = backend.schedule(counts, routing.replicas)
+    schedule = backend.schedule(counts, routing.replicas, rank)
     handle = backend.plan(routing_map, schedule, rank, routing.local_experts(rank))
 
     generator = torch.Generator().manual_seed(rank)

@@ -325,6 +325,25 @@ def test_a_dry_run_refuses_a_resume_with_other_settings(
     assert pretrain_moe.main([*saved_run, "dry_run=true"]) == 0
 
 
+def test_a_missing_compiler_is_refused_before_ranks_start(
+    machine: Callable[[DeviceFacts], mock.Mock], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    launch, job = machine(NO_GPU), ["placement=spread", "launch.num_nodes=4"]
+    refusal = "placement.dispatch_backend=auto: no compiler found for cpp (tried no-such-compiler); install a C++17"
+    assert pretrain_moe.main(job) == 2
+    refused = capsys.readouterr().err
+    assert refusal in refused and "placement.dispatch_backend=reference" in refused
+    assert not launch.called
+    assert pretrain_moe.main([*job, "dry_run=true"]) == 0
+    assert f"note: {refusal}" in capsys.readouterr().out
+    assert pretrain_moe.main([*job, "dry_run=true", "launch=srun"]) == 0
+    assert "no compiler" not in capsys.readouterr().out, "the nodes are other machines"
+    for needless in (job[1:], [*job, "placement.dispatch_backend=reference"]):
+        assert pretrain_moe.main(needless) == 0
+    assert launch.call_count == 2
+
+
 def test_the_job_of_the_slurm_page_fits_its_gpus_and_says_what_a_lost_node_costs(
     machine: Callable[[DeviceFacts], mock.Mock], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,10 +4,13 @@ import dataclasses
 
 from megatron_ft.config.checks.primitives import one_of
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.placement import SHARES
 from megatron_ft.errors import ConfigError
 from megatron_ft.topology import Topology
 
-BACKENDS = ("reference", "cpp", "cuda")
+BACKENDS = ("auto", "reference", "cpp", "cuda")
+_OTHER_DEVICE = {"cpp": "cuda", "cuda": "cpu"}
+"""The device with which a backend cannot be used."""
 
 
 def check_placement(config: JobConfig) -> None:
@@ -18,6 +21,7 @@ def check_placement(config: JobConfig) -> None:
     """
     placement, model, parallel = config.placement, config.model, config.parallel
     one_of(BACKENDS, "placement.dispatch_backend", placement.dispatch_backend)
+    one_of(SHARES, "placement.shares", placement.shares)
     if placement.algorithm is None:
         _check_unused(config)
         return
@@ -35,8 +39,16 @@ def check_placement(config: JobConfig) -> None:
             parallel.expert_tensor_parallel_size,
             "must be 1 with placement.algorithm",
         )
+    _check_backend(config)
     _check_slots(config)
     _check_rebalancing(config)
+
+
+def _check_backend(config: JobConfig) -> None:
+    backend, device = config.placement.dispatch_backend, config.training.device
+    if _OTHER_DEVICE.get(backend) == device:
+        constraint = f"must be auto, reference or {'cuda' if device == 'cuda' else 'cpp'} with training.device={device}"
+        raise ConfigError.of("placement.dispatch_backend", backend, constraint)
 
 
 def _check_unused(config: JobConfig) -> None:

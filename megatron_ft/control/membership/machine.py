@@ -124,7 +124,9 @@ def _observe_rank(
     if node not in state.members or node in state.nodes.waiting:
         if not isinstance(event, RankExited):
             return state
-        return NodeRules(policy).lose_rank(state, rank, f"rank {rank} {describe_returncode(event.returncode)}", now)
+        cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
+        reason = f"rank {rank} {describe_returncode(event.returncode)}{cause}"
+        return NodeRules(policy).lose_rank(state, rank, reason, now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:

@@ -115,7 +115,7 @@ def _check_provider(fp8: str | None, context_parallel_size: int, transformer_imp
         )
 
 
-def _resolve_device(requested: str) -> str:
+def resolve_device(requested: str) -> str:
     """Return ``cpu`` or ``cuda`` for ``requested``, a value of ``training.device``.
 
     Raises:
@@ -140,7 +140,7 @@ def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.devic
     Raises:
         ConfigError: PyTorch sees no GPU, or too few for this rank.
     """
-    if _resolve_device(config.training.device) == "cpu":
+    if resolve_device(config.training.device) == "cpu":
         return torch.device("cpu")
     index = device_index(
         node_on_host=node_on_host(config.launch, node),
@@ -165,7 +165,7 @@ def install(config: JobConfig) -> tuple[str, str]:
         (device, transformer_impl): ``cpu`` or ``cuda``, and ``local`` or ``transformer_engine``.
     """
     software = _Software.inspect()
-    device = _resolve_device(config.training.device)
+    device = resolve_device(config.training.device)
     transformer_impl = _choose_transformer_impl(config.training.transformer_impl, device, software)
     _check_provider(config.precision.fp8, config.parallel.context_parallel_size, transformer_impl)
     with warnings.catch_warnings():

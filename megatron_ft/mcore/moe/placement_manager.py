@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 
 from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.durable import fsync_folder, replace_file
+from megatron_ft.mcore.device.install import resolve_device
 from megatron_ft.mcore.moe.replicas import Replicas
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes
@@ -68,6 +71,22 @@ class PlacementState:
         return cls(plans=plans, loads=content["loads"])
 
 
+def open_dispatch(config: JobConfig) -> DispatchBackend:
+    """Open the dispatch backend of a job with expert replicas. Its kernels are built at their first use.
+
+    Raises:
+        SoftwareError: the kernels cannot be built or run on this machine.
+    """
+    return _opened(config.placement.dispatch_backend, config.training.device, config.placement.shares)
+
+
+@cache
+def _opened(name: str, device: str, shares: str) -> DispatchBackend:
+    """Open a backend once for all memberships of this process. The arguments are values of configuration keys."""
+    backend = PlacementConfig(dispatch_backend=name).backend_on(resolve_device(device))
+    return open_backend(backend, shares)
+
+
 class PlacementManager:
     """The current placement of all stages of a job, and the loads from which new placements are planned.
 
@@ -82,7 +101,7 @@ class PlacementManager:
         self._stage = stage
         self._algorithm = algorithm_of(config)
         self._requests = StageRequest.of_job(config, world_size)
-        self._backend: DispatchBackend = open_backend(config.placement.dispatch_backend)
+        self._backend = open_dispatch(config)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
             interval_iterations=config.placement.rebalance_interval_iterations,

@@ -129,8 +129,11 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
-        schedule = self.backend.schedule(counts, self.replicas)
-        self._handle: DispatchHandle = self.backend.plan(routing_map, schedule, self.group.rank(), self.local_experts)
+        # Copied to the device of the tokens once, not in every microbatch.
+        self.replicas = self.replicas.to(counts.device)
+        rank = self.group.rank()
+        schedule = self.backend.schedule(counts, self.replicas, rank)
+        self._handle: DispatchHandle = self.backend.plan(routing_map, schedule, rank, self.local_experts)
         rows = self.backend.permute(hidden_states.reshape(-1, self._shape[-1]), self._handle)
         return rows, probs
 

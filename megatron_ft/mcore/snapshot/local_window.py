@@ -21,6 +21,7 @@ EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote",
 and cannot contain NaN."""
 
 _REPLAYED_GROUPS = ("model", "parallel", "optimizer", "precision", "training")
+_REPLAYED_PLACEMENT = ("algorithm", "num_slots_per_rank", "shares")
 _OF_THE_RUN = ("exit_at_iteration", "eval_interval_iterations", "eval_iterations", "digest_interval_iterations")
 """Keys of ``training`` that do not affect the results of iterations."""
 
@@ -112,7 +113,7 @@ def replay_config(config: JobConfig, fingerprint: str, *, device: str, transform
     groups["training"] |= {"device": device, "transformer_impl": transformer_impl}
     # Included because the order of sums depends on the backend.
     groups["parallel"]["device_backend"] = config.parallel.backend_on(device)
-    placement = {f"placement.{name}": groups["placement"][name] for name in ("algorithm", "num_slots_per_rank")}
+    placement = {f"placement.{name}": groups["placement"][name] for name in _REPLAYED_PLACEMENT}
     return {"data": fingerprint, **placement} | {
         f"{group}.{name}": value
         for group in _REPLAYED_GROUPS

@@ -115,5 +115,5 @@ def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDAr
     """Return the number of tokens of one replica of each expert, ``[E]``; 1 for all experts without ``loads``."""
     if loads is None:
         return np.ones(counts.shape[0])
-    # The dispatcher gives the replicas of an expert equal shares of its tokens.
+    # An estimate: the dispatcher gives the replicas of an expert equal shares only with placement.shares=even.
     return np.asarray(np.asarray(loads, dtype=np.float64) / np.maximum(counts.sum(axis=1), 1))

@@ -11,7 +11,8 @@ Notation of this folder and of ``csrc/dispatch/``:
 One layer, forward::
 
     counts = gather_counts(routing_map, group)                 # [E, N]
-    handle = backend.plan(routing_map, backend.schedule(counts, replicas), rank, local_experts)
+    schedule = backend.schedule(counts, replicas, rank)        # [2, E, N]
+    handle = backend.plan(routing_map, schedule, rank, local_experts)
     rows = send_rows(backend.permute(tokens, handle), handle, group, counter)
     rows = backend.sort_received(rows, handle)                 # rows of each local expert together
     rows = experts(rows, handle.tokens_per_local_expert)
@@ -19,11 +20,12 @@ One layer, forward::
     tokens = backend.unpermute(rows, probs, handle)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import ConfigError
 from megatron_ft.runtime.dispatch.cpp import CppDispatch
 from megatron_ft.runtime.dispatch.cuda import CudaDispatch
@@ -37,14 +39,19 @@ class DispatchBackend(Protocol):
     """Interface of a dispatch backend. All backends compute the same bits. Inputs may be on any device that the backend
     supports."""
 
-    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Compute how many tokens each rank sends to each rank (Lazarus algorithm 1, in integers).
+    shares: str
+    """Value of ``placement.shares``."""
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
+        """Compute how many tokens ``rank`` sends and receives, by the rule in ``planning/dispatch.py``.
 
         ``counts`` int64 [E, N]: tokens that each rank routes to each expert. ``replicas`` int64 [E, N]: copies of each
-        expert on each rank. Returns int64 [E, N, N], the same on every rank: element [e, i, j] is the number of tokens
-        that rank i sends to the copies of expert e on rank j.
+        expert on each rank. Both must be the same on every rank. Returns int64 [2, E, N]: element [0, e, j] is the
+        number of tokens that ``rank`` sends to the copies of expert e on rank j; element [1, e, i] is the number of
+        tokens of expert e that ``rank`` receives from rank i.
 
-        Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy.
+        Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy. ``cuda``
+        does not read the values, so ``plan`` raises the error if they contradict each other.
         """
         ...
 
@@ -53,9 +60,9 @@ class DispatchBackend(Protocol):
     ) -> DispatchHandle:
         """Choose the destination of each token that ``routing_map`` (bool [T, E]) routes to an expert.
 
-        ``schedule`` [E, N, N] is made from the counts of this routing map. ``local_experts``: the L distinct experts of
-        this rank, ascending. The first tokens of an expert go to its copies on this rank, the next ones to the copies
-        on the other ranks, in rank order.
+        ``schedule`` [2, E, N] is the schedule of ``rank`` from the counts of this routing map. ``local_experts``: the L
+        distinct experts of this rank, ascending. The first tokens of an expert go to its copies on this rank, the next
+        ones to the copies on the other ranks, in rank order.
 
         Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
@@ -85,13 +92,25 @@ class DispatchBackend(Protocol):
         ...
 
 
-def open_backend(name: str) -> DispatchBackend:
-    """Create the backend ``name``, a value of ``placement.dispatch_backend``. Kernels are built at their first use.
-    Raises ``ConfigError`` for an unknown name, and ``SoftwareError`` when the kernels cannot be built or run."""
+def open_backend(name: str, shares: str = BALANCED) -> DispatchBackend:
+    """Create a backend. Its kernels are built at their first use.
+
+    Args:
+        name: value of ``placement.dispatch_backend``, but not ``auto``.
+        shares: value of ``placement.shares``.
+
+    Raises:
+        ConfigError: the name is unknown.
+        SoftwareError: the kernels cannot be built or run.
+    """
     if name not in BACKENDS:
         raise ConfigError.of(KEY, name, f"must be one of {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    return BACKENDS[name](shares)
 
 
-BACKENDS: dict[str, type[DispatchBackend]] = {"reference": ReferenceDispatch, "cpp": CppDispatch, "cuda": CudaDispatch}
+BACKENDS: dict[str, Callable[[str], DispatchBackend]] = {
+    "reference": ReferenceDispatch,
+    "cpp": CppDispatch,
+    "cuda": CudaDispatch,
+}
 """The class of each value of ``placement.dispatch_backend``."""

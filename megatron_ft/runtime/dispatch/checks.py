@@ -8,21 +8,14 @@ from itertools import accumulate
 import torch
 
 
-def check_schedule(counts: torch.Tensor, replicas: torch.Tensor) -> None:
-    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that every expert with tokens has a copy. Copies
-    data from the device to the host once. Raises ``ValueError``."""
+def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> None:
+    """Check that ``counts`` and ``replicas`` are int64 [E, N], and that ``rank`` is one of the N ranks. The values are
+    not read. Raises ``ValueError``."""
     matrices = counts.dtype == replicas.dtype == torch.int64 and counts.dim() == 2
     if not matrices or counts.shape != replicas.shape:
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
         raise ValueError(f"counts and replicas are {both}: both must be int64 [E, N]")
-    replicas = replicas.to(counts.device)
-    negative = ((counts < 0) | (replicas < 0)).any()
-    orphans = (replicas.sum(1) == 0) & (counts.sum(1) > 0)
-    found = torch.cat([negative.view(1), orphans]).tolist()
-    if found[0]:
-        raise ValueError("counts or replicas has a negative value: all values must be 0 or more")
-    if any(found):
-        raise ValueError(f"expert {found.index(True) - 1} has tokens but no replica: each such expert needs a replica")
+    _check_rank(rank, counts.shape[1])
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:
@@ -30,16 +23,20 @@ def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, loc
     if routing_map.dtype != torch.bool or routing_map.dim() != 2:
         raise ValueError(f"routing_map is {routing_map.dtype} {list(routing_map.shape)}: must be bool [T, E]")
     num_experts = routing_map.shape[1]
-    square = schedule.dim() == 3 and schedule.shape[1] == schedule.shape[2]
-    if schedule.dtype != torch.int64 or not square or schedule.shape[0] != num_experts:
+    fits = schedule.dim() == 3 and schedule.shape[:2] == (2, num_experts)
+    if schedule.dtype != torch.int64 or not fits:
         raise ValueError(
-            f"schedule is {schedule.dtype} {list(schedule.shape)}: must be int64 [E, N, N] with E={num_experts}"
+            f"schedule is {schedule.dtype} {list(schedule.shape)}: must be int64 [2, E, N] with E={num_experts}"
         )
-    if not 0 <= rank < schedule.shape[1]:
-        raise ValueError(f"rank={rank}: must be from 0 to {schedule.shape[1] - 1}")
+    _check_rank(rank, schedule.shape[2])
     experts = list(local_experts)
     if experts != sorted(set(experts)) or any(not 0 <= expert < num_experts for expert in experts):
         raise ValueError(f"local_experts={experts}: must be distinct, ascending and from 0 to {num_experts - 1}")
+
+
+def _check_rank(rank: int, num_ranks: int) -> None:
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank={rank}: must be from 0 to {num_ranks - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +57,7 @@ class Totals:
         rank: int,
         local_experts: Sequence[int],
     ) -> "Totals":
-        """Compute the sums over ``schedule`` [E, N, N] with one copy to the host.
+        """Compute the sums over ``schedule`` [2, E, N] with one copy to the host.
 
         ``routed`` [E]: tokens that this rank routes to each expert. ``max_rows_per_token`` has shape [1]. All tensors
         are on one device.
@@ -68,8 +65,8 @@ class Totals:
         Raises ``ValueError`` when the schedule and ``routed`` have different token counts, or when the schedule sends
         rows to this rank for an expert that is not in ``local_experts``.
         """
-        num_experts, num_ranks = schedule.shape[0], schedule.shape[1]
-        outgoing, incoming = schedule[:, rank, :], schedule[:, :, rank]
+        _, num_experts, num_ranks = schedule.shape
+        outgoing, incoming = schedule
         parts = [max_rows_per_token, routed, outgoing.sum(1), outgoing.sum(0), incoming.sum(0), incoming.sum(1)]
         sizes = [1, num_experts, num_experts, num_ranks, num_ranks, num_experts]
         flat = torch.cat(parts).tolist()

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ft.config.placement import BALANCED
+from megatron_ft.planning.balanced_shares import MAX_TOKENS
 from megatron_ft.runtime.dispatch import extension
-from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES = {
-    "dispatch_schedule": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
+    "dispatch_schedule": [POINTER, POINTER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER],
     "dispatch_count_rows": [POINTER, INTEGER, INTEGER, POINTER],
     "dispatch_order_sent": [POINTER, POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, POINTER],
     "dispatch_order_received": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
@@ -21,25 +23,33 @@ SIGNATURES = {
     "dispatch_weigh": [INTEGER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER],
 }
 """Argument types of every function in ``csrc/bindings.cpp``."""
+_NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
+"""Results of ``dispatch_schedule``. Any other result is 1 + an expert that has tokens but no replica."""
 
 
 class CppDispatch(RowOperations):
     """Backend with single-threaded C++ kernels. Creating it raises ``SoftwareError`` if they cannot be built.
     ``backend.py`` explains the notation."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: str = BALANCED) -> None:
+        self.shares = shares
         self.library = extension.load("cpp")
         for name, arguments in SIGNATURES.items():
             getattr(self.library, name).argtypes = arguments
             getattr(self.library, name).restype = None
-        self.library.dispatch_count_rows.restype = INTEGER
+        for name in ("dispatch_count_rows", "dispatch_schedule"):
+            getattr(self.library, name).restype = INTEGER
 
-    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        check_schedule(counts, replicas)
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
+        check_matrices(counts, replicas, rank)
         counts, replicas = _on_host("counts", counts), _on_host("replicas", replicas)
         num_experts, num_ranks = counts.shape
-        planned = torch.empty((num_experts, num_ranks, num_ranks), dtype=torch.int64)
-        self.library.dispatch_schedule(_at(counts), _at(replicas), num_experts, num_ranks, _at(planned))
+        planned, quotas = counts.new_empty((2, num_experts, num_ranks)), torch.empty_like(counts)
+        is_balanced = int(self.shares == BALANCED)
+        result = self.library.dispatch_schedule(
+            *(_at(counts), _at(replicas), num_experts, num_ranks, rank, is_balanced, _at(quotas), _at(planned))
+        )
+        _check_result(result)
         return planned
 
     def plan(
@@ -48,7 +58,7 @@ class CppDispatch(RowOperations):
         """Make a plan in two passes over ``routing_map`` [T, E]: the first counts the rows, the second places them."""
         check_plan(routing_map, schedule, rank, local_experts)
         routing_map, schedule = _on_host("routing_map", routing_map), _on_host("schedule", schedule)
-        (num_tokens, num_experts), num_ranks = routing_map.shape, schedule.shape[1]
+        (num_tokens, num_experts), num_ranks = routing_map.shape, schedule.shape[2]
         routed = torch.empty(num_experts, dtype=torch.int64)
         width = self.library.dispatch_count_rows(_at(routing_map), num_tokens, num_experts, _at(routed))
         totals = Totals.of(routed, torch.tensor([width]), schedule, rank, local_experts)
@@ -56,8 +66,7 @@ class CppDispatch(RowOperations):
         permutation, expert_of_row = (torch.empty(num_sent, dtype=torch.int64) for _ in range(2))
         order, place = (torch.empty(num_received, dtype=torch.int64) for _ in range(2))
         rows_of_token = torch.empty((num_tokens, width), dtype=torch.int64)
-        outgoing = schedule[:, rank, :].contiguous()
-        incoming = schedule[list(local_experts), :, rank].contiguous()
+        outgoing, incoming = schedule[0], schedule[1, list(local_experts)]
         self.library.dispatch_order_sent(
             *(_at(routing_map), _at(outgoing), num_tokens, num_experts, num_ranks, rank, width),
             *(_at(permutation), _at(expert_of_row), _at(rows_of_token)),
@@ -93,6 +102,17 @@ class CppDispatch(RowOperations):
             *(_at(grad_rows), _at(dots)),
         )
         return grad_rows, dots
+
+
+def _check_result(result: int) -> None:
+    if result == _NEGATIVE:
+        raise ValueError("counts or replicas has a negative value: all values must be at least 0")
+    if result == _TOO_MANY_TOKENS:
+        raise ValueError(
+            f"counts: the sum must be below {MAX_TOKENS} with placement.shares=balanced; set placement.shares=even"
+        )
+    if result != _FINE:
+        raise ValueError(f"expert {result - 1} has tokens but no replica: each such expert needs a replica")
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import SoftwareError
 from megatron_ft.runtime.dispatch import extension
-from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
 
@@ -21,25 +22,28 @@ class CudaDispatch(RowOperations):
     """Backend with CUDA kernels on the current stream. Creating it raises ``SoftwareError`` without a CUDA device.
     ``backend.py`` explains the notation."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: str = BALANCED) -> None:
         if not torch.cuda.is_available():
             raise SoftwareError(
                 "placement.dispatch_backend=cuda needs a CUDA device, but torch.cuda.is_available() is False on this "
                 "machine: set the key to cpp"
             )
+        self.shares = shares
         self.library = extension.load("cuda")
         self.library.dispatch_error.restype = ctypes.c_char_p
+        self.library.dispatch_schedule_cells.restype = ctypes.c_int64
 
-    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-        """Compute the schedule [E, N, N] from ``counts`` and ``replicas``, both int64 [E, N]. The checks copy data to
-        the host once."""
-        check_schedule(counts, replicas)
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
+        """Compute the schedule [2, E, N] from ``counts`` and ``replicas``, both int64 [E, N]. Nothing is copied to the
+        host."""
+        check_matrices(counts, replicas, rank)
         num_experts, num_ranks = counts.shape
         _check_ranks(num_ranks)
-        planned = counts.new_empty((num_experts, num_ranks, num_ranks))
+        planned = counts.new_empty((2, num_experts, num_ranks))
         counts, replicas = counts.contiguous(), replicas.to(counts.device).contiguous()
-        scratch = counts.new_empty(num_experts)
-        self._run("dispatch_schedule", counts, replicas, num_experts, num_ranks, scratch, planned)
+        cells = self.library.dispatch_schedule_cells(ctypes.c_int64(num_experts), ctypes.c_int64(num_ranks))
+        memory, is_balanced = counts.new_empty(cells), int(self.shares == BALANCED)
+        self._run("dispatch_schedule", counts, replicas, num_experts, num_ranks, rank, is_balanced, memory, planned)
         return planned
 
     def plan(
@@ -48,12 +52,12 @@ class CudaDispatch(RowOperations):
         """Make a plan: one block per expert assigns rows to tokens, then one warp per token lists the token's rows."""
         check_plan(routing_map, schedule, rank, local_experts)
         schedule = schedule.to(routing_map.device)
-        _check_ranks(schedule.shape[1])
+        _check_ranks(schedule.shape[2])
         per_token = routing_map.sum(1)
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
-        sent = self._order_sent(routing_map, schedule[:, rank, :].contiguous(), rank, totals)
-        received = self._order_received(schedule[list(local_experts), :, rank], sum(totals.recv_splits))
+        sent = self._order_sent(routing_map, schedule[0].contiguous(), rank, totals)
+        received = self._order_received(schedule[1, list(local_experts)], sum(totals.recv_splits))
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)
 
     def gather(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

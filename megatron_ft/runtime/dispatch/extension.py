@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from megatron_ft.errors import SoftwareError
+from megatron_ft.planning import compilers
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ROOT / "csrc"
@@ -31,6 +32,7 @@ BUILD_SECONDS = 600
 CXX_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
 """Flags of the C++ compiler. Without contraction, a product is rounded before it is added, as in the reference."""
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC")
+_WITHOUT_KERNELS = "set placement.dispatch_backend=reference"
 
 
 @cache
@@ -40,7 +42,7 @@ def load(kind: str) -> ctypes.CDLL:
     compiler = _find_compiler(kind)
     sources = _source_files(kind)
     flags = [*CXX_FLAGS] if kind == "cpp" else [*NVCC_FLAGS, f"-arch={_device_architecture()}"]
-    return ctypes.CDLL(str(_build(kind, [compiler, *flags, *_include_flags(), "-shared"], sources, CACHE)))
+    return ctypes.CDLL(str(_build(kind, [*compiler, *flags, *_include_flags(), "-shared"], sources, CACHE)))
 
 
 def _source_files(kind: str) -> list[Path]:
@@ -48,33 +50,25 @@ def _source_files(kind: str) -> list[Path]:
     suffix = {"cpp": ".cpp", "cuda": ".cu"}[kind]
     found = sorted(path for path in SOURCES.rglob(f"*{suffix}"))
     if not found:
-        raise SoftwareError(f"no {suffix} files in {SOURCES}: run from a clone of the project, to build the kernels")
+        raise SoftwareError(
+            f"placement.dispatch_backend={kind}: no {suffix} files in {SOURCES}: run from a clone of the project, to "
+            f"build the kernels, or {_WITHOUT_KERNELS}"
+        )
     return found
 
 
 def _include_flags() -> list[str]:
     """Return the compiler flags for the folders of the project's headers and of torch's headers."""
-    from torch.utils.cpp_extension import include_paths
+    # ``torch.utils.cpp_extension`` also knows this path, but every rank would import a hundred modules for it.
+    return [f"-I{SOURCES}", f"-I{Path(torch.__file__).parent / 'include'}"]
 
-    return [f"-I{SOURCES}", *(f"-I{path}" for path in include_paths())]
 
-
-def _find_compiler(kind: str) -> str:
-    """Return the path of the compiler for ``cpp`` or ``cuda``. ``CXX`` names the C++ compiler, else it is searched in
-    ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``. Raises ``SoftwareError`` when there is none."""
-    if kind == "cpp":
-        wanted = [os.environ["CXX"]] if "CXX" in os.environ else ["c++", "g++", "clang++"]
-    else:
-        from torch.utils.cpp_extension import CUDA_HOME
-
-        wanted = [*([f"{CUDA_HOME}/bin/nvcc"] if CUDA_HOME else []), "nvcc"]
-    found = next((path for name in wanted if (path := shutil.which(name))), None)
+def _find_compiler(kind: str) -> list[str]:
+    """Return the command of the compiler for ``cpp`` or ``cuda``. ``CXX`` names the C++ compiler, else it is searched
+    in ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``. Raises ``SoftwareError`` when there is none."""
+    found = compilers.find_compiler(kind, os.environ, shutil.which)
     if found is None:
-        hint = "install a C++17 compiler or name it in CXX" if kind == "cpp" else "install CUDA or name it in CUDA_HOME"
-        raise SoftwareError(
-            f"placement.dispatch_backend={kind}: no compiler found (tried {', '.join(wanted)}); {hint}, or set "
-            "placement.dispatch_backend=reference"
-        )
+        raise SoftwareError(f"placement.dispatch_backend={kind}: {compilers.no_compiler(kind, os.environ)}")
     return found
 
 
@@ -90,15 +84,16 @@ def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_fol
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with _locked(library.with_suffix(".lock")):
-        if not library.exists():
-            unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-            try:
-                _compile([*command, *map(str, sources), "-o", str(unfinished)])
-                os.replace(unfinished, library)
-            finally:
-                unfinished.unlink(missing_ok=True)
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        with _locked(library.with_suffix(".lock")):
+            if not library.exists():
+                _compile_to(library, [*command, *map(str, sources)])
+    except OSError as error:
+        raise SoftwareError(
+            f"placement.dispatch_backend={kind}: kernels cannot be built in {cache_folder}: {error}; make the folder "
+            f"writable, or {_WITHOUT_KERNELS}"
+        ) from error
     return library
 
 
@@ -120,13 +115,23 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def _compile_to(library: Path, command: Sequence[str]) -> None:
+    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        _compile([*command, "-o", str(unfinished)])
+        os.replace(unfinished, library)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def _compile(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SoftwareError(f"building the dispatch kernels failed: {error}") from error
+        raise SoftwareError(f"building the dispatch kernels failed: {error}; {_WITHOUT_KERNELS}") from error
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise SoftwareError(
-            f"building the dispatch kernels failed with exit code {done.returncode}: {' '.join(command)}\n{tail}"
+            f"building the dispatch kernels failed with exit code {done.returncode}: {' '.join(command)}\n{tail}\n"
+            f"{_WITHOUT_KERNELS}"
         )

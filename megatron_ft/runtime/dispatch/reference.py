@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from megatron_ft.config.placement import BALANCED
+from megatron_ft.errors import ConfigError
 from megatron_ft.planning import dispatch as rule
-from megatron_ft.runtime.dispatch.checks import Totals, check_plan, check_schedule
+from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
 from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
 from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
 
@@ -13,10 +16,18 @@ from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
 class ReferenceDispatch(RowOperations):
     """Backend that is easy to read and slow. ``backend.py`` explains the notation."""
 
-    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+    def __init__(self, shares: str = BALANCED) -> None:
+        self.shares = shares
+
+    def schedule(self, counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> torch.Tensor:
         """Compute the schedule on the host with ``planning.dispatch``; return it on the device of ``counts``."""
-        check_schedule(counts, replicas)
-        planned = rule.schedule(counts.cpu().numpy(), replicas.cpu().numpy())
+        check_matrices(counts, replicas, rank)
+        tokens = counts.cpu().numpy()
+        try:
+            quotas = rule.quotas(tokens, replicas.cpu().numpy(), self.shares)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        planned = np.stack([rule.sends(tokens, quotas, rank), rule.receives(tokens, quotas, rank)])
         return torch.from_numpy(planned).to(counts.device)
 
     def plan(
@@ -28,8 +39,8 @@ class ReferenceDispatch(RowOperations):
         per_token = routing_map.sum(1)
         widest = per_token.max().view(1) if len(per_token) else per_token.new_zeros(1)
         totals = Totals.of(routing_map.sum(0), widest, schedule, rank, local_experts)
-        permutation, expert_of_row = _send_order(routing_map, schedule[:, rank, :], rank)
-        received = _receive_order(schedule[list(local_experts), :, rank])
+        permutation, expert_of_row = _send_order(routing_map, schedule[0], rank)
+        received = _receive_order(schedule[1, list(local_experts)])
         rows_of_token = _rows_of_token(routing_map, permutation, expert_of_row, totals.max_rows_per_token)
         sent = (permutation, expert_of_row, rows_of_token)
         return DispatchHandle.of(totals, len(routing_map), rank, local_experts, sent=sent, received=received)

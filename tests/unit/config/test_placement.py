@@ -31,6 +31,9 @@ def job(changes: dict[str, Any]) -> JobConfig:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"placement.dispatch_backend": "fortran"}, "placement.dispatch_backend"),
+    ({"placement.dispatch_backend": "cuda", "training.device": "cpu"}, "placement.dispatch_backend"),
+    ({"placement.dispatch_backend": "cpp", "training.device": "cuda"}, "placement.dispatch_backend"),
+    ({"placement.shares": "fair"}, "placement.shares"),
     ({"model.num_moe_experts": None}, "placement.algorithm"),
     ({"parallel.expert_model_parallel_size": 2}, "parallel.expert_model_parallel_size"),
     ({"parallel.expert_model_parallel_size": 6}, "parallel.expert_model_parallel_size"),
@@ -143,3 +146,17 @@ def test_a_policy_of_another_kind_is_no_algorithm() -> None:
     other = job({"placement.algorithm": {"_target_": f"{FOLDER}.objective.SurvivalObjective"}})
     with pytest.raises(ConfigError, match=r"placement\.algorithm\._target_=.* must be a class with a method 'place'"):
         algorithm_of(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "expected"),
+    [
+        ({}, "cpu", "cpp"),
+        ({}, "cuda", "cuda"),
+        ({"placement.dispatch_backend": "reference"}, "cuda", ""),
+        ({"placement.algorithm": None}, "cpu", ""),
+        ({"placement.algorithm": None, "placement.dispatch_backend": "cpp"}, "cpu", ""),
+    ],
+)
+def test_only_jobs_with_replicas_build_kernels(changes: dict[str, Any], device: str, expected: str) -> None:
+    assert job(changes).placement.kernels_on(device) == expected

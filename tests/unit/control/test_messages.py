@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.control.controller.journal import Journal
-from megatron_ft.control.membership.events import MachineEvent, NodeLost, RankHung, StopRequested, Tick
+from megatron_ft.control.membership.events import MachineEvent, NodeLost, RankExited, RankHung, StopRequested, Tick
 from megatron_ft.control.membership.state import Failure, Outcome
 from megatron_ft.control.messages import (
     MAX_JOIN_BYTES,
@@ -19,6 +19,7 @@ from megatron_ft.control.messages import (
     Break,
     Change,
     End,
+    EndReport,
     Kill,
     Order,
     Report,
@@ -62,6 +63,17 @@ def test_a_record_that_is_taken_can_be_passed_on() -> None:
 def test_what_goes_into_the_journal_is_limited(item: dict[str, Any]) -> None:
     with pytest.raises(ControlError, match=f"must have at most {MAX_REPORT_BYTES}"):
         Report.decode(item)
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_done", "expected"),
+    [("first\n  RankLost: no compiler \n\n", False, "RankLost: no compiler"), (None, False, ""), ("last", True, "")],
+)
+def test_an_exit_report_has_the_last_line_of_the_log(tail: str | None, is_done: bool, expected: str) -> None:
+    report = Report.decode({**exited(0), "done": is_done, "log_tail": tail})
+    assert isinstance(report, EndReport)
+    event = report.event()
+    assert isinstance(event, RankExited) and event.last_line == expected
 
 
 @pytest.mark.parametrize("number", [10**30, -(10**30)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_ft.doctor.software import SoftwareFacts
+from megatron_ft.doctor.software import SoftwareFacts, check_compiler
 from megatron_ft.doctor.supported import PACKAGES, PYTHON, TRANSFORMER_ENGINE
 from megatron_ft.mcore.device.install import TRANSFORMER_ENGINE_END, TRANSFORMER_ENGINE_MIN
 from tests.helpers.machines import SOFTWARE, judged
@@ -104,6 +104,15 @@ def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
     without = {name: each for name, each in SOFTWARE.versions.items() if name != "nvidia-nccl-cu13"}
     (finding,) = judged(found({"versions": without}, CUDA))
     assert (finding.level, "nvidia-nccl-cu13 missing" in finding.what) == ("error", True)
+
+
+def test_a_missing_compiler_is_an_error_for_jobs_with_replicas() -> None:
+    assert check_compiler("", {}, lambda _: None) == []
+    (finding,) = check_compiler("cpp", {}, lambda _: None)
+    assert (finding.level, finding.what.startswith("no compiler found for cpp")) == ("error", True)
+    assert finding.fix == "install a C++17 compiler or name it in CXX, or set placement.dispatch_backend=reference"
+    (finding,) = check_compiler("cpp", {}, lambda name: f"/bin/{name}")
+    assert (finding.level, finding.what) == ("info", "/bin/c++ builds the kernels of the token dispatch (cpp)")
 
 
 def test_this_environment_is_supported() -> None:

@@ -12,7 +12,9 @@ import torch
 
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
+from megatron_ft.errors import RankLost
 from megatron_ft.mcore import rank_main
+from megatron_ft.runtime.dispatch import extension
 from megatron_ft.testing.engines import micro_config
 
 
@@ -51,6 +53,38 @@ def test_a_rank_takes_its_gpu_before_anything_looks_for_software(
     with pytest.raises(Stop):
         rank_main.run_rank(config, context)
     assert taken == [expected]
+
+
+def test_a_joining_rank_without_a_compiler_is_refused_before_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "missing-c++")
+    algorithm = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
+    config = micro_config(
+        {"placement.algorithm": algorithm, "placement.num_slots_per_rank": 4, "placement.min_replicas": 1}, world_size=2
+    )
+    context = RankContext(
+        rank=2,
+        world_size=3,
+        local_rank=0,
+        node=2,
+        num_nodes=3,
+        generation=0,
+        master_addr="127.0.0.1",
+        master_port=1,
+        run_dir=tmp_path,
+        resume_from=None,
+        worker=InProcessClient(lambda record: None, stop=StopFlag()),
+        is_joining=True,
+    )
+    from megatron_ft.mcore.moe import placement_manager
+
+    extension.load.cache_clear()
+    placement_manager._opened.cache_clear()
+    with pytest.raises(
+        RankLost, match=r"^this node cannot join: placement\.dispatch_backend=cpp: .*tried missing-c\+\+"
+    ):
+        rank_main.run_rank(config, context)
 
 
 _WARM = """

@@ -390,6 +390,17 @@ def test_a_joining_node_that_dies_is_started_again_and_counts_like_a_loss() -> N
     assert (step.decision, job.state.wake_seconds) == (WAIT, None)
 
 
+def test_the_reason_of_a_failed_start_contains_the_last_line_of_the_log() -> None:
+    job = Job(RETURNING)
+    lose(job, 1, completed=20)
+    job.see(RankReported(2))
+    step = job.see(RankExited(2, 7, job.now, done=False, last_line="this node cannot join: no compiler found"))
+    reason = "rank 2 exited with code 7: this node cannot join: no compiler found"
+    assert step.decision is Decision.KILL_NODES
+    assert step.state.failed_starts == (FailedStart(1, reason, starts_again=True),)
+    assert not step.state.failures and step.state.phase is Phase.RUNNING
+
+
 def test_a_joining_node_that_is_late_is_killed_and_started_again() -> None:
     job = Job(RETURNING)
     assert lose(job, 1, completed=20).decision is Decision.START_NODES

@@ -121,8 +121,8 @@ def test_versions_of_transformer_engine(version: str, fits: bool, monkeypatch: p
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install.torch.cuda, "is_available", lambda: False)
-    assert [install._resolve_device(name) for name in ("auto", "cpu")] == ["cpu", "cpu"]
+    assert [install.resolve_device(name) for name in ("auto", "cpu")] == ["cpu", "cpu"]
     with pytest.raises(ConfigError, match=r"training\.device=cuda: needs a GPU"):
-        install._resolve_device("cuda")
+        install.resolve_device("cuda")
     monkeypatch.setattr(install.torch.cuda, "is_available", lambda: True)
-    assert install._resolve_device("auto") == "cuda"
+    assert install.resolve_device("auto") == "cuda"

@@ -74,3 +74,20 @@ def test_a_placement_that_cannot_be_written_is_reported_and_training_continues(t
     (tmp_path / "placements").unlink()
     Trainer.report_placement(rank, "first")
     assert reported[1].file_error is None and (tmp_path / "placements" / "iter_0000003.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("placement", "backend", "shares"),
+    [
+        ({}, "CppDispatch", "balanced"),
+        ({"dispatch_backend": "reference", "shares": "even"}, "ReferenceDispatch", "even"),
+    ],
+)
+def test_the_backend_and_its_shares_are_those_of_the_configuration(
+    placement: dict[str, Any], backend: str, shares: str
+) -> None:
+    placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8, **placement}
+    groups = {"placement": placement, "launch": {"num_nodes": 4}, "training": {"device": "cpu"}}
+    manager = PlacementManager(derive_placement(from_dict(groups)), world_size=4, stage=0)
+    found = manager.replicas().backend
+    assert (type(found).__name__, found.shares) == (backend, shares)

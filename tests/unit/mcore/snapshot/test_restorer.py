@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
@@ -206,6 +207,12 @@ def test_what_auto_came_to_is_compared() -> None:
     gpu = replay_config(config, "data", device="cuda", transformer_impl="transformer_engine")
     changed = {"training.device", "training.transformer_impl", "parallel.device_backend"}
     assert {key for key in cpu if cpu[key] != gpu[key]} == changed
+
+
+def test_replays_compare_the_shares() -> None:
+    even = JobConfig(placement=PlacementConfig(shares="even"))
+    settings = [replay_config(each, "data", device="cpu", transformer_impl="local") for each in (JobConfig(), even)]
+    assert {key for key in settings[0] if settings[0][key] != settings[1][key]} == {"placement.shares"}
 
 
 def test_windows_of_another_run_are_not_used_and_set_aside(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_a_failed_build_says_what_the_compiler_said(source: Path, tmp_path: Path
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_a_cache_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -> None:
+    message = r"=cpp: kernels cannot be built in .*answer\.cpp.*dispatch_backend=reference"
+    with pytest.raises(SoftwareError, match=message):
+        extension._build("cpp", COMMAND, [source], source / "cache")
+
+
 def test_a_failed_build_is_tried_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(SoftwareError):
         extension._build("cpp", ["false"], [source], tmp_path / "cache")
@@ -120,7 +126,8 @@ def test_cuda_without_a_device_is_refused() -> None:
 
 
 def test_kernels_compile_without_warnings(tmp_path: Path) -> None:
-    command = [extension._find_compiler("cpp"), *extension.CXX_FLAGS, "-Werror", *extension._include_flags(), "-shared"]
+    flags = ["-Werror", *extension._include_flags(), "-shared"]
+    command = [*extension._find_compiler("cpp"), *extension.CXX_FLAGS, *flags]
     extension._build("cpp", command, extension._source_files("cpp"), tmp_path)
 
 
@@ -130,7 +137,7 @@ def test_cuda_kernels_compile_for_sm_90(source: Path, tmp_path: Path) -> None:
         nvcc = extension._find_compiler("cuda")
     except SoftwareError as missing:
         pytest.skip(f"needs nvcc: {missing}")
-    command = [nvcc, *extension.NVCC_FLAGS, "-arch=sm_90", "-Werror=all-warnings", *extension._include_flags(), "-c"]
+    command = [*nvcc, *extension.NVCC_FLAGS, "-arch=sm_90", "-Werror=all-warnings", *extension._include_flags(), "-c"]
     compiled = extension._build("cuda", command, [source], tmp_path)
     assert compiled.stat().st_size > 0
     assert os.access(compiled, os.R_OK)

@@ -1,0 +1,163 @@
+"""Balanced shares (``placement.shares=balanced``): the rank with most tokens gets as few tokens as possible.
+
+The rule computes a flow in integers over the graph of experts and their holders; a holder of an expert is a rank that
+has a replica of it. Legend: E experts, N ranks, P pairs of an expert and a holder, ordered by expert, then by rank.
+``T[e, j]`` is the number of tokens of expert e on rank j; ``Q[e, j]`` the number of tokens of e that rank j computes;
+``load[j] = sum_e Q[e, j]``. ``split(a, w)`` divides the amount a in proportion to the weights w: with
+``c_i = w_0 + ... + w_i`` and their sum c, item i gets ``(a * c_i + c // 2) // c - (a * c_{i-1} + c // 2) // c``. The
+sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The shares are computed in three steps:
+
+1. Start. A holder computes its own tokens, ``T[e, j]``. Tokens of ranks that do not hold e are split equally.
+2. Limit. The limit is the mean load of the ranks that hold an expert, or the largest quotient of the tokens of an
+   expert and the number of its holders, whichever is larger, rounded up. No shares have a smaller maximum.
+3. Rounds, at most ``MAX_ROUNDS``, until no load is above the limit:
+
+   a. Levels. Ranks below the limit have level 0. For k = 0, 1, ...: experts that have no level yet and a holder of
+      level k get level k; ranks that have no level yet and a share of an expert of level k get level k + 1. So tokens
+      of a rank of level k need at least k moves to a rank with room, and k moves are enough.
+   b. If a rank above the limit has no level, ranks without a level have only tokens of experts that no other ranks
+      hold. The mean load of these ranks, rounded up, is the new limit. Again, no shares have a smaller maximum. The
+      round ends.
+   c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
+      above the limit to ranks of level k - 1:
+
+      * The wish of a giving rank is its load above the limit. It consists first of tokens from other ranks, split by
+        ``max(0, Q - T)``, then of own tokens, split by ``min(Q, T)``. ``want[e]`` is the sum of the wishes for e.
+      * If k is 1, the offer of a taking rank is its room, but at most the sum of ``want`` over its experts; it is split
+        by ``want``. ``min(want[e], sum of the offers for e)`` tokens of e move. If k is above 1, ``want[e]`` tokens
+        move, and every offer counts as 1, because these ranks pass tokens on to the next level.
+      * The tokens that move are taken from the giving ranks, split by their wishes, and given to the taking ranks,
+        split by their offers.
+
+Every sum is over a set, and every split has a fixed order. So the ranks, experts and pairs of one step may be visited
+in any order or at once. Every round either raises the limit or moves tokens from ranks above the limit to ranks below
+it. If the rounds end before ``MAX_ROUNDS``, the largest load is the limit, which is the bound of the linear program,
+rounded up.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+MAX_TOKENS = 2**31
+"""The tokens of a layer and microbatch on all ranks must be fewer, so that products of two counts fit in 64 bits."""
+MAX_ROUNDS = 64
+"""Largest number of rounds. It limits the time if tokens must pass many ranks; the shares after it are then used."""
+_NONE = -1
+
+
+def balanced_quotas(tokens: Integers, replicas: Integers) -> Integers:
+    """Return ``Q[E, N]``, the number of tokens of each expert that each rank computes.
+
+    Args:
+        tokens: ``T[E, N]``, not negative, with a sum below ``MAX_TOKENS``.
+        replicas: number of copies of each expert on each rank, ``[E, N]``; an expert with tokens has a copy.
+    """
+    flow = _Flow(tokens, replicas)
+    for _ in range(MAX_ROUNDS):
+        if not (flow.load > flow.limit).any():
+            break
+        flow.find_levels()
+        if not flow.raise_limit():
+            for level in range(int(flow.rank_level.max()), 0, -1):
+                flow.move_down(level)
+    quota = np.zeros(tokens.shape, dtype=np.int64)
+    quota[flow.expert, flow.rank] = flow.share
+    return quota
+
+
+class _Groups:
+    """Groups of pairs that have the same expert or the same rank."""
+
+    def __init__(self, group_of: Integers, num_groups: int) -> None:
+        self._group_of, self._num_groups = group_of, num_groups
+        self._order = np.argsort(group_of, kind="stable")
+        self.sizes = self.sum(np.ones_like(group_of))
+
+    def sum(self, values: npt.NDArray[Any]) -> Integers:
+        """Return the sum of ``values`` [P] over each group."""
+        total = np.zeros(self._num_groups, dtype=np.int64)
+        np.add.at(total, self._group_of, values)
+        return total
+
+    def split(self, amounts: Integers, weights: npt.NDArray[Any]) -> Integers:
+        """Split the amount of each group by ``weights`` [P]. If all weights of a group are 0, its parts are 0."""
+        group, weight = self._group_of[self._order], weights[self._order]
+        totals = self.sum(weights)
+        end = np.cumsum(weight) - (np.cumsum(totals) - totals)[group]
+        amount, total = amounts[group], np.maximum(totals, 1)[group]
+        parts = (amount * end + total // 2) // total - (amount * (end - weight) + total // 2) // total
+        result = np.empty(len(parts), dtype=np.int64)
+        result[self._order] = parts
+        return result
+
+
+class _Flow:
+    """Shares of all pairs, and the loads and levels that they determine."""
+
+    def __init__(self, tokens: Integers, replicas: Integers) -> None:
+        self.expert, self.rank = (index.astype(np.int64) for index in np.nonzero(replicas))
+        self._by_expert = _Groups(self.expert, tokens.shape[0])
+        self._by_rank = _Groups(self.rank, tokens.shape[1])
+        self._own = tokens[self.expert, self.rank]
+        totals = tokens.sum(axis=1)
+        elsewhere = totals - self._by_expert.sum(self._own)
+        self.share = self._own + self._by_expert.split(elsewhere, np.ones_like(self._own))
+        self.load = self._by_rank.sum(self.share)
+        per_holder = _ceil(totals, np.maximum(self._by_expert.sizes, 1))
+        mean = _ceil(totals.sum(), max(1, np.count_nonzero(self._by_rank.sizes)))
+        self.limit = int(max(mean, per_holder.max(initial=0)))
+        self.rank_level = np.zeros_like(self.load)
+        self.expert_level = np.zeros_like(totals)
+
+    def find_levels(self) -> None:
+        """Compute the levels of ranks and experts (step 3a)."""
+        self.rank_level = np.where(self.load < self.limit, 0, _NONE)
+        self.expert_level = np.full_like(self.expert_level, _NONE)
+        level = 0
+        while (self.rank_level == level).any():
+            near = self._by_expert.sum(self.rank_level[self.rank] == level) > 0
+            self.expert_level[near & (self.expert_level == _NONE)] = level
+            near = self._by_rank.sum((self.expert_level[self.expert] == level) & (self.share > 0)) > 0
+            level += 1
+            self.rank_level[near & (self.rank_level == _NONE)] = level
+
+    def raise_limit(self) -> bool:
+        """Raise the limit if a rank above it has no level (step 3b). Return whether it was raised."""
+        group = self.load[self.rank_level == _NONE]
+        if not (group > self.limit).any():
+            return False
+        self.limit = int(_ceil(group.sum(), len(group)))
+        return True
+
+    def move_down(self, level: int) -> None:
+        """Move tokens from ranks of ``level`` above the limit to ranks of the level below (step 3c)."""
+        near = self.expert_level[self.expert] == level - 1
+        wish = self._wishes(near & (self.rank_level[self.rank] == level))
+        want = self._by_expert.sum(wish)
+        takers = near & (self.rank_level[self.rank] == level - 1)
+        if level == 1:
+            wanted = np.where(takers, want[self.expert], 0)
+            room = np.where(self.rank_level == 0, self.limit - self.load, 0)
+            offer = self._by_rank.split(np.minimum(room, self._by_rank.sum(wanted)), wanted)
+            moved = np.minimum(want, self._by_expert.sum(offer))
+        else:
+            offer, moved = takers.astype(np.int64), want
+        self.share = self.share + self._by_expert.split(moved, offer) - self._by_expert.split(moved, wish)
+        self.load = self._by_rank.sum(self.share)
+
+    def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
+        """Return the wish of each pair in ``givers`` [P], [P]."""
+        foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
+        own = np.where(givers, np.minimum(self.share, self._own), 0)
+        above = np.maximum(self.load - self.limit, 0)
+        first = np.minimum(above, self._by_rank.sum(foreign))
+        then = np.minimum(above - first, self._by_rank.sum(own))
+        return self._by_rank.split(first, foreign) + self._by_rank.split(then, own)
+
+
+def _ceil(amount: Any, count: Any) -> Any:
+    return -(-amount // count)
