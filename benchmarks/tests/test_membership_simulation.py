@@ -11,7 +11,7 @@ from benchmarks.simulated_job import KEEPS_LAYOUT
 from megatron_ft.control.membership import joining, reconfigure, replacing
 from megatron_ft.control.membership.nodes import NodeRecord, NodeState
 from megatron_ft.control.membership.state import MembershipPolicy, Phase, Reform, State, Step
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import Position, Target
 
 SEEDS = range(60)
 KEEPING = range(KEEPS_LAYOUT - 1, 240, KEEPS_LAYOUT)

@@ -314,7 +314,7 @@ def iterate(overrides: dict[str, Any]) -> dict[str, Any]:
 def batches() -> dict[str, Any]:
     """Three microbatches on their way to the GPU: copies, shapes, devices, and how far samples had been read."""
     from megatron_ft.mcore.data.batches import BatchReader
-    from megatron_ft.planning.batch import BatchPlan
+    from megatron_ft.planning.iteration import BatchPlan
 
     class Samples(engines.MadeUpSamples):
         num_read = 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.membership.events import RankBroken
 from megatron_ft.control.membership.nodes import Nodes
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import Position, Target
 
 # Times of failures come from the clocks of several nodes, and a peer can report its error before the exit that caused
 # it is seen.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from megatron_ft.control.node.worker_client import Abort, MembershipOrder, Record, StopFlag
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, send
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import NextMembership, Position
 from megatron_ft.serde import encode
 
 _MAX_TRACEBACK, _MAX_ERROR = 65536, 4096

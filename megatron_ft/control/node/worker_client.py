@@ -9,8 +9,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from megatron_ft.errors import ControlError
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import NextMembership, Position
 
 Record = dict[str, Any]
 

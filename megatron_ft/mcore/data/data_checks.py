@@ -19,7 +19,7 @@ from megatron_ft.corpus.check import Span, SplitPlan, resolve_vocab_size, vocabu
 from megatron_ft.corpus.order import Place
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
 from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.strict_json import parse_json
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from megatron_ft.snapshot.server.fields import host_and_port
+from megatron_ft.snapshot.server.wire import host_and_port
 
 Disturb = Callable[[int, bytes], bytes | None]
 """From (bytes of all connections before these, these) to what passes; None breaks the connection."""
