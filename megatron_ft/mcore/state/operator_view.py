@@ -27,7 +27,7 @@ Part = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartHolding:
+class _PartHolding:
     """State of one tensor-parallel part of a parameter on one rank: its weight, and optimizer state for ``ranges``."""
 
     part: Part
@@ -44,18 +44,18 @@ class PartHolding:
         return any(first <= start and stop <= last for first, last in self.ranges)
 
 
-def to_record(holdings: Iterable[PartHolding]) -> dict[str, Any]:
-    """Return ``holdings`` as a JSON object for ``from_record``. Each combination of components is stored once, because
+def _to_record(holdings: Iterable[_PartHolding]) -> dict[str, Any]:
+    """Return ``holdings`` as a JSON object for ``_from_record``. Each combination of components is stored once, because
     most parameters have the same."""
     kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
     rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
     return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}
 
 
-def from_record(record: Mapping[str, Any]) -> tuple[PartHolding, ...]:
+def _from_record(record: Mapping[str, Any]) -> tuple[_PartHolding, ...]:
     kinds = [[tuple(Component(**values) for values in group) for group in kind] for kind in record["kinds"]]
     return tuple(
-        PartHolding(
+        _PartHolding(
             part=(parameter, tensor_part),
             num_elements=num_elements,
             ranges=tuple((start, stop) for start, stop in ranges),
@@ -66,11 +66,11 @@ def from_record(record: Mapping[str, Any]) -> tuple[PartHolding, ...]:
     )
 
 
-def cut_shards(
-    holdings_by_rank: Sequence[Sequence[PartHolding]], num_layers: int
+def _cut_shards(
+    holdings_by_rank: Sequence[Sequence[_PartHolding]], num_layers: int
 ) -> tuple[tuple[StateShard, ...], ...]:
     """Compute the shards that each rank captures. An element range that several ranks have is divided evenly."""
-    held: dict[Part, dict[int, PartHolding]] = {}
+    held: dict[Part, dict[int, _PartHolding]] = {}
     for rank, holdings in enumerate(holdings_by_rank):
         for holding in holdings:
             held.setdefault(holding.part, {})[rank] = holding
@@ -81,12 +81,12 @@ def cut_shards(
     return tuple(tuple(of_rank) for of_rank in shards)
 
 
-def sizes(holdings_by_rank: Iterable[Iterable[PartHolding]]) -> dict[Part, int]:
+def _sizes(holdings_by_rank: Iterable[Iterable[_PartHolding]]) -> dict[Part, int]:
     """Return the number of elements of each tensor-parallel part of each parameter."""
     return {holding.part: holding.num_elements for holdings in holdings_by_rank for holding in holdings}
 
 
-def _cut(by_rank: Mapping[int, PartHolding]) -> Iterable[tuple[int, int, int]]:
+def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
     # Yields (rank, start, stop). Ranges of ranks may overlap partly, for example if two stages share the embedding.
     edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
     for start, stop in pairwise(edges):
@@ -99,7 +99,7 @@ def _cut(by_rank: Mapping[int, PartHolding]) -> Iterable[tuple[int, int, int]]:
                 yield rank, first, last
 
 
-def _shard(part: Part, holding: PartHolding, start: int, stop: int, num_layers: int) -> StateShard:
+def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers: int) -> StateShard:
     return StateShard(
         operator=operator_of(part[0], num_layers),
         parameter=part[0],
@@ -137,7 +137,7 @@ def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: 
 
 
 def _incoming(
-    view: "OperatorView", plan: WindowPlan, index: int, holders: dict[Part, dict[int, PartHolding]]
+    view: "OperatorView", plan: WindowPlan, index: int, holders: dict[Part, dict[int, _PartHolding]]
 ) -> list[Sequence[torch.Tensor]]:
     incoming: list[Sequence[torch.Tensor]] = []
     for shards in view.shards_by_rank:
@@ -153,15 +153,15 @@ def _incoming(
     return incoming
 
 
-def _holders(holdings_by_rank: Sequence[Sequence[PartHolding]]) -> dict[Part, dict[int, PartHolding]]:
-    found: dict[Part, dict[int, PartHolding]] = {}
+def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, dict[int, _PartHolding]]:
+    found: dict[Part, dict[int, _PartHolding]] = {}
     for rank, holdings in enumerate(holdings_by_rank):
         for holding in holdings:
             found.setdefault(holding.part, {})[rank] = holding
     return found
 
 
-def _deliveries(piece: Piece, holders: dict[int, PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (component, ranks that receive it) for a captured piece. From a captured master weight, every rank with the
     parameter also gets the rounded weight."""
     weight = next(iter(holders.values())).frozen[0]
@@ -172,7 +172,7 @@ def _deliveries(piece: Piece, holders: dict[int, PartHolding]) -> Iterator[tuple
         yield piece.component, tuple(r for r, holding in holders.items() if holding.covers(piece.start, piece.stop))
 
 
-def _rounded(captured: torch.Tensor, dtype: str, holding: PartHolding) -> torch.Tensor:
+def _rounded(captured: torch.Tensor, dtype: str, holding: _PartHolding) -> torch.Tensor:
     # Cloned, because a view needs an address that is aligned for its dtype, and a piece may begin anywhere.
     master = captured.clone().view(getattr(torch, dtype))
     return master.to(getattr(torch, holding.frozen[0].dtype))
@@ -234,10 +234,12 @@ class OperatorView:
         self._held = _held(model_chunks, optimizer, groups.pg_collection)
         # Gathered once, so that every rank can compute the slices of all ranks without communication.
         mine = [_holding(part, held) for part, held in self._held.items()]
-        self.holdings_by_rank = tuple(from_record(record) for record in Collectives(self.group).gather(to_record(mine)))
-        self.shards_by_rank = cut_shards(self.holdings_by_rank, num_layers)
+        self.holdings_by_rank = tuple(
+            _from_record(record) for record in Collectives(self.group).gather(_to_record(mine))
+        )
+        self.shards_by_rank = _cut_shards(self.holdings_by_rank, num_layers)
         # Checked now, because an element that no rank captures would otherwise be noticed only in a replay.
-        check_shards(self.shards_by_rank, sizes(self.holdings_by_rank))
+        check_shards(self.shards_by_rank, _sizes(self.holdings_by_rank))
         self.shards = self.shards_by_rank[self.rank]
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
@@ -296,9 +298,9 @@ def _held(
     return found
 
 
-def _holding(part: Part, held: _Held) -> PartHolding:
+def _holding(part: Part, held: _Held) -> _PartHolding:
     state = next(iter(held.states.values()), {})
-    return PartHolding(
+    return _PartHolding(
         part=part,
         num_elements=held.weight.numel(),
         ranges=tuple(held.states),

@@ -47,7 +47,7 @@ class TrainState:
     iteration: int
     """Number of completed iterations."""
     rng: Mapping[str, Any] | None = None
-    """Random number generators from ``capture_rng``. None in state from other ranks, because each rank has its own."""
+    """Random number generators from ``_capture_rng``. None in state from other ranks, because each rank has its own."""
     buffers: Mapping[str, torch.Tensor]
     """Buffers of the model, such as router biases, by ``<chunk>.<name>``."""
     grad_scalers: tuple[Mapping[str, Any], ...]
@@ -69,7 +69,7 @@ class TrainState:
         """Copy the current state of this process, which has completed ``iteration`` iterations."""
         return cls(
             iteration=iteration,
-            rng=capture_rng(),
+            rng=_capture_rng(),
             buffers={name: _copied(buffer) for name, buffer in _buffers(model_chunks)},
             grad_scalers=tuple(
                 {name: _copied(value) for name, value in scaler.state_dict().items()}
@@ -210,7 +210,7 @@ def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
     )
 
 
-def capture_rng() -> dict[str, Any]:
+def _capture_rng() -> dict[str, Any]:
     """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron. Tensors
     are copies, which later random numbers do not change."""
     version, words, gauss = random.getstate()
@@ -233,7 +233,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the generators from ``state``, the result of :func:`capture_rng`."""
+    """Restore the generators from ``state``, the result of :func:`_capture_rng`."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = state["numpy"]

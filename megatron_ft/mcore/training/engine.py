@@ -39,7 +39,7 @@ from megatron_ft.planning.placement.plan import PlacementPlan
 _Z_LOSS = "z_loss"
 
 
-def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+def _routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
     """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
 
@@ -73,7 +73,7 @@ def _expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_exper
     """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
     [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
-    for router in routers(model_chunks):
+    for router in _routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()
     return load
 

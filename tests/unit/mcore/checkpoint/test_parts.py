@@ -38,11 +38,11 @@ def draw() -> list[float]:
 
 
 def test_generators_return_to_what_was_captured() -> None:
-    from megatron_ft.mcore.state.train_state import capture_rng, restore_rng
+    from megatron_ft.mcore.state.train_state import _capture_rng, restore_rng
 
     random.gauss(0, 1)
     np.random.randn()
-    state = capture_rng()
+    state = _capture_rng()
     first = draw()
     draw()
     restore_rng(state)
