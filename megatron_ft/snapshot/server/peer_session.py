@@ -12,7 +12,7 @@ import xxhash
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import Message
-from megatron_ft.snapshot.server import wire
+from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
 from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, HeldWindow
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
@@ -128,11 +128,11 @@ class _PeerSession(threading.Thread):
             self._sessions.greeted(self)
         if hello.get("op") != "hello":
             raise ControlError(f"op={hello.get('op')!r:.100}: must be hello in the first message")
-        node = wire.integer(hello, "node", most=wire.MAX_RANK)
-        generation = wire.integer(hello, "generation")
+        node = fields.integer(hello, "node", most=fields.MAX_RANK)
+        generation = fields.integer(hello, "generation")
         with self._store.lock:
             # The fence comes before ``replace``: a stale server must not end the connection of its successor.
-            self._store.enter(wire.text(hello, "run_id", most=255), generation)
+            self._store.enter(fields.text(hello, "run_id", most=255), generation)
         self._generation = generation
         if hello.get("replicates") is True:
             self._sessions.replace(node, self)
@@ -167,8 +167,8 @@ class _PeerSession(threading.Thread):
         The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
         follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
         """
-        index = wire.integer(message, "slice", most=wire.MAX_SLICES)
-        window_bytes = wire.integer(message, "window_bytes", least=1, most=wire.MAX_BYTES)
+        index = fields.integer(message, "slice", most=fields.MAX_SLICES)
+        window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)
         if window_bytes % PAGE_BYTES:
             raise ControlError(f"window_bytes={window_bytes}: must be a multiple of {PAGE_BYTES}")
         incoming, part = _read_announcement(message, self._generation)
@@ -186,7 +186,7 @@ class _PeerSession(threading.Thread):
             payload = copy.segment.view[start : start + part.num_bytes]
             hashes = _receive_hashed(part, payload, self._wire.receive_into)
             # Both ends compute the hashes, so a difference shows that memory or network has changed the bytes.
-            if wire.items(self._wire.receive(), "hashes") != list(hashes):
+            if fields.items(self._wire.receive(), "hashes") != list(hashes):
                 raise Refused(f"slice={index} of window {window.start_iteration}: was damaged in transfer", "hash")
             part.hashes = hashes
             # Receiving took time: a newer generation may have fenced this connection meanwhile, and freed the memory.
@@ -230,8 +230,8 @@ class _PeerSession(threading.Thread):
             raise ControlError(f"rank={rank}: the memory for copies was freed during the transfer")
 
     def _committed(self, message: Message) -> None:
-        rank = wire.integer(message, "rank", most=wire.MAX_RANK)
-        key = wire.window_key(message)
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
+        key = fields.window_key(message)
         with self._store.lock:
             # Check this under the lock of the commit, which drops other windows: those of a newer generation must stay.
             self._store.check_generation(self._generation)
@@ -242,14 +242,14 @@ class _PeerSession(threading.Thread):
 
     def _inventory(self, message: Message) -> None:
         with self._store.lock:
-            windows = self._store.inventory(wire.integer(message, "rank", most=wire.MAX_RANK))
+            windows = self._store.inventory(fields.integer(message, "rank", most=fields.MAX_RANK))
         # Numbers of buffers have no meaning on the node that requested the inventory.
         self._wire.send({"op": "inventory", "windows": [asdict(replace(window, buffer=None)) for window in windows]})
 
     def _fetch(self, message: Message) -> None:
-        rank = wire.integer(message, "rank", most=wire.MAX_RANK)
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         with self._store.lock:
-            segment, offset, window = self._store.find(rank, wire.window_key(message))
+            segment, offset, window = self._store.find(rank, fields.window_key(message))
             description, num_bytes = window.to_json(), window.num_bytes
         self._wire.send({"op": "window", "window": description, "num_bytes": num_bytes})
         # The other end allocates memory first, which may take long.
@@ -278,7 +278,7 @@ def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWi
     # A window is superseded by newer generations: one of a future generation would never be dropped.
     if window.generation > newest_generation:
         raise ControlError(f"generation={window.generation}: must be at most {newest_generation}")
-    buffer = wire.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
+    buffer = fields.integer(message, "buffer", most=NUM_COPY_BUFFERS - 1)
     return HeldWindow(**vars(window), buffer=buffer), Slice.from_json(message.get("record"), hashed=False)
 
 

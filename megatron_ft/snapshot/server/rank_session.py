@@ -13,7 +13,7 @@ from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import align
-from megatron_ft.snapshot.server import wire
+from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Memory, OwnRank, Segment, Settings, Store
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
@@ -120,14 +120,14 @@ class RankSession(threading.Thread):
         if message.get("op") != "hello":
             raise ControlError(f"op={message.get('op')!r:.100}: must be hello in the first message")
         settings = _read_settings(message)
-        if wire.integer(message, "node", most=wire.MAX_RANK) != self._store.node:
+        if fields.integer(message, "node", most=fields.MAX_RANK) != self._store.node:
             raise ControlError(f"node={message['node']}: must be {self._store.node}, the node of this server")
         with self._store.lock:
             self._own, self._settings = self._store.register(settings, self.abort), settings
         return {"op": "welcome"}
 
     def _allocate(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
-        window_bytes = align(wire.integer(message, "window_bytes", least=1, most=wire.MAX_BYTES))
+        window_bytes = align(fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES))
         assert self._settings is not None, "greeted"
         is_new = message.get("new") is True
         segment, taken_bytes = self._store.take_arena(own, self._settings, window_bytes, new=is_new)
@@ -139,26 +139,26 @@ class RankSession(threading.Thread):
     def _begin(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         window = HeldWindow(
             **vars(own.settings.origin),
-            start_iteration=wire.integer(message, "start_iteration"),
-            num_slices=wire.integer(message, "num_slices", least=1, most=wire.MAX_SLICES),
-            plan=wire.mapping(message, "plan"),
-            buffer=wire.integer(message, "buffer", most=NUM_BUFFERS - 1),
+            start_iteration=fields.integer(message, "start_iteration"),
+            num_slices=fields.integer(message, "num_slices", least=1, most=fields.MAX_SLICES),
+            plan=fields.mapping(message, "plan"),
+            buffer=fields.integer(message, "buffer", most=NUM_BUFFERS - 1),
         )
         with self._changing(own) as windows:
             windows.begin(window)
         return _OK
 
     def _captured(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        buffer = wire.integer(message, "buffer", most=NUM_BUFFERS - 1)
-        index = wire.integer(message, "slice", most=wire.MAX_SLICES)
+        buffer = fields.integer(message, "buffer", most=NUM_BUFFERS - 1)
+        index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         part = Slice.from_json(message.get("record"), hashed=False)
         with self._changing(own) as windows:
             windows.capture(buffer, index, part)
         return _OK
 
     def _committed(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        generation, start = own.settings.origin.generation, wire.integer(message, "start_iteration")
-        captured_in = wire.integer(message, "captured_in", most=generation) if "captured_in" in message else None
+        generation, start = own.settings.origin.generation, fields.integer(message, "start_iteration")
+        captured_in = fields.integer(message, "captured_in", most=generation) if "captured_in" in message else None
         with self._changing(own) as windows:
             window = windows.commit(start, generation, captured_in)
             if own.settings.persist_url is not None and windows.is_persist_due(own.settings.persist_every):
@@ -169,14 +169,14 @@ class RankSession(threading.Thread):
 
     def _abandon(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._changing(own) as windows:
-            windows.abandon(wire.integer(message, "start_iteration"), own.settings.origin.generation)
+            windows.abandon(fields.integer(message, "start_iteration"), own.settings.origin.generation)
         return _OK
 
     def _persist(self, own: OwnRank, message: Message, _: list[int]) -> Message:
         with self._changing(own) as windows:
             if own.settings.persist_url is None:
                 raise ControlError("persist_url=null: must be a path or URL, so that windows can be written to storage")
-            self._persister.request(own, windows.find(wire.integer(message, "start_iteration")))
+            self._persister.request(own, windows.find(fields.integer(message, "start_iteration")))
         return _OK
 
     def _flush(self, own: OwnRank, _: Message, __: list[int]) -> Message:
@@ -194,7 +194,7 @@ class RankSession(threading.Thread):
         return {"op": "problems", "problems": found}
 
     def _inventory(self, own: OwnRank, message: Message, _: list[int]) -> Message:
-        rank = wire.integer(message, "rank", most=wire.MAX_RANK)
+        rank = fields.integer(message, "rank", most=fields.MAX_RANK)
         with self._store.lock:
             windows = [asdict(window) for window in self._store.inventory(rank)]
         others = {node: address for node, address in own.settings.peers.items() if node != self._store.node}
@@ -211,8 +211,8 @@ class RankSession(threading.Thread):
         try:
             wire, _ = connect(address, greeting)
             try:
-                found = wire.items(wire.call({"op": "inventory", "rank": rank}), "windows")
-                return [asdict(wire.stored_window(entry)) for entry in found]
+                found = fields.items(wire.call({"op": "inventory", "rank": rank}), "windows")
+                return [asdict(fields.stored_window(entry)) for entry in found]
             finally:
                 wire.close()
         except (ControlError, OSError) as error:
@@ -221,8 +221,8 @@ class RankSession(threading.Thread):
             return []
 
     def _fetch(self, own: OwnRank, message: Message, descriptors: list[int]) -> Message:
-        rank, key = wire.integer(message, "rank", most=wire.MAX_RANK), wire.window_key(message)
-        node = wire.integer(message, "node", most=wire.MAX_RANK)
+        rank, key = fields.integer(message, "rank", most=fields.MAX_RANK), fields.window_key(message)
+        node = fields.integer(message, "node", most=fields.MAX_RANK)
         if node == self._store.node:
             with self._store.lock:
                 # The rank reads the bytes later without the lock, and compares each piece with its hash.
@@ -262,11 +262,11 @@ def _fetch_window(address: str, greeting: Message, request: Message, memory: Mem
     wire, _ = connect(address, greeting)
     try:
         answer = wire.call(request)
-        num_bytes = wire.integer(answer, "num_bytes", most=wire.MAX_BYTES)
+        num_bytes = fields.integer(answer, "num_bytes", most=fields.MAX_BYTES)
         segment = memory.allocate("fetched", max(1, num_bytes))
         wire.send({"op": "go"})
         wire.receive_into(segment.view[:num_bytes])
-        return segment, wire.mapping(answer, "window")
+        return segment, fields.mapping(answer, "window")
     finally:
         wire.close()
 
@@ -277,20 +277,20 @@ def _read_settings(message: Message) -> Settings:
     Raises:
         ControlError, CheckpointError: a field is missing or invalid.
     """
-    world_size = wire.integer(message, "world_size", least=1, most=wire.MAX_RANK)
+    world_size = fields.integer(message, "world_size", least=1, most=fields.MAX_RANK)
     origin = Origin(
-        run_id=wire.text(message, "run_id", most=255),
-        generation=wire.integer(message, "generation"),
-        rank=wire.integer(message, "rank", most=world_size - 1),
+        run_id=fields.text(message, "run_id", most=255),
+        generation=fields.integer(message, "generation"),
+        rank=fields.integer(message, "rank", most=world_size - 1),
         world_size=world_size,
-        topology=wire.mapping(message, "topology"),
+        topology=fields.mapping(message, "topology"),
     )
     origin.validate()
-    peers = {_node(name): str(address) for name, address in wire.mapping(message, "peers").items()}
+    peers = {_node(name): str(address) for name, address in fields.mapping(message, "peers").items()}
     for address in peers.values():
-        wire.host_and_port(address)
-    peer_nodes = tuple(dict.fromkeys(_node(node) for node in wire.items(message, "peer_nodes")))
-    own_node = wire.integer(message, "node", most=wire.MAX_RANK)
+        fields.host_and_port(address)
+    peer_nodes = tuple(dict.fromkeys(_node(node) for node in fields.items(message, "peer_nodes")))
+    own_node = fields.integer(message, "node", most=fields.MAX_RANK)
     if unknown := [node for node in peer_nodes if node not in peers or node == own_node]:
         allowed = sorted(peers.keys() - {own_node})
         raise ControlError(f"peer_nodes={list(peer_nodes)}: node {unknown[0]} must be one of {allowed}")
@@ -299,12 +299,12 @@ def _read_settings(message: Message) -> Settings:
         origin=origin,
         peers=peers,
         peer_nodes=peer_nodes,
-        persist_every=wire.integer(message, "persist_every"),
-        persist_url=None if url is None else wire.text(message, "persist_url"),
-        num_persisted=wire.integer(message, "num_persisted"),
+        persist_every=fields.integer(message, "persist_every"),
+        persist_url=None if url is None else fields.text(message, "persist_url"),
+        num_persisted=fields.integer(message, "num_persisted"),
     )
 
 
 def _node(name: object) -> int:
     number = int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10 else name
-    return wire.integer({"node": number}, "node", most=wire.MAX_RANK)
+    return fields.integer({"node": number}, "node", most=fields.MAX_RANK)
