@@ -11,13 +11,13 @@ import torch
 
 from megatron_ft.config.identity import JobIdentity, Settings, settings_of
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
 from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.optimizer.adamw import allocate_state
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE
-from megatron_ft.mcore.state.digest import named_state, state_digest
+from megatron_ft.mcore.state.tensors import named_state, state_digest
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_file import write_window

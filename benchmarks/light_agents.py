@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import Position
 from megatron_ft.testing.votes import vote_of
 
 HEARTBEAT_SECONDS = 1.0

@@ -13,9 +13,8 @@ from benchmarks.stage_times import LOADS, NOTHING, TOKENIZER_VOCAB_SIZE, Kind, P
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, StageSeconds
 from megatron_ft.planning.pipeline import PipelineShape
-from megatron_ft.planning.snapshot.activations import Activations
 from megatron_ft.planning.snapshot.orders import HardCount, LayerOrder
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import Activations, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow

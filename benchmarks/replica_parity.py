@@ -124,7 +124,6 @@ def _shared_name(name: str, rank: int) -> str:
 
 
 def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
-    from megatron_ft.mcore.moe.migration import migrate
 
     trainer, _ = join(config, rank)
     for iteration in range(1, 4):
@@ -133,7 +132,7 @@ def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
     keeper = trainer.placement
     keeper.loads = [[[float(tokens) for tokens in reversed(LOADS)]] * 4]
     migration = keeper.adopt(keeper.propose())
-    migrate(trainer.engine, keeper.replicas(), migration)
+    trainer.engine.migrate(keeper.replicas(), migration)
     return {"rank": rank.rank, "before": before, "after": _digests(trainer), "moved": len(migration.transfers)}
 
 
@@ -197,7 +196,7 @@ def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
 def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
     trainer, _ = join(config, rank)
     rows = []
-    from megatron_ft.mcore.state.digest import state_digest
+    from megatron_ft.mcore.state.tensors import state_digest
 
     for iteration in range(1, config.training.train_iterations + 1):
         trainer.iterate(iteration)
@@ -209,13 +208,13 @@ def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
 
 
 def _digests_of(tensors: dict[str, Any]) -> dict[str, str]:
-    from megatron_ft.mcore.state.digest import tensor_digest
+    from megatron_ft.mcore.state.tensors import tensor_digest
 
     return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 
 def _master_digests(trainer: Any) -> dict[str, str]:
-    from megatron_ft.mcore.optimizer.masters import MOMENTS, masters
+    from megatron_ft.mcore.optimizer.adamw import MOMENTS, masters
 
     found = {}
     for master in masters(trainer.engine.model_chunks, trainer.engine.optimizer):

@@ -18,9 +18,9 @@ from megatron_ft.config.job import SnapshotConfig
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-from megatron_ft.mcore.training.iteration import IterationResult
+from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.trainer import Trainer
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.snapshot.server.client import KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3

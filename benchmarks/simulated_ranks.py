@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from benchmarks.simulated_nodes import HEARTBEAT_SECONDS, Nodes
 from megatron_ft.control.membership.events import RankBroken, RankExited, RankHung, RankReported
 from megatron_ft.control.membership.state import Step
-from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.iteration import Vote
+from megatron_ft.planning.recovery.membership import Position
 
 LAST_ITERATION = 12
 WAITING = -1

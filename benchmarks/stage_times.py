@@ -161,8 +161,8 @@ class _Stage:
 
     def _run(self, operators: Collection[OperatorId]) -> None:
         """Run one iteration as ``Replayer`` does in a replay, but without the comparison with other ranks."""
-        from megatron_ft.mcore.optimizer import commit
-        from megatron_ft.mcore.recovery.replay import frozen, parameters_of, synchronous_reduction
+        from megatron_ft.mcore.optimizer import adamw
+        from megatron_ft.mcore.snapshot.local_window import frozen, parameters_of, synchronous_reduction
 
         engine = self.engine
         config = engine.transformer_config
@@ -171,9 +171,9 @@ class _Stage:
             engine.before_reduction = thaw
             engine.take_place()
             engine.accumulate(engine.iteration + 1)
-        commit.prepare_known(engine.optimizer, found_inf=False, without=unchanged)
-        commit.update(engine.optimizer, self.config.optimizer.clip_grad, 1.0)
-        commit.gather(engine.optimizer, engine.model_chunks)
+        adamw.prepare_known(engine.optimizer, found_inf=False, without=unchanged)
+        adamw.update(engine.optimizer, self.config.optimizer.clip_grad, 1.0)
+        adamw.gather(engine.optimizer, engine.model_chunks)
         engine.iteration += 1
 
 

@@ -19,7 +19,7 @@ from megatron_ft.control.membership.state import (
     State,
     Step,
 )
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import Position, Target
 
 SEEDS = range(60)
 KEEPING = range(KEEPS_LAYOUT - 1, 240, KEEPS_LAYOUT)

@@ -13,8 +13,7 @@ from megatron_ft.control.membership import events
 from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES, Message
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import NextMembership, Position
 from megatron_ft.serde import Between, decode, encode
 
 # The rest of the frame is for the message around the record.

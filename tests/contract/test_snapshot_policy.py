@@ -9,11 +9,10 @@ import yaml
 
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.activations import ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, LayerOrder
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import ReorderTrigger, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import context, dense_model, equal_experts, one_huge_embedding, uneven

@@ -250,7 +250,7 @@ class Rank:
         return state, result
 
     def digests(self) -> dict[str, str]:
-        from megatron_ft.mcore.state.digest import tensor_digests
+        from megatron_ft.mcore.state.tensors import tensor_digests
 
         return tensor_digests(self.engine.model_chunks, self.engine.optimizer)
 
@@ -330,7 +330,7 @@ def scribble(rank: Rank) -> None:
 
     import torch
 
-    from megatron_ft.mcore.state.digest import named_state
+    from megatron_ft.mcore.state.tensors import named_state
 
     with torch.no_grad():
         for _, tensor in named_state(rank.engine.model_chunks, rank.engine.optimizer):

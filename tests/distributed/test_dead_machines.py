@@ -29,7 +29,7 @@ BEHIND = "1.88.0.2"
 FORM = """
 import datetime, sys, threading
 import torch.distributed as dist
-from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.runtime.transport.abort import Opening
 
 opening = Opening()
 

@@ -12,9 +12,8 @@ import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.mcore.snapshot.local_window import VOTE
-from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow
 from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name, write_window
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder
 from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.snapshot.capture.copier import CopyBatch, _StreamCopier, capture_bandwidth, pin, unpin
+from megatron_ft.snapshot.capture.capture import CopyBatch, _StreamCopier, capture_bandwidth, pin, unpin
 
 NUM_BYTES = 64 << 20
 SLEEP_CYCLES = 200_000_000

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 DEVICE = torch.device("cuda")

@@ -8,8 +8,7 @@ import pytest
 import torch
 import xxhash
 
-from megatron_ft.snapshot.capture.capture import WindowMemory
-from megatron_ft.snapshot.capture.copier import CopyBatch, open_copier
+from megatron_ft.snapshot.capture.capture import CopyBatch, WindowMemory, open_copier
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from megatron_ft.testing.snapshot_servers import PAGE, Cluster, begin, cluster, find, slice_of, wait_replicated
 

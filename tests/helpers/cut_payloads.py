@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.control.ports import free_port
-from megatron_ft.runtime.transport import held_groups, waits
-from megatron_ft.runtime.transport.hang_up import SocketId, Transports, open_sockets
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import SocketId, Transports, open_sockets
 
 NUM_ELEMENTS = 16 << 20
 """Number of float32 elements in each direction: 64 MiB."""
@@ -154,7 +154,7 @@ def run(name: str) -> dict[str, Any]:
 
 def _be(rank: int, port: int, name: str, parent: Connection) -> None:
     warnings.simplefilter("ignore")
-    waits.install()
+    abort.install()
     before = open_sockets()
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=30))
     timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
@@ -188,9 +188,9 @@ def _be(rank: int, port: int, name: str, parent: Connection) -> None:
     left = time.monotonic()
     watching.join()
     groups = list(dist.distributed_c10d._world.pg_map)
-    held_groups.drop_broken_graph()
+    abort.drop_broken_graph()
     dist.destroy_process_group()
-    held = held_groups.release(groups)
+    held = abort.release(groups)
     released = time.monotonic()
     torch.ones(1, requires_grad=True).sum().backward()
     seen = {

@@ -28,8 +28,7 @@ from megatron_ft.control.node.worker_client import MembershipOrder, RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.control.rundir import RUN_ID_NAME
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, choose_target
+from megatron_ft.planning.recovery.membership import NextMembership, Position, choose_target
 from megatron_ft.testing.engines import REPOSITORY, be_ready_to_fork, micro_config
 from megatron_ft.testing.snapshot_servers import TOKEN, Cluster, cluster
 

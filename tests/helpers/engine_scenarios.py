@@ -13,13 +13,12 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_ft.events import Record
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.groups import Groups, dissolve_groups
-from megatron_ft.mcore.model.names import named_parameters, unwrap
-from megatron_ft.mcore.optimizer.commit import grad_scalers
+from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups
+from megatron_ft.mcore.model.parameters import named_parameters, unwrap
+from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.reporting import metrics_record
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.helpers.volatile import volatile_state

@@ -316,7 +316,7 @@ def batches() -> dict[str, Any]:
     """Return copies, shapes and devices of three microbatches on their way to the GPU, and the number of samples
     read."""
     from megatron_ft.mcore.data.batches import BatchReader
-    from megatron_ft.planning.batch import BatchPlan
+    from megatron_ft.planning.iteration import BatchPlan
 
     class Samples(engines.MadeUpSamples):
         num_read = 0

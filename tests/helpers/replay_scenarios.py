@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.optimizer.masters import masters
-from megatron_ft.mcore.recovery.replay import Replayer, _CapturedSlice
+from megatron_ft.mcore.optimizer.adamw import masters
+from megatron_ft.mcore.snapshot.local_window import Replayer, _CapturedSlice, carry_out
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.train_state import _encode
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.planning.commit import History, Vote
+from megatron_ft.planning.iteration import History, Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan
-from megatron_ft.planning.snapshot.pieces import slice_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.runtime.execute.replay import carry_out
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, slice_bytes
 from megatron_ft.testing import engines
 from tests.helpers.replica_scenarios import config_of, job_of
 from tests.helpers.volatile import volatile_state
@@ -69,7 +67,7 @@ def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index:
 
 def scramble(engine: TrainingEngine) -> None:
     """Change every weight, master weight, moment, step count, buffer and random state."""
-    from megatron_ft.mcore.state.digest import named_state
+    from megatron_ft.mcore.state.tensors import named_state
 
     generator = torch.Generator().manual_seed(99)
     list(masters(engine.model_chunks, engine.optimizer))

@@ -15,13 +15,11 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
-from megatron_ft.mcore.model.names import named_parameters
-from megatron_ft.mcore.moe.migration import migrate
+from megatron_ft.mcore.model.parameters import named_parameters
 from megatron_ft.mcore.moe.placement_manager import PlacementManager
-from megatron_ft.mcore.optimizer.commit import grad_scalers
-from megatron_ft.mcore.state.digest import tensor_digest, tensor_digests
-from megatron_ft.mcore.state.tensors import take_state
-from megatron_ft.mcore.training.engine import routers
+from megatron_ft.mcore.optimizer.adamw import grad_scalers
+from megatron_ft.mcore.state.tensors import take_state, tensor_digest, tensor_digests
+from megatron_ft.mcore.training.engine import _routers
 from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
 from tests.helpers.volatile import volatile_state
@@ -84,7 +82,7 @@ class Job:
         assert self.keeper is not None, "only replicas move"
         self.keeper.loads = [[list(loads) for _ in plan.layer_numbers] for plan in self.keeper.plans]
         migration = self.keeper.adopt(self.keeper.propose())
-        migrate(self.engine, self.keeper.replicas(), migration)
+        self.engine.migrate(self.keeper.replicas(), migration)
         return len(migration.transfers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -158,7 +156,7 @@ def train(
             "aux_losses": [vote.aux_loss for vote in votes],
             "load": (load + job.engine.expert_load()).tolist(),
             "num_padding": job.engine.batch.num_padding_microbatches,
-            "bias": [r.expert_bias.tolist() for r in routers(job.engine.model_chunks) if r.enable_expert_bias],
+            "bias": [r.expert_bias.tolist() for r in _routers(job.engine.model_chunks) if r.enable_expert_bias],
             "moved": moved,
             "experts": job.of_experts(),
             "evaluation": job.engine.evaluate(),
@@ -268,7 +266,7 @@ def _with_changes(
             change = None if iteration == 1 else job.keeper.change_before(iteration)
             if change is not None:
                 migration = job.keeper.adopt(change)
-                migrate(job.engine, job.keeper.replicas(), migration)
+                job.engine.migrate(job.keeper.replicas(), migration)
             if folder is not None and rank == 0 and (change is not None or iteration == 1):
                 job.keeper.write(folder / f"placement-{iteration}.json")
             job.engine.run_iteration(iteration)

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from megatron_ft.planning.snapshot.pieces import Piece, align
+from megatron_ft.planning.snapshot.plan import Piece, align
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.window import ITEM_BYTES, WINDOW_FORMAT_VERSION, Slice, Window
 

@@ -227,7 +227,7 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
     import torch
 
     engine = open_engine(place, from_dict(config))
-    from megatron_ft.mcore.state.digest import state_digest
+    from megatron_ft.mcore.state.tensors import state_digest
 
     votes, seconds = [], []
     for number in range(1, NUM_ITERATIONS + 1):

@@ -30,7 +30,7 @@ from megatron_ft.control.membership.state import (
     remaining_ranks,
 )
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.target import Position, choose_target
+from megatron_ft.planning.recovery.membership import Position, choose_target
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:

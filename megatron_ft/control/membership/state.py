@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.membership.events import RankBroken
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import Position, Target
 
 
 class NodeState(Enum):

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, send
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import NextMembership, Position
 from megatron_ft.serde import encode
 
 _MAX_TRACEBACK, _MAX_ERROR = 65536, 4096

@@ -25,11 +25,17 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import CheckpointConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
-from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA, split_shards
+from megatron_ft.mcore.checkpoint.files import (
+    BACKEND,
+    BACKEND_VERSION,
+    CheckpointFinder,
+    PlannedWrite,
+    Planner,
+    WriteJob,
+)
 from megatron_ft.mcore.checkpoint.state import OURS_KEY, RANK_STATE_KEY, DenseState, install, rank_state
-from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, PlannedWrite, Planner, WriteJob
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file

@@ -11,7 +11,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.job import TrainingConfig
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan
 
 
 class Samples(Protocol):

@@ -18,7 +18,7 @@ from megatron_ft.control.rundir import RunId
 from megatron_ft.corpus.samples import Place, Span, SplitPlan, resolve_vocab_size, vocabulary_entries
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
 from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import write_atomically
 

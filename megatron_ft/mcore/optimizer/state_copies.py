@@ -19,12 +19,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.config.job import OptimizerConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.optimizer.masters import MOMENTS, Master, masters
+from megatron_ft.mcore.groups import Collectives, exchange_tensors
+from megatron_ft.mcore.optimizer.adamw import MOMENTS, Master, masters
 from megatron_ft.mcore.state.tensors import expert_of
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 
 @dataclass(kw_only=True)

@@ -17,24 +17,25 @@ from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.snapshot.local_window import PLAN
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import planned_record
-from megatron_ft.planning.commit import Vote, WindowReport
+from megatron_ft.planning.iteration import Vote, WindowReport
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.activations import Activations
-from megatron_ft.planning.snapshot.buffers import WindowBuffers
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.memory import buffer_bytes, host_bytes
-from megatron_ft.planning.snapshot.peers import PeerAssignment
-from megatron_ft.planning.snapshot.pieces import window_bytes
-from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
+from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
+from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
-from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture, WindowMemory
-from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
+from megatron_ft.snapshot.capture.capture import (
+    CaptureFigures,
+    WindowCapture,
+    WindowMemory,
+    capture_bandwidth,
+    open_copier,
+)
 from megatron_ft.snapshot.server.client import (
     NUM_PROBLEMS,
     PERSISTED_BYTES,

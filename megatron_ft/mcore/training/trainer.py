@@ -27,31 +27,28 @@ from megatron_ft.events import (
 )
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
-from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
-from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.moe.migration import PreviousPlacement, migrate
-from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
+from megatron_ft.mcore.groups import Collectives, Groups
+from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
-from megatron_ft.mcore.state.digest import state_digest
-from megatron_ft.mcore.state.tensors import NamedState
+from megatron_ft.mcore.state.tensors import NamedState, state_digest
+from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.mcore.training.reporting import (
     expert_load_record,
     metrics_record,
     placement_record,
     run_started,
 )
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
@@ -329,7 +326,7 @@ class Trainer:
 
         replicas = self.placement.replicas(migration.placement)
         # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
-        self.previous_placement = former(state=migrate(self.engine, replicas, migration, keep=keep))
+        self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
     def keep_copies(self) -> None:
         """Copy optimizer state to other ranks if ``placement.state_copies`` is set."""

@@ -12,7 +12,7 @@ import xxhash
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import Message
-from megatron_ft.snapshot.server import fields
+from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
 from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, HeldWindow
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.fields import MAX_RANK, integer, items, stored_window
+from megatron_ft.snapshot.server.wire import MAX_RANK, integer, items, stored_window
 from megatron_ft.snapshot.window import Slice, Window
 
 NUM_COPY_BUFFERS = 2

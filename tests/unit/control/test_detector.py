@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place, SignsOfLife
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankBroken, RankHung
 from megatron_ft.control.membership.state import MembershipPolicy, Nodes, Phase, State
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import Position
 
 MEMBERSHIP = MembershipPolicy(
     num_nodes=2, ranks_per_node=2, start_timeout_seconds=100.0, stop_timeout_seconds=20.0, min_nodes=1

@@ -17,8 +17,8 @@ from megatron_ft.config.job import ParallelConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
-from megatron_ft.runtime.transport import waits
-from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import Opening
 
 LONG_SECONDS = 100.0
 """Timeout that no test may reach."""
@@ -58,7 +58,7 @@ def opened() -> Iterator[Watched]:
         yield opening
     finally:
         opening.close()
-        waits.WaitLimit().use()
+        abort.WaitLimit().use()
 
 
 def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
@@ -74,7 +74,7 @@ def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
         opening.limit.use()
         leaving = threading.Thread(target=leave)
         leaving.start()
-        with pytest.raises(waits.WaitAbandoned, match="reason of the shutdown: rank 2 was killed"):
+        with pytest.raises(abort.WaitAbandoned, match="reason of the shutdown: rank 2 was killed"):
             open_store(context(1, listener.getsockname()[1]), timeout_seconds=LONG_SECONDS, opening=opening)
         leaving.join()
     assert opening.limit.num_abandoned == 1, "in the middle of torch's own try, which lasts for seconds"
@@ -174,7 +174,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device(monkeypatch)
     yield made
     made.close()
-    waits.WaitLimit().use()
+    abort.WaitLimit().use()
     is_left = dist.is_initialized() or parallel_state.model_parallel_is_initialized()
     if is_left:
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.planning.snapshot.plan import Piece
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, _check_piece
 from megatron_ft.testing.stored_samples import sample_window
 

@@ -23,8 +23,8 @@ from megatron_ft.control.membership.machine import advance, initial
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
-from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.iteration import Vote
+from megatron_ft.planning.recovery.membership import Position, Target
 from megatron_ft.testing.votes import vote_of
 
 POLICY = MembershipPolicy(

@@ -20,7 +20,7 @@ from megatron_ft.control.membership.events import (
 )
 from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.state import AgentState, Decision, MembershipPolicy, Outcome, Phase, State, Step
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import Target
 from tests.helpers.node_states import of_agents
 from tests.unit.control.membership.test_joining import ready, shape
 from tests.unit.control.membership.test_reconfigure import Job

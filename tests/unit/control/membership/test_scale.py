@@ -14,7 +14,7 @@ from megatron_ft.control.membership.events import (
     RankReported,
 )
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, State
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import Position
 
 RANKS_PER_NODE = 8
 

@@ -16,8 +16,7 @@ import pytest
 from megatron_ft.control.node.worker_client import AgentClient, Identity, InProcessClient, MembershipOrder, StopFlag
 from megatron_ft.errors import ControlError, TrainingStopped
 from megatron_ft.framing import FrameReader, send
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import NextMembership, Position, Target
 
 SECONDS = 10.0
 POSITION = Position(rank=2, generation=0, completed=4, contributed=4, vote=None)

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_ft.mcore.data.batches import BatchReader
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.testing.engines import MadeUpSamples
 
 SEQ_LENGTH = 8

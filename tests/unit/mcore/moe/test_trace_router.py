@@ -35,7 +35,7 @@ def trace(tmp_path: Path) -> dict[str, Any]:
 
 def routed(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, Any, Any]]:
     """Return (layer, whether gradients are computed, map, probabilities) of every router call in iteration 2."""
-    from megatron_ft.mcore.moe.trace_router import _TraceRouter
+    from megatron_ft.mcore.moe.router import _TraceRouter
 
     calls = []
     original = _TraceRouter.routing

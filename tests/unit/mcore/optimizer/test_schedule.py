@@ -31,7 +31,7 @@ class Groups:
 
 
 def scheduler_of(style: str) -> tuple[Any, Groups, int]:
-    from megatron_ft.mcore.optimizer.build import build_scheduler
+    from megatron_ft.mcore.optimizer.adamw import build_scheduler
 
     overrides = {"optimizer.lr_decay_style": style.split()[0], "optimizer.lr_warmup_iterations": 3, **STYLES[style]}
     config = engines.micro_config(overrides)
@@ -41,7 +41,7 @@ def scheduler_of(style: str) -> tuple[Any, Groups, int]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_learning_rate_is_that_of_megatron_stepping_along(style: str) -> None:
-    from megatron_ft.mcore.optimizer.build import set_position
+    from megatron_ft.mcore.optimizer.adamw import set_position
 
     ours, our_groups, batch = scheduler_of(style)
     theirs, their_groups, _ = scheduler_of(style)
@@ -63,7 +63,7 @@ def test_learning_rate_is_that_of_megatron_stepping_along(style: str) -> None:
 
 def test_wsd_by_hand() -> None:
     """After a warm-up of 3 and a constant part, the last 6 of 20 iterations fall linearly to ``min_lr``."""
-    from megatron_ft.mcore.optimizer.build import set_position
+    from megatron_ft.mcore.optimizer.adamw import set_position
 
     scheduler, groups, batch = scheduler_of("WSD linear")
 

@@ -12,7 +12,7 @@ from megatron_ft.config.job import JobConfig, RunConfig
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryStarted
-from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
+from megatron_ft.mcore.checkpoint.files import CheckpointFinder
 from megatron_ft.mcore.recovery.restart import _check_start_over, _newest_iteration, select_restore_source
 from megatron_ft.mcore.snapshot.local_window import CONFIG
 from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save

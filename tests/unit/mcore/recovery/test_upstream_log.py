@@ -10,7 +10,7 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import Record, UpstreamLogFull, UpstreamLogPlanned
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowKey, WindowPlan
 
 TENSOR_BYTES = 16 * 2 * 32 * 4
@@ -29,7 +29,7 @@ class Run:
     """Replacement for the trainer of a rank of the first of two stages, on two nodes of two ranks."""
 
     def __init__(self, plan: WindowPlan | None, **upstream_log: int) -> None:
-        from megatron_ft.mcore.pipeline.boundaries import Boundaries
+        from megatron_ft.mcore.pipeline.communicator import Boundaries
 
         self.config = from_dict(
             {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
-from megatron_ft.planning.commit import WindowReport
+from megatron_ft.planning.iteration import WindowReport
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.unit.snapshot.server.served import Served
@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, engine: Any, served: Served, **overrides: object) -> None:
         from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-        from megatron_ft.planning.snapshot.peers import PeerAssignment
+        from megatron_ft.planning.snapshot.memory import PeerAssignment
 
         self.engine = engine
         self.client = served.client()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import Target
 
 TARGET = Target(iteration=4, vote=None)
 
@@ -24,14 +24,14 @@ class Plan:
 def train_state(seen: str) -> Any:
     """Return the state after iteration 4, with generators that show when it was captured."""
     from megatron_ft.mcore.state.train_state import TrainState
-    from megatron_ft.planning.commit import History
+    from megatron_ft.planning.iteration import History
 
     return TrainState(iteration=4, rng={"seen": seen}, buffers={}, grad_scalers=(), group_steps=(), history=History())
 
 
 def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
     """Return a rank in an evacuation before iteration 5. Its experts are still moving, or ``moved``."""
-    from megatron_ft.mcore.moe.migration import PreviousPlacement
+    from megatron_ft.mcore.moe.placement_manager import PreviousPlacement
     from megatron_ft.mcore.recovery import replicas as module
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)

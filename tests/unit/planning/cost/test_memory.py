@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.cost.memory import RankMemory, _activation_bytes
-from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.planning.cost.memory import RankMemory, RankParameters, _activation_bytes
 from megatron_ft.topology import Topology
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 2, 16, 100

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import NextMembership, Target
 
 JOINED = NextMembership(
     generation=3,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, Target, choose_target
+from megatron_ft.planning.recovery.membership import NextMembership, Position, Target, choose_target
 from megatron_ft.testing.votes import vote_of
 
 LAST_ITERATION = 3

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from megatron_ft.planning.commit import WindowReport
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates, WindowBuffers
+from megatron_ft.planning.iteration import WindowReport
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS, BufferStates, WindowBuffers
 
 FULL = WindowBuffers(held={4: 0, 7: 1, 1: 2}, committed=1)
 

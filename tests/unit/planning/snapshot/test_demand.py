@@ -10,10 +10,8 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.operator_state import StateShard, check_shards
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
-from megatron_ft.planning.snapshot.peers import PeerAssignment
-from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes, window_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
+from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, slice_bytes, window_bytes
 from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import context, dense_model, one_huge_embedding, uneven

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
+from megatron_ft.runtime.transport.abort import Opening, Transports, open_sockets
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 SENDS = {"forward": ((0, 0), (1, 0), (0, 1)), "backward": ((0, 1), (1, 1))}

@@ -8,10 +8,8 @@ import torch
 
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.pieces import Piece, window_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.snapshot.capture.capture import WindowCapture
-from megatron_ft.snapshot.capture.copier import CopyBatch, _ThreadCopier
+from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, window_bytes
+from megatron_ft.snapshot.capture.capture import CopyBatch, WindowCapture, _ThreadCopier
 from megatron_ft.snapshot.window import Slice
 
 FULL = tuple(Component(name=name, dtype="float32", item_bytes=4) for name in ("master", "exp_avg"))

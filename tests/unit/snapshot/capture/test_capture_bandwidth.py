@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_ft.snapshot.capture import copier
-from megatron_ft.snapshot.capture.copier import CopyBatch, _ThreadCopier, capture_bandwidth
+from megatron_ft.snapshot.capture import capture
+from megatron_ft.snapshot.capture.capture import CopyBatch, _ThreadCopier, capture_bandwidth
 
 
 class TimedCopier:
@@ -39,8 +39,8 @@ def test_the_copier_of_windows_is_asked_and_the_best_try_counts() -> None:
 def test_memory_is_pinned_as_that_of_windows_while_cuda_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses tensors in host memory. The copier only counts calls."""
     timed, ones = TimedCopier([0.5] * 3), torch.ones
-    monkeypatch.setattr(copier, "pin", lambda memory: timed.pinned.append(memory.data_ptr()))
-    monkeypatch.setattr(copier, "unpin", lambda memory: timed.pinned.remove(memory.data_ptr()))
+    monkeypatch.setattr(capture, "pin", lambda memory: timed.pinned.append(memory.data_ptr()))
+    monkeypatch.setattr(capture, "unpin", lambda memory: timed.pinned.remove(memory.data_ptr()))
     monkeypatch.setattr(torch, "ones", lambda *sizes, dtype, device: ones(*sizes, dtype=dtype))
     assert capture_bandwidth(torch.device("cuda", 0), timed) == (256 << 20) / 0.5
     assert timed.pinned_while_copying == [True] * 3 and timed.pinned == []

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.snapshot.capture.copier import CopyBatch, _StreamCopier
+from megatron_ft.snapshot.capture.capture import CopyBatch, _StreamCopier
 from tests.helpers.fake_streams import FakeCuda, Operation
 
 DEVICE = torch.device("cuda", 0)

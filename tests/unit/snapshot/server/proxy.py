@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from megatron_ft.snapshot.server.fields import host_and_port
+from megatron_ft.snapshot.server.wire import host_and_port
 
 Disturb = Callable[[int, bytes], bytes | None]
 """Function from (number of earlier bytes of all connections, these bytes) to the bytes that are forwarded. None breaks

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.rank_session import RankSession
-from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.store import Memory, Store
 from megatron_ft.snapshot.server.workers import Hasher, Persister
 from megatron_ft.testing.snapshot_servers import TOKEN, Cluster
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.snapshot.server import memory as server_memory
-from megatron_ft.snapshot.server.memory import Memory
+from megatron_ft.snapshot.server import store as server_memory
+from megatron_ft.snapshot.server.store import Memory
 
 PAGE = os.sysconf("SC_PAGESIZE")
 CHUNK = 4 * PAGE

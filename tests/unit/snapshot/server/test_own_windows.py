@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import CheckpointError, ControlError
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
+from megatron_ft.planning.snapshot.plan import Piece
 from megatron_ft.snapshot.server.store import PAGE_BYTES
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.window import Slice

@@ -9,9 +9,8 @@ import pytest
 
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server import peer_session
-from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.peer_session import PeerSessions, _PeerSession
-from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.store import Memory, Segment, Store
 from megatron_ft.snapshot.server.wire import Refused, Wire
 from megatron_ft.testing.snapshot_servers import PAGE, TOKEN, slice_of
 from tests.unit.snapshot.server.served import Interrupted

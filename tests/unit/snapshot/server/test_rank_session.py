@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.planning.snapshot.buffers import BufferStates
+from megatron_ft.planning.snapshot.memory import BufferStates
 from megatron_ft.snapshot.server.client import (
     MAX_UNREAD,
     NUM_PROBLEMS,
@@ -18,7 +18,7 @@ from megatron_ft.snapshot.server.client import (
     KeeperClient,
     KeeperRefused,
 )
-from megatron_ft.snapshot.server.memory import Memory, Segment
+from megatron_ft.snapshot.server.store import Memory, Segment
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.testing.snapshot_servers import (
     PAGE,

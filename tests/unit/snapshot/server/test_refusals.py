@@ -15,8 +15,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperClient, KeeperRefused
-from megatron_ft.snapshot.server.fields import host_and_port
-from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect
+from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect, host_and_port
 from megatron_ft.snapshot.storage.window_file import WindowFile
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION
 from megatron_ft.testing.snapshot_servers import (

@@ -8,8 +8,8 @@ import pytest
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, WAITING_BYTES, Arena
-from megatron_ft.snapshot.server.sender import MAX_UNANSWERED
 from megatron_ft.snapshot.server.wire import Wire
+from megatron_ft.snapshot.server.workers import MAX_UNANSWERED
 from megatron_ft.testing.snapshot_servers import PAGE, Cluster, cluster, content, wait_replicated, wait_until, window
 
 NUM_SLICES = MAX_UNANSWERED + 2

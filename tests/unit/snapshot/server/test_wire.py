@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.snapshot.server.fields import host_and_port
-from megatron_ft.snapshot.server.wire import Refused, Wire
+from megatron_ft.snapshot.server.wire import Refused, Wire, host_and_port
 
 LARGE = 64 << 20
 

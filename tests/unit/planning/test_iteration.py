@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import TrainingStopped
-from megatron_ft.planning.commit import BALLOT_FIELDS, Ballot, CommitPolicy, Decision, History, Vote
+from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot, CommitPolicy, Decision, History, Vote
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 EXACT = st.integers(0, 2**53)

@@ -1,4 +1,4 @@
-"""Commit vote: the ballot of every rank, the result, and the decision about the iteration.
+"""An iteration: the samples of each rank, the ballot of every rank, the vote, and the decision about the iteration.
 
 A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
 contains the scalars of the iteration that an exact replay needs.
@@ -14,7 +14,76 @@ from functools import reduce
 from typing import Any
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.errors import TrainingStopped
+from megatron_ft.errors import ConfigError, TrainingStopped
+from megatron_ft.topology import Topology
+
+# An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which are assigned to the
+# data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert all-to-all is collective;
+# *padding microbatches*, which contribute nothing, fill up the last round.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Distribution of one iteration's microbatches over ``data_parallel_size`` ranks."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+    num_microbatches_multiple: int = 1
+    """Number that must divide the number of microbatches per rank: the number of pipeline stages if the schedule is
+    interleaved, otherwise 1."""
+
+    @classmethod
+    def of(cls, config: JobConfig, topology: Topology) -> "BatchPlan":
+        """Plan the batch of a job with the layout ``topology``."""
+        interleaved = topology.virtual_pipeline_model_parallel_size > 1
+        return cls(
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_size=topology.data_parallel_size,
+            num_microbatches_multiple=topology.pipeline_model_parallel_size if interleaved else 1,
+        )
+
+    def validate(self) -> None:
+        """Raise ConfigError unless the global batch is a multiple of the microbatch."""
+        if self.global_batch_size % self.micro_batch_size:
+            raise ConfigError.of(
+                "training.global_batch_size",
+                self.global_batch_size,
+                f"must be a multiple of training.micro_batch_size={self.micro_batch_size}",
+            )
+
+    @property
+    def num_real_microbatches(self) -> int:
+        """Number of microbatches with samples, over all ranks."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of each rank, including padding."""
+        per_rank = -(-self.num_real_microbatches // self.data_parallel_size)
+        # Megatron's interleaved schedule asserts a multiple of the number of stages.
+        return -(-per_rank // self.num_microbatches_multiple) * self.num_microbatches_multiple
+
+    @property
+    def num_padding_microbatches(self) -> int:
+        """Number of microbatches without samples, over all ranks."""
+        return self.num_microbatches * self.data_parallel_size - self.num_real_microbatches
+
+    def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:
+        """Return the index of the first sample in a rank's microbatch; None for padding. Iterations start at 1."""
+        position = microbatch_position(self.data_parallel_size, data_parallel_rank, microbatch)
+        # Padding is at the end of the iteration, so the samples before it are the same for every number of ranks.
+        if position >= self.num_real_microbatches:
+            return None
+        return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
+
+
+def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
+    """Return the position, from 0, of a rank's microbatch among all microbatches of the iteration."""
+    # In turn and not in blocks, so that padding is among the last microbatches of all ranks, not on the last ranks.
+    return microbatch * data_parallel_size + data_parallel_rank
+
 
 # All ranks compute these from the same reduced values: a difference of one bit means that replicas have diverged.
 _SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ft.planning.commit import clip_coefficient
+from megatron_ft.planning.iteration import clip_coefficient
 from megatron_ft.testing import engines
 
 pytestmark = pytest.mark.slow  # trains
@@ -39,10 +39,10 @@ def test_pieces_make_megatrons_step(name: str, monkeypatch: pytest.MonkeyPatch) 
     ours, norms = three_iterations(overrides)
 
     def megatrons(engine, iteration: int) -> float:
-        from megatron_ft.mcore.optimizer import commit
+        from megatron_ft.mcore.optimizer import adamw
 
         with monkeypatch.context() as patch:
-            patch.setattr(commit, "prepare", lambda optimizer: (False, 0.0))
+            patch.setattr(adamw, "prepare", lambda optimizer: (False, 0.0))
             engine.prepare(iteration)
         succeeded, norm, _ = engine.optimizer.step()
         assert succeeded
@@ -67,7 +67,7 @@ def test_clip_coefficient_is_megatrons(clip_grad: float, grad_norm: float) -> No
 
 
 def test_an_overflow_lowers_the_loss_scale_and_nothing_else() -> None:
-    from megatron_ft.mcore.model.names import named_parameters
+    from megatron_ft.mcore.model.parameters import named_parameters
 
     with engines.engine_of(engines.micro_config(FP16)) as engine:
         finalize = engine.transformer_config.finalize_model_grads_func

@@ -1,14 +1,60 @@
-"""Sets the initial weights, which depend only on the seed and the global parameter name, not on the layout."""
+"""Global parameter names, and initial weights, which depend only on the seed and the name, not on the layout."""
 
 import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.model import ModelConfig
-from megatron_ft.mcore.model.names import named_parameters
 from megatron_ft.mcore.model.transformer_config import output_layer_std
+
+# A global name is the name that the parameter would have if one rank had the whole model. Layers and experts are
+# counted from 0, as in Megatron's state dicts.
+
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_GROUPED_EXPERT = re.compile(r"\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the GPT model that ``model`` wraps for data parallelism and mixed precision."""
+    while hasattr(model, "module"):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def _global_name(local_name: str, *, layer_offset: int, expert_ids: Mapping[int, Sequence[int]]) -> str:
+    """Convert the name of a parameter in one model chunk to its global name. ``layer_offset`` is the number of layers
+    before this chunk. ``expert_ids`` lists, for each layer of the chunk (counted from 0), the experts that this rank
+    has, in the order of its modules."""
+    layer = _LAYER.search(local_name)
+    if layer is None:
+        return local_name
+    local_layer = int(layer[2])
+    name = _LAYER.sub(lambda m: f"{m[1]}layers.{local_layer + layer_offset}.", local_name)
+    ids = expert_ids.get(local_layer, ())
+    if ".experts." not in name or not ids:
+        return name
+    name = _GROUPED_EXPERT.sub(lambda m: f".local_experts.{m[2]}.{m[1]}", name)
+    return _LOCAL_EXPERT.sub(lambda m: f".local_experts.{ids[int(m[1])]}.", name)
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield (global name, parameter) for each parameter of one model chunk, in the order of the chunk's modules."""
+    chunk = unwrap(model)
+    layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
+    layer_offset = layers[0].layer_number - 1 if len(layers) else 0
+    expert_ids = {number: getattr(layer.mlp, "local_expert_indices", ()) for number, layer in enumerate(layers)}
+    for name, parameter in chunk.named_parameters():
+        if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            # The last stage has a copy of the word embedding, which gets the name of the embedding.
+            name = "embedding.word_embeddings.weight"
+        yield _global_name(name, layer_offset=layer_offset, expert_ids=expert_ids), parameter
+
 
 _RESIDUAL_WRITERS = ("linear_proj.weight", "linear_fc2.weight")
 

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
+from megatron_ft.mcore.checkpoint.files import CheckpointFinder
 from megatron_ft.snapshot.storage.checkpoints import directory_name, list_checkpoints
 from megatron_ft.snapshot.storage.files import write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ft import failpoints
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.target import Target, choose_target
+from megatron_ft.planning.recovery.membership import Target, choose_target
 from megatron_ft.testing import engines
 from tests.helpers.volatile import volatile_state
 
@@ -77,7 +77,7 @@ def undisturbed(request: pytest.FixtureRequest, megatron: None) -> tuple[dict[st
 def test_a_rank_goes_on_from_wherever_it_broke(phase: str, undisturbed: tuple[dict, dict]) -> None:
     """The rank continues alone to the target that follows from its own position. The state is that of a run without the
     fault."""
-    from megatron_ft.mcore.state.resolving import position_of, resolve_iteration
+    from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
 
     overrides, known = undisturbed
     with broken_at(phase, overrides) as engine:
@@ -100,7 +100,7 @@ def test_a_rank_goes_on_from_wherever_it_broke(phase: str, undisturbed: tuple[di
 @pytest.mark.parametrize("phase", ["vote_inside", "vote_after", "update"])
 def test_a_rank_finishes_with_the_vote_of_another(phase: str, undisturbed: tuple[dict, dict]) -> None:
     """Another rank has the complete vote. This rank finishes with its own gradients and the values of the vote."""
-    from megatron_ft.mcore.state.resolving import position_of, resolve_iteration
+    from megatron_ft.mcore.state.rank_status import position_of, resolve_iteration
 
     overrides, known = undisturbed
     state, vote, history = known[BROKEN]
@@ -117,15 +117,15 @@ def _comparable(state: dict[str, str], finished: bool) -> dict[str, str]:
 
 
 def test_an_update_that_broke_is_no_state(undisturbed: tuple[dict, dict], monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ft.mcore.optimizer import commit
-    from megatron_ft.mcore.state.resolving import position_of
+    from megatron_ft.mcore.optimizer import adamw
+    from megatron_ft.mcore.state.rank_status import position_of
 
     def break_in_the_middle(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
     with engines.engine_of(engines.micro_config({**EVERYTHING, **undisturbed[0]})) as engine:
         engine.run_iteration(1)
-        monkeypatch.setattr(commit, "update", break_in_the_middle)
+        monkeypatch.setattr(adamw, "update", break_in_the_middle)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.run_iteration(2)
         with pytest.raises(RecoveryError, match="rank 5: iteration 2 failed in the middle of its update"):
