@@ -258,9 +258,10 @@ class RecoveryConfig:
     """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
     replaces the lost one, and only pipeline stages that lost a rank replay."""
     position_timeout_seconds: float = 10.0
-    """Longest time to wait for the position (newest iteration) of a rank after another rank has reported its own, when
-    nodes are lost. After it, the node of that rank also counts as lost. Usually a rank reports earlier, because it
-    aborts a collective after half a second. Must exceed the time that a rank computes between two collectives."""
+    """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
+    report to the report of any other rank; the node of a later rank also counts as lost. Usually ranks report earlier,
+    because they abort a collective after half a second. Must exceed the time that a rank computes between two
+    collectives."""
     reconfigure_timeout_seconds: float = 60.0
     """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
 

@@ -62,7 +62,7 @@ class Poll:
     node: Integer
     session: Count
     after: Count
-    """Number of orders to skip: the agent has them, or they are older than its registration."""
+    """Number of orders to skip, because the agent already has them or because they are older than its registration."""
     wait_seconds: Seconds
 
 
@@ -301,7 +301,7 @@ class Reform(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Order):
-    """Ask ranks to stop; with ``survivors_end``, also ranks that wait for the next membership."""
+    """Request ranks to stop. With ``survivors_end``, this includes ranks that wait for the next membership."""
 
     op: ClassVar[str] = "stop"
     survivors_end: bool

@@ -32,7 +32,7 @@ from megatron_ft.framing import Message, decode
 from megatron_ft.reading import means_every_interface
 
 Method = Callable[[Message], Message | bytes]
-"""Function from a JSON object to a JSON object, or to the bytes of one."""
+"""Function that takes a JSON object, and returns a JSON object or its encoded bytes."""
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
@@ -218,7 +218,8 @@ class RpcClient:
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """Call ``method`` and wait for its answer; with ``wait_for_peer`` also for a peer that does not listen yet.
+        """Call ``method`` and wait for its answer. With ``wait_for_peer``, wait also for a peer that does not listen
+        yet.
 
         Raises:
             RpcError: the peer did not answer in time, is gone, or refused the call.
@@ -413,7 +414,7 @@ class _UnauthenticatedConnections:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> int:
-        """Shut down unauthenticated connections that are too many or too old; return the number that is left."""
+        """Shut down unauthenticated connections that are too many or too old. Return the number that is left."""
         # A copy: calls add to it in other threads.
         named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())

@@ -35,8 +35,8 @@ class RunId:
 
     @classmethod
     def make(cls, run_dir: Path, *, is_older: bool) -> "RunId":
-        """Return the id of the run in ``run_dir``, which this process has claimed; write a new one, durably, if there
-        is none.
+        """Return the id of the run in ``run_dir``, which this process has claimed. If there is no id, write a new one
+        to disk.
 
         Raises:
             ConfigError: the file exists and is damaged.

@@ -72,7 +72,7 @@ class Controller:
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders of earlier controllers, from the journal, that this controller has still to repeat."""
+        """Orders that earlier controllers wrote to the journal and that this controller must still repeat."""
         self._num_posted = 0
         """Number of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
@@ -129,7 +129,7 @@ class Controller:
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Post an event; safe in any thread and in signal handlers.
+        """Post an event. May be called in any thread and in signal handlers.
 
         Args:
             number: position of the event among all events of the launcher, from 0; None for other events. The launcher
@@ -226,7 +226,8 @@ class Controller:
         return entry
 
     def _take_in(self, entry: Message, on_step: StepSink, report: Report | None = None) -> Step:
-        """Decide about an entry of the journal and carry out the decision; each reading of the journal does the same.
+        """Decide about one entry of the journal, and carry out the decision. A controller that reads the journal again
+        makes the same decision.
 
         Args:
             report: the report of the entry, if it was parsed already.

@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class CannotDecide(ControlError):
-    """No more decisions are possible: the job ends with ``outcome``."""
+    """Raised if the controller can record no more decisions. The job then ends with ``outcome``."""
 
     def __init__(self, reason: str, outcome: Outcome = Outcome.FAILED) -> None:
         super().__init__(reason)
@@ -86,8 +86,7 @@ class EssentialWrites:
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
-        """Call ``write``, again and again while the disk is full, until it succeeds; a partial write must have no
-        effect.
+        """Call ``write``, and repeat the call while the disk is full. A call that fails must leave no partial effect.
 
         Raises:
             CannotDecide: the run's folder is gone, or the job must end while the disk is full.
@@ -156,7 +155,7 @@ class Journal:
         ``entries``.
 
         Args:
-            do: function that calls a write, again if it failed, see ``EssentialWrites.do``.
+            do: function that calls a write and repeats it if it fails, see ``EssentialWrites.do``.
 
         Raises:
             ControlError: a complete line is not a JSON object, or another version of this package wrote the journal.
@@ -182,8 +181,8 @@ class Journal:
             self.append({"format": FORMAT})
 
     def first(self, name: str, value: float) -> float:
-        """Return the value that the job's first controller wrote under ``name``; if this is the first one, write
-        ``value``."""
+        """Return the value that the job's first controller wrote under ``name``. If this is the first controller, write
+        ``value`` and return it."""
         for entry in self.entries:
             if name in entry:
                 return float(entry[name])

@@ -73,7 +73,7 @@ class ControllerLink:
         self._num_fruitless_starts = 0
 
     def post(self, event: MachineEvent) -> None:
-        """Send an event to the controller; safe in any thread and in signal handlers."""
+        """Send an event to the controller. May be called in any thread and in signal handlers."""
         self._events.append(event)
         with contextlib.suppress(BlockingIOError):
             # A signal handler must not block, and a full socket wakes the loop as well.

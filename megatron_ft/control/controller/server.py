@@ -33,7 +33,8 @@ class Item:
     """A report, registration or request that arrived in a call of an agent or an administrator."""
 
     origin: Origin | None
-    """None for a registration or request; it has no number, and no further effect if it is delivered twice."""
+    """Origin of a report. None for a registration or request, which needs no number because a second delivery has no
+    further effect."""
     content: Message
     report: Report | None = None
     """The parsed report in ``content``; None if it contains none."""
@@ -83,7 +84,7 @@ class _Inbox:
     # --- any thread ------------------------------------------------------------------------------------------------
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Add an event; also safe in signal handlers."""
+        """Add an event. May also be called in signal handlers."""
         # Without the lock, which the interrupted thread may hold. ``SimpleQueue.put`` is reentrant.
         self._queue.put(Posted(event, self._clock(), number))
 
@@ -100,9 +101,10 @@ class _Inbox:
     # --- the thread that takes ----------------------------------------------------------------------------------------
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """Return the next item if it arrived before ``until_seconds``; otherwise wait for that time and return a tick.
+        """Return the next item if it arrived before ``until_seconds``. Otherwise wait until that time and return a
+        ``Tick``.
 
-        So no deadline expires only because the controller was busy when an item arrived.
+        Therefore no deadline expires only because the controller was busy when an item arrived.
         """
         all_taken_seconds = until_seconds
         if self._first is None:
@@ -169,7 +171,7 @@ class _AgentSessions:
     # --- the thread that changes them ------------------------------------------------------------------------------
 
     def admit(self, node: int, process_id: int, *, num_orders: int) -> bool:
-        """Register an agent process; return whether it is new."""
+        """Register an agent process. Return whether it is new."""
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
@@ -192,7 +194,7 @@ class _AgentSessions:
         return not was_over if process_id == session.process_id else is_newest or was_over
 
     def inherit(self) -> list[int]:
-        """Take over the sessions of the previous controller; return the nodes whose session has not ended."""
+        """Take over the sessions of the previous controller. Return the nodes whose session has not ended."""
         for session in self._sessions.values():
             session.is_inherited = True
         return [node for node, session in self._sessions.items() if not session.is_over]
@@ -208,7 +210,7 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that this process replaces when it registers; None if there is
+        """Return the process id of the living agent that this process replaces when it registers, or None if there is
         none."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
@@ -268,11 +270,12 @@ class ControllerServer:
 
         Args:
             members: nodes of each generation; the controller adds new generations.
-            sign_of_life: called with the node of each call, and again while the call waits; safe in any thread.
+            sign_of_life: called with the node of each call, and again while the call waits. May be called in any
+                thread.
             clock: the controller's clock, for arrival times.
             sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
             others: further methods, by name.
-            epoch: every answer contains it.
+            epoch: number of the controller, which every answer contains.
         """
         self._policy, self._members, self._epoch = policy, members, epoch
         self._sessions = _AgentSessions()
@@ -280,7 +283,7 @@ class ControllerServer:
         self._inbox = _Inbox(clock)
         self._orders: list[Message] = []
         self._encoded_orders: list[bytes] = []
-        """The orders as JSON: a large one is encoded once, not for every agent."""
+        """The orders as JSON, so that each order is encoded only once and not for every agent."""
         self._new_order = threading.Condition()
         """Notifies all calls that wait for orders."""
         self._last_fetch = threading.Condition()
@@ -302,7 +305,7 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve, also agents that an earlier controller has admitted. A second call does nothing."""
+        """Begin to serve, including agents that an earlier controller has admitted. A second call does nothing."""
         if self._is_open:
             return
         self._is_open = True
@@ -318,7 +321,7 @@ class ControllerServer:
     # --- the controller's thread -----------------------------------------------------------------------------------
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Post an event; safe in any thread and in signal handlers."""
+        """Post an event. May be called in any thread and in signal handlers."""
         self._inbox.post(event, number)
 
     def ask(self, event: MachineEvent) -> None:
@@ -341,7 +344,7 @@ class ControllerServer:
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of a lost agent; return whether this changes anything, see ``_AgentSessions.end``."""
+        """Refuse later calls of a lost agent. Return whether this changes anything, see ``_AgentSessions.end``."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:
@@ -370,8 +373,8 @@ class ControllerServer:
     def finish(self) -> None:
         """Accept no more items, because the job has ended.
 
-        If nodes start by themselves, no launcher ends their agents. Then wait until all agents have fetched the last
-        order, for a few seconds at most.
+        If nodes start by themselves, no launcher ends their agents. In that case, wait a few seconds for all agents to
+        fetch the last order.
         """
         self._has_ended = True
         self._inbox.close()

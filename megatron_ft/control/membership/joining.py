@@ -69,7 +69,7 @@ class NodeRules:
         return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
 
     def may_return(self, record: NodeRecord) -> bool:
-        """Whether the policy allows to start a lost node again."""
+        """Return whether the policy allows the job to start a lost node again."""
         return self.policy.restart_lost_nodes and record.num_losses <= self.policy.max_node_restarts
 
     def _may_start(self, state: State, record: NodeRecord) -> bool:
@@ -139,7 +139,7 @@ class NodeRules:
         return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
 
     def refuse_drain(self, state: State, node: int) -> str | None:
-        """Return the reason why a node cannot leave; None if it can."""
+        """Return the reason why a node cannot leave, or None if it can."""
         if state.phase in _NOT_ALIVE or state.interrupted:
             return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
         if not state.nodes.is_member(node):
@@ -156,7 +156,7 @@ class NodeRules:
         return None
 
     def refuse_add(self, state: State, node: int) -> str | None:
-        """Return the reason why a node cannot be added; None if it can."""
+        """Return the reason why a node cannot be added, or None if it can."""
         if state.phase in _NOT_ALIVE or state.interrupted:
             return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
         if not self.policy.may_lose_nodes:
@@ -182,7 +182,8 @@ class NodeRules:
         return tuple(sorted(ready[: max(0, self.policy.most_members - num_staying)]))
 
     def decide(self, state: State, now: Moment) -> Step | None:
-        """Return the next step for nodes that join or leave while the members train; None if there is nothing to do."""
+        """Return the next step for nodes that join or leave while the members train, or None if there is nothing to
+        do."""
         if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
             return None
         if not self.policy.may_lose_nodes or not self.policy.ranks_of_all(state.members).isdisjoint(state.gone):
@@ -209,7 +210,7 @@ class NodeRules:
         return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
 
     def _kill_or_start(self, state: State, now: Moment) -> Step | None:
-        """Return a step that kills or starts ranks outside the membership; None if there is nothing to do."""
+        """Return a step that kills or starts ranks outside the membership, or None if there is nothing to do."""
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
@@ -307,7 +308,7 @@ class NodeRules:
         return not self.policy.keeps_layout or len(_ready(state)) == len(_lost_places(state))
 
     def why_place_stays_empty(self, state: State) -> str | None:
-        """Return the reason why a lost place stays empty; None if there is a node for each lost place."""
+        """Return the reason why a lost place stays empty, or None if there is a node for each lost place."""
         places = _lost_places(state)
         if len(places) == len(state.members):
             return "no node is left: every node of the job is lost"

@@ -57,7 +57,8 @@ class NodeRecord:
     has_ranks: bool = False
     """Whether the node's ranks were started; they may have ended since."""
     since_seconds: float = 0.0
-    """Controller's clock when the node's ranks were started (``STARTING``) or became ready (``READY``)."""
+    """Time on the controller's clock at which the node's ranks were started (``STARTING``) or became ready (``READY``).
+    """
     queue_number: int = 0
     """Position in the queue of joining nodes; a node moves to the end when it is started, and again when it is
     ready."""
@@ -72,7 +73,7 @@ class NodeRecord:
     joined_iteration: int = 0
     """Iteration after which the node joined the job most recently."""
     agent_since_seconds: float = 0.0
-    """Controller's clock when the start of the node's agent was ordered."""
+    """Time on the controller's clock at which the start of the node's agent was ordered."""
     has_unregistered_agent: bool = False
     """Whether an agent that did not register in time may still run."""
     not_before_seconds: float = 0.0
@@ -161,7 +162,7 @@ class Nodes:
 
     @cached_property
     def announced(self) -> frozenset[int]:
-        """Return the lost nodes of whose loss the other ranks have been informed."""
+        """Return the lost nodes whose loss was announced to the other ranks."""
         return frozenset({node for node in self.lost if self.records[node].is_announced})
 
     @cached_property
@@ -358,7 +359,7 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which it failed; None if a report contains it."""
+    """Number of the rank in the membership in which it failed. None if the rank's report contains this number."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False

@@ -57,7 +57,7 @@ class _Node:
     """Last message about an unreadable file, which is not printed twice."""
 
     def run(self) -> int:
-        """Run the node until the job is over; return the process's exit code.
+        """Run the node until the job is over. Return the process's exit code.
 
         Raises:
             ControlError: no launcher publishes its file in time, the file is damaged, or the node was lost too often.
@@ -171,7 +171,7 @@ def _nodes_of(found: JoinFile) -> set[int] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--node", type=int, required=True, help="number of this node, from 0")

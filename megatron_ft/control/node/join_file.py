@@ -45,7 +45,7 @@ class JoinFile:
 
     @classmethod
     def read(cls, run_dir: Path) -> "JoinFile | None":
-        """Read the file of the newest launcher of a run; None if there is none.
+        """Read the file of the newest launcher of a run. Return None if there is none.
 
         Raises:
             ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.

@@ -55,7 +55,7 @@ class NodeSpec:
 
 
 def run(spec: NodeSpec) -> int:
-    """Run the node; return the process's exit code."""
+    """Run the node. Return the process's exit code."""
     address = own_address(spec.agent.controller_address)
     with make_runtime_dir() as runtime_dir:
         processes = Processes(runtime_dir, Path(spec.agent.log_dir))

@@ -19,7 +19,7 @@ UNEXPECTED_EXIT_CODE = 1
 
 
 def run(spec: Message) -> int:
-    """Run the rank that ``spec`` describes; return the process's exit code.
+    """Run the rank that ``spec`` describes. Return the process's exit code.
 
     ``spec`` contains ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
     ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of

@@ -64,7 +64,7 @@ class Outbox:
             return self._full
 
     def wait_batch(self) -> tuple[int, list[Message]]:
-        """Wait for items to send; return the number of the first, and the items."""
+        """Wait for items to send. Return the number of the first, and the items."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items))
             batch: list[Message] = []
@@ -120,10 +120,10 @@ class Ranks:
         *,
         heartbeat_timeout_seconds: float,
     ) -> None:
-        """``listener`` is the socket that ranks connect to; call ``accept`` when a connection arrives.
+        """Store ``listener``, the socket to which ranks connect. Call ``accept`` when a connection arrives.
 
         Args:
-            heartbeat_timeout_seconds: a rank that answers no ping for this long is hung.
+            heartbeat_timeout_seconds: time without an answer to a ping after which a rank counts as unresponsive.
         """
         self._signs = SignsOfLife[int](heartbeat_timeout_seconds)
         limit = f"{heartbeat_timeout_seconds:g} s (detector.heartbeat_timeout_seconds)"
@@ -157,7 +157,7 @@ class Ranks:
                 self._greet(FrameReader(connection, first_frame_bytes=GREETING_BYTES))
 
     def broadcast(self, message: Message) -> list[int]:
-        """Send a message to every connected rank; return the ranks that could not receive it."""
+        """Send a message to every connected rank. Return the ranks that could not receive it."""
         connected = [state for state in self._ranks.values() if state.reader is not None]
         return [state.rank for state in connected if not self._send(state, message)]
 
@@ -180,8 +180,9 @@ class Ranks:
         """Ping ranks that have answered their last ping, and forward the progress of all ranks. Return unresponsive
         ranks, which must be killed.
 
-        Must be called several times within the timeout. While reading from the ranks is paused, none counts as
-        unresponsive. A rank that uses processor time counts as alive, because one thread may block its other threads.
+        Must be called several times within the timeout. While reading from the ranks is paused, no rank counts as
+        unresponsive. A rank that uses processor time counts as alive, because its working thread may block the thread
+        that answers pings.
 
         Args:
             now: present time, on the same clock in all calls.
@@ -339,7 +340,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 
 
 def processor_seconds(process_id: int | None) -> float:
-    """Return the processor time that a process has used; 0 if it has ended."""
+    """Return the processor time that a process has used, or 0 if it has ended."""
     try:
         # The name of the command, in parentheses, may hold spaces and parentheses itself (proc(5)).
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
@@ -349,7 +350,7 @@ def processor_seconds(process_id: int | None) -> float:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a log in bytes; 0 if it does not exist yet."""
+    """Return the size of a log in bytes, or 0 if it does not exist yet."""
     return path.stat().st_size if path.exists() else 0
 
 

@@ -133,9 +133,9 @@ class RankContext:
     """Node of each rank; these are fewer nodes than configured if some were lost before this start. Empty if unknown,
     as under torchrun."""
     is_joining: bool = False
-    """Whether this process was started into a running job: before it joins any group it calls
-    ``worker.await_membership()``, which gives its rank. Until then ``rank``, ``world_size``, ``num_nodes``, ``nodes``
-    and the master describe the present membership, which this process does not belong to."""
+    """Whether this process was started while the job was running. Before it joins any group, it must call
+    ``worker.await_membership()``, which returns its rank. Until then, ``rank``, ``world_size``, ``num_nodes``,
+    ``nodes`` and the master describe a membership to which this process does not belong."""
 
 
 class StopFlag:

@@ -71,7 +71,7 @@ class RunAttempts:
             raise ControlError(f"{path}: damaged: {error!r}") from None
 
     def read(self) -> list[Attempt]:
-        """Return the attempts so far, oldest first; an empty list if there is no file.
+        """Return the attempts so far, oldest first, or an empty list if there is no file.
 
         Raises:
             ControlError: the file is damaged.
@@ -106,7 +106,7 @@ class RunAttempts:
         return path
 
     def read_end(self, job_id: str) -> int | None:
-        """Return the exit code of a job that has ended; None if it has no marker.
+        """Return the exit code of a job that has ended, or None if it has no marker.
 
         Raises:
             ControlError: the marker is damaged.

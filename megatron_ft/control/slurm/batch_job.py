@@ -130,7 +130,7 @@ class _BatchJob:
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Run launchers until the job is over in this allocation; return the job's exit code."""
+        """Run launchers until the job is over in this allocation. Return the job's exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)

@@ -55,10 +55,10 @@ class CheckpointFinder:
         self.foreign: dict[Path, str] = {}
         """Checkpoints of other runs or iterations that ``newest`` has skipped, with the reasons."""
         self._reasons: dict[str, str] = {}
-        """Why this start has renamed checkpoints, by their new names; only on rank 0."""
+        """Reasons why this process has renamed checkpoints, by the new names. Only rank 0 has them."""
 
     def newest(self, folder: Path) -> Path | None:
-        """Return the newest undamaged checkpoint of this run in ``folder``; None if there is none.
+        """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
         Newer checkpoints that are damaged are reported and renamed. Newer checkpoints of other runs, or with a manifest
         for another iteration than their name, are added to ``foreign``.
@@ -231,8 +231,8 @@ def _on_host(writer: Any) -> Any:
 
 
 class Planner:
-    """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` share the writing; which rank
-    writes what is computed once and used for all saves."""
+    """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
+    themselves. This division is computed once and used for all saves."""
 
     def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
         self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)

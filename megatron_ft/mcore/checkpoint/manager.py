@@ -129,7 +129,8 @@ class _LoadResult:
     iteration: int
     """Iteration after which the checkpoint was saved."""
     rng_restored: bool
-    """Whether the random number generators were restored. They are not if the checkpoint has another layout."""
+    """Whether the random number generators were restored. They are not restored if the checkpoint has another layout.
+    """
     manifest: Manifest | None
     """Manifest of the checkpoint; None for a checkpoint of another project."""
 
@@ -381,7 +382,7 @@ class CheckpointManager:
     # -- loading
 
     def newest(self, folder: Path | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint of this run in ``folder``; None if there is none.
+        """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
         ``folder=None`` is the run's own folder. Newer checkpoints that are damaged are reported and renamed.
 

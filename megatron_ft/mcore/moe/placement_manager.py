@@ -138,7 +138,8 @@ class PlacementManager:
     def following(
         cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
     ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
-        """Return the manager of the next membership and the migration to its placement, or why this is impossible.
+        """Return the manager of the next membership and the migration to its placement, or ``Declined`` with the reason
+        why this is impossible.
 
         The result depends only on the arguments. The job must have one pipeline stage.
 
@@ -177,7 +178,7 @@ class PlacementManager:
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
-        """Plan the copies of optimizer state of this rank's stage; None if ``placement.state_copies`` is null."""
+        """Plan the copies of this stage's optimizer state. Return None if ``placement.state_copies`` is null."""
         return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
 
     @property

@@ -117,7 +117,7 @@ class ReplicaGradients:
     def _exchange(
         self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
     ) -> dict[int, dict[int, torch.Tensor]]:
-        """Exchange pieces with one uneven all-to-all; return the received pieces by rank and index of the expert. With
+        """Exchange pieces with one uneven all-to-all. Return the received pieces by rank and index of the expert. With
         ``to_owners``, piece k is sent to the k-th rank of ``holders``. Otherwise the only piece, which is summed, is
         sent to all other ranks of ``holders``."""
         ranks = range(self._group.size())

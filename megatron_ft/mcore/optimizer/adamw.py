@@ -300,8 +300,8 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` without communication, in a replay: the logged vote has its results. Parameters in
-    ``without`` get no master gradients, so that the update does not change their state."""
+    """Do the work of ``prepare`` without communication, for a replay whose logged vote contains the results. Parameters
+    in ``without`` get no master gradients, so that the update does not change their state."""
     for part in _parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:
@@ -331,7 +331,8 @@ def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
 
 @torch.no_grad()
 def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    """Clip the gradients with ``grad_norm`` from the vote; update this rank's master weights, moments and weights."""
+    """Clip the gradients with ``grad_norm`` from the vote, and update this rank's master weights, moments and compute
+    weights."""
     for part in _parts(optimizer):
         parameters = part.get_parameters()
         # In a replay all parameters of a part may be frozen. Then no gradient is left to clip.

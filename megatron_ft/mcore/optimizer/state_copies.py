@@ -81,7 +81,7 @@ class StateCopies:
         self.kept = self._receive(config)
 
     def follow(self, learning_rate: float) -> int:
-        """Repeat the latest update on the copies; return the number of bytes that this rank sent. The master weights
+        """Repeat the latest update on the copies. Return the number of bytes that this rank sent. The master weights
         must still have the clipped gradients of this update."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
         for kept in self.kept:

@@ -73,7 +73,8 @@ class SnapshotRestorer:
         self.chosen = RecoverySource(kind="nothing", iteration=0)
         """The state that ``find`` has chosen, and the reasons why newer states were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Why ``find`` could not use the existing windows, if it has found no state at all. The same on every rank."""
+        """Reasons why ``find`` could not use the existing windows, if it has found no state. Every rank has the same
+        reasons."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
         """Find and verify the newest window that every rank can load. Return None if ``checkpoint`` is not older.

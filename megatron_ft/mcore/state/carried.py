@@ -35,13 +35,14 @@ class Carried:
     host: TrainState
     """State besides tensors."""
     finished: IterationResult | None
-    """The iteration that was in progress when the membership ended and was then finished, to be reported; else None."""
+    """Result, still to be reported, of the iteration that was finished after the membership had ended; None without
+    one."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     kept: WindowKey | None = None
     """The newest window that was committed, as far as this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
-    """Plan of snapshot windows; None before the first plan."""
+    """Plan of snapshot windows, or None before the first plan."""
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""

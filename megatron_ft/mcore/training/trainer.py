@@ -246,7 +246,7 @@ class Trainer:
             self.snapshots.persist_newest()
 
     def round_off(self, iteration: int) -> None:
-        """Evaluate, save a checkpoint and report digests, if they are due after ``iteration``."""
+        """Evaluate, save a checkpoint and report digests, whichever of these is due after ``iteration``."""
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):

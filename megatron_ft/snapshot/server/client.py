@@ -1,4 +1,4 @@
-"""Connection of a rank to the snapshot server of its node. No torch: memory is returned as buffers."""
+"""Connection of a rank to the snapshot server of its node. It does not import torch, and returns memory as buffers."""
 
 import mmap
 import os

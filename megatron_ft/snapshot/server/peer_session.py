@@ -56,7 +56,7 @@ class PeerSessions:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close connections that have not presented the token in time. Return the seconds until the next one is due;
+        """Close connections that have not presented the token in time. Return the seconds until the next one is due, or
         None if there is no such connection."""
         now = time.monotonic()
         with self._lock:

@@ -18,12 +18,12 @@ import xxhash
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.serde import JsonValue, decode, parse_json
 from megatron_ft.snapshot.storage.backends import open_backend
 from megatron_ft.snapshot.storage.checkpoints import DamageReport
 from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name
 from megatron_ft.snapshot.window import Window
-from megatron_ft.serde import JsonValue, decode, parse_json
 
 # Rejected windows are not tried again, because their replay gave other results than the logged iterations. Their
 # files are intact. The list is ``refused_windows.json`` in the run's folder. It identifies windows by their
@@ -142,7 +142,7 @@ class WindowFolder:
         """Check that a window is complete, and return rank ``part``'s part of it.
 
         Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
-        ``_num_parts``-th file, starting at ``part``, so that callers can share the reading.
+        ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -166,7 +166,7 @@ class WindowFolder:
         newer than the oldest of them.
 
         Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
-        call it; ``part`` and ``_num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
@@ -187,7 +187,7 @@ class WindowFolder:
         return removed
 
     def set_aside_from(self, iteration: int) -> list[str]:
-        """Rename windows that start at ``iteration`` or later; return the new names.
+        """Rename windows that start at ``iteration`` or later. Return the new names.
 
         Call it before training resumes at ``iteration`` from another state, because training may write windows with the
         same names again.
@@ -195,7 +195,7 @@ class WindowFolder:
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
     def set_aside(self, windows: Sequence[WindowKey]) -> list[str]:
-        """Rename ``windows``, so that they no longer count as windows of the run; return the new names."""
+        """Rename ``windows``, so that they no longer count as windows of the run. Return the new names."""
         taken, moved = set(self._backend.list_directories()), []
         for stored in windows:
             name, attempt = _SUPERSEDED_PREFIX + window_name(stored), 0
