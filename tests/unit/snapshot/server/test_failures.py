@@ -266,7 +266,10 @@ def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than
         asking, telling = [nodes.client(rank, node=0, peer_nodes=[]) for rank in range(2)]
         arena = telling.allocate(PAGE)
         begin(telling, 0, 0, num_slices=words.MAX_UNREAD + 1)
-        nodes.nodes[0].process.send_signal(signal.SIGSTOP)
+        stopped = nodes.nodes[0].process
+        stopped.send_signal(signal.SIGSTOP)
+        # Until all its threads have stopped, the server may still answer.
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
         monkeypatch.setattr(words, "ANSWER_SECONDS", 0.2)
         stuck = f"snapshot server at {nodes.nodes[0].socket_path}: no answer within 0.2 s"
         with pytest.raises(ControlError, match=stuck):
