@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONF = Path(__file__).resolve().parent / "conf"
 _REFUSAL_SECONDS = 30.0
-"""Time in which all ranks of a node report the error of the same configuration."""
+"""Time that a rank waits to be ended by the launcher before it reports the configuration's error itself."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -216,8 +216,8 @@ def _check_resume(config: JobConfig, vocab_size: int) -> None:
     if config.run.resume == "never" or config.run.name is None:
         return
     from megatron_ft.config.identity import JobIdentity, settings_of
-    from megatron_ft.control.run_id import RUN_ID_NAME, RunId
-    from megatron_ft.corpus.check import SplitPlan
+    from megatron_ft.control.rundir import RUN_ID_NAME, RunId
+    from megatron_ft.corpus.samples import SplitPlan
     from megatron_ft.corpus.tokenizers import build_tokenizer
     from megatron_ft.snapshot.storage.run_settings import check_same_settings
     from megatron_ft.snapshot.storage.window_folder import WindowFolder
@@ -318,9 +318,9 @@ def resolve_plan(config: JobConfig, *, facts: "DeviceFacts | None" = None, may_b
 
     validate(config)  # before other imports, so that a refusal is quick
     from megatron_ft.config.checks.placement import derive_placement
-    from megatron_ft.config.devices import on_device, refused_devices
     from megatron_ft.config.inputs import JobInputs
-    from megatron_ft.corpus.check import check_data
+    from megatron_ft.config.validate import on_device, refused_devices
+    from megatron_ft.corpus.samples import check_data
     from megatron_ft.planning.devices import DeviceChoice
     from megatron_ft.planning.job import JobPlan
 
@@ -364,7 +364,7 @@ def _with_gpu_memory(config: JobConfig, facts: "DeviceFacts") -> JobConfig:
 def _decide_device(config: JobConfig, config_yaml: str, device: str) -> tuple[JobConfig, str]:
     """Set ``training.device`` to ``device``, so that ranks and plan use the same device. Return the configuration as
     ``JobConfig`` and as YAML text."""
-    from megatron_ft.config.devices import on_device
+    from megatron_ft.config.validate import on_device
 
     if config.training.device == device:
         return config, config_yaml
@@ -410,7 +410,7 @@ def _check_machine(config: JobConfig, plan: "JobPlan") -> None:
     """Check that the memory of this machine is enough for all nodes that this command starts on it, and that
     Transformer Engine and a compiler are installed if they are needed."""
     _check_transformer_engine(config)
-    if missing := _missing_compiler(config):
+    if missing := _missing_compiler(config, plan.device):
         raise ConfigError.of("placement.dispatch_backend", config.placement.dispatch_backend, missing)
     if config.launch.mode != "local" or config.limits.host_memory_bytes is not None:
         return
@@ -440,14 +440,14 @@ def _check_transformer_engine(config: JobConfig) -> None:
             )
 
 
-def _missing_compiler(config: JobConfig) -> str:
-    """Return a message about the compiler that is missing for ranks on this machine; empty if none is missing, or if
-    ranks run on other machines."""
+def _missing_compiler(config: JobConfig, device: str) -> str:
+    """Return a message about the compiler that ranks on this machine need and do not find; empty if they find one or
+    need none, or if ranks run on other machines."""
     import shutil
 
-    from megatron_ft.planning.compilers import find_compiler, kernels_of, no_compiler
+    from megatron_ft.planning.compilers import find_compiler, no_compiler
 
-    kernels = kernels_of(config)
+    kernels = config.placement.kernels_on(device)
     runs_elsewhere = config.launch.mode == "local" and config.launch.node_launcher != "local"
     if not kernels or runs_elsewhere or find_compiler(kernels, os.environ, shutil.which):
         return ""
@@ -455,9 +455,7 @@ def _missing_compiler(config: JobConfig) -> str:
 
 
 def _with_compiler_note(plan: "JobPlan", config: JobConfig) -> "JobPlan":
-    from megatron_ft.config.devices import on_device
-
-    if config.launch.mode != "local" or not (missing := _missing_compiler(on_device(config, plan.device))):
+    if config.launch.mode != "local" or not (missing := _missing_compiler(config, plan.device)):
         return plan
     key = f"placement.dispatch_backend={config.placement.dispatch_backend}"
     return dataclasses.replace(plan, notes=(*plan.notes, f"{key}: {missing}; without one, ranks are not started here"))

@@ -53,7 +53,8 @@ def _allowed_rows(factors: Mapping[str, Sequence[Scalar]], allowed: Callable[[Ro
 
 
 def _tuples_of_rows(rows: list[Row], strength: int) -> np.ndarray:
-    """Return the number of every combination in every row: int64 ``[num_rows, num_combinations_per_row]``."""
+    """Return the number that identifies each combination of each row: int64 ``[num_rows,
+    num_combinations_per_row]``."""
     numbers: dict[tuple[tuple[str, Scalar], ...], int] = {}
     table = [
         [numbers.setdefault(c, len(numbers)) for c in itertools.combinations(row.items(), strength)] for row in rows

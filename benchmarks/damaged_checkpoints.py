@@ -64,8 +64,9 @@ class Tally:
 
 
 def judge(loaded: Loaded, victim: Path) -> str:
-    """Classify a case: ``detected``, ``harmless`` (every byte is equal), ``silent``, ``unnamed``, or ``lost`` (the
-    previous sample was not loaded either)."""
+    """Classify a load after damage: ``detected``; ``harmless`` (the newest sample was loaded with all bytes);
+    ``silent`` (wrong bytes were loaded); ``unnamed`` (the damaged file was not reported); or ``lost`` (the previous
+    sample was not loaded either)."""
     if not loaded.is_equal:
         return "silent"
     if loaded.iteration == NEW:
@@ -119,8 +120,8 @@ def _finish(out: Path | None, tally: Tally, growth_bytes: int) -> int:
 
 
 def crash(kind: Kind, root: Path, tally: Tally, stride: int = 1) -> None:
-    """Test crashes (R4): every prefix of the calls of the first save, the next save, a save over a damaged sample, and
-    a deletion."""
+    """Test crashes: every prefix of the calls of the first save, the next save, a save over a damaged sample, and a
+    deletion."""
     live = root / "live"
     live.mkdir(parents=True)
     store = live / "store"
@@ -163,7 +164,7 @@ def _load_from(disk: Disk, folder: Path, kind: Kind) -> tuple[Loaded, bool]:
 
 
 def tear(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
-    """Test torn files (R4): one file of the newest sample is cut, is missing, or has a page that is zero, stale or
+    """Test torn files: one file of the newest sample is cut, is missing, or has a page that is zero, stale or
     doubled."""
     kind.save(store, OLD)
     kind.save(store, NEW)
@@ -176,7 +177,7 @@ def tear(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
 
 
 def flip(kind: Kind, store: Path, tally: Tally, num_flips: int) -> None:
-    """Test bit flips (R5): flip one bit at a time, equally often in every class of bytes."""
+    """Test bit flips: flip one bit at a time, equally often in every class of bytes."""
     kind.save(store, OLD)
     kind.save(store, NEW)
     places = {path: classes(path) for path in kind.files(store, NEW)}
@@ -230,8 +231,8 @@ def _fields(manifest: bytes, offset: int) -> dict[str, list[int]]:
 
 
 def fail(kind: Kind, store: Path, tally: Tally, stride: int = 1) -> None:
-    """Test failed writes (R10): each call of a save fails with each error, writes also after half of their bytes. Then
-    the save is repeated.
+    """Test failed writes: each call of a save fails with each error, writes also after half of their bytes. Then the
+    save is repeated.
 
     The error must name the file or directory that failed.
     """
@@ -292,7 +293,7 @@ def _save_with_fault(kind: Kind, store: Path, name: str, index: int, code: int, 
 
 
 def _be_hostile(root: Path, tally: Tally) -> int:
-    """Test hostile files (R9). Return the bytes of memory that the process gained."""
+    """Test hostile files. Return the bytes of memory that the process gained."""
     cases = {"window": hostile_windows(), "dense": hostile_checkpoints()}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for kind in KINDS:

@@ -221,8 +221,8 @@ def _shared_memory() -> set[str]:
 
 
 def _held_by_nobody(names: set[str]) -> list[str]:
-    """Return those of these shared memory files that no living process has mapped. Another job may run at the same
-    time, and its files are not leftovers."""
+    """Return the names of the shared memory files in ``names`` that no living process has mapped. Another job may run
+    at the same time, and its files are not leftovers."""
     mapped = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

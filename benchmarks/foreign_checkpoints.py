@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.errors import CheckpointError, DataError
 from megatron_ft.testing.ranks import Rank, compose, run_ranks
 
@@ -42,8 +42,8 @@ _JOB = (
     "checkpoint.keep_last=0",
 )
 Action = Callable[[random.Random, Path, Path], str]
-"""Changes a folder that contains the run's own samples; all samples are available in another folder. Returns the
-outcome that must follow, as ``judge`` expects it."""
+"""Function that changes a folder with the run's own samples. Its last argument is a folder with all samples. It returns
+the expected outcome, in the form of the argument ``expected`` of ``judge``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,8 +155,8 @@ def _start_dense(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, 
 
 
 def _start_window(trainer: Any, folder: Path, samples: Any) -> tuple[int | None, bool, str]:
-    """Do the same as ``_start_dense`` with windows. It compares the bytes of all tensors with which a replay would
-    begin."""
+    """Start the rank and load a window. Return the same values as ``_start_dense``. The compared tensors are those with
+    which a replay would begin."""
     from benchmarks.foreign_samples import ITERATIONS, OWN, window_payload
 
     try:

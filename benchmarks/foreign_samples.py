@@ -11,13 +11,13 @@ import torch
 
 from megatron_ft.config.identity import JobIdentity, Settings, settings_of
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state
 from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.optimizer.adamw import allocate_state
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE
-from megatron_ft.mcore.state.digest import named_state, state_digest
+from megatron_ft.mcore.state.tensors import named_state, state_digest
 from megatron_ft.mcore.training.trainer import Trainer
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
 from megatron_ft.snapshot.storage.window_file import write_window
@@ -32,7 +32,7 @@ OTHERS: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"optimizer.weight_decay": 0.2},
     "schedule": {"optimizer.lr": 0.002},
 }
-"""Jobs of the same run and with the same shapes: the keys that differ, by what they change."""
+"""Overrides of further jobs of the same run, with the same tensor shapes, by the kind of setting that they change."""
 JOBS = (OWN, "run", *OTHERS)
 """Names of all jobs. ``run`` has the random id of another run; everything else is equal to the run's own job."""
 _UNITS = [Unit(operator=OperatorId(layer=0, kind="embedding")), Unit(operator=OperatorId(layer=3, kind="head"))]

@@ -38,8 +38,8 @@ def generations_of(run: JobResult, starts: Sequence[float] | None = None) -> lis
     """Return all generations of a run, oldest first.
 
     Args:
-        starts: Unix times at which all generations except the first began. None uses the restarts that the run
-            reported.
+        starts: Unix times at which all generations except the first began. If None, the restarts that the run reported
+            are used.
     """
     events = run.records()
     if starts is None:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(__doc__, argv)
     import torch
 
-    from megatron_ft.snapshot.capture import copier
+    from megatron_ft.snapshot.capture import capture
     from tools.gpu.timing import seconds_of
 
     device = torch.device(device_type())
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = torch.ones(sum(sizes), dtype=torch.uint8, device=device)
     memory = torch.zeros(sum(sizes), dtype=torch.uint8)
     if device.type == "cuda":
-        copier.pin(memory)
-    batch = copier.CopyBatch.of(sources, list(memory.split(sizes)))
-    opened = copier.open_copier(device)
+        capture.pin(memory)
+    batch = capture.CopyBatch.of(sources, list(memory.split(sizes)))
+    opened = capture.open_copier(device)
 
     def capture() -> None:
         opened.start(batch)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete = bool((memory == 1).all())
     opened.close()
     if device.type == "cuda":
-        copier.unpin(memory)
+        capture.unpin(memory)
     share = statistics.median(shares)
     return finish(
         arguments.out,

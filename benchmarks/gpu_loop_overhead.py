@@ -1,7 +1,8 @@
 """Claim ``gpu-loop-overhead``: on a GPU, the project's loop takes hardly longer than a hand-written Megatron loop.
 
 Both loops train the same two layers in one process, in alternating iterations; the order within a pair changes from
-pair to pair. The project's loop includes the commit vote and the undo record. Snapshots and reports are switched off.
+pair to pair. The project's loop includes the commit vote and the rollback record. Snapshots and reports are switched
+off.
 """
 
 import statistics

@@ -22,7 +22,7 @@ class Change:
     iteration: int
     """Newest iteration of the state with which the change begins."""
     lose: tuple[int, ...]
-    """Nodes that leave, in rising order. A node that comes back at once as a new process is in ``lose`` and
+    """Nodes that leave, in rising order. A node that comes back at once as a new process is in both ``lose`` and
     ``join``."""
     join: tuple[int, ...]
     """Nodes that join, in rising order."""

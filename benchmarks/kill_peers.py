@@ -243,7 +243,7 @@ class TorchftJob:
     outputs: dict[int, Path]
 
     def fault(self, rng: random.Random) -> Fault:
-        """Kill one replica at a random moment. Raises TimeoutError if the others do not continue."""
+        """Kill one replica at a random moment. Raises TimeoutError if the other replicas do not continue."""
         living = sorted(self.replicas)
         wait_for(lambda: all(self._settled(number, len(living)) for number in living), self._alive, "settled replicas")
         steps = records_of(self.outputs[living[0]])[-SETTLED:]

@@ -55,7 +55,7 @@ HEARTBEAT_SECONDS = 2.0
 ALLOWED_SECONDS = {50: 0.5, 95: 1.2}
 """Allowed time in addition to one iteration, by the percentage of faults that must not exceed it."""
 NO_TIMEOUT_SECONDS = 5.0
-"""Half of the shortest timeout that could explain a measured time."""
+"""Time that no fault may reach. It is half of the shortest timeout, so a shorter time cannot result from a timeout."""
 SEED = 20261121
 TIMEOUT_SECONDS = 240.0
 WARM = "megatron_ft.mcore.rank_main:warm"

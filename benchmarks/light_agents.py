@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import Position
 from megatron_ft.testing.votes import vote_of
 
 HEARTBEAT_SECONDS = 1.0
@@ -160,7 +160,7 @@ class LightAgent:
         return {"iteration": self.iteration, "phase": "backward"}
 
     def _words(self, rank: Rank) -> Message:
-        """Return the progress of a rank. All ranks are after the same iteration, with the same vote."""
+        """Return the progress of a rank. All ranks report the same completed iteration and the same vote."""
         traceback = "Traceback (most recent call last):\n".ljust(TRACEBACK_BYTES, ".")
         about = {"at_seconds": time.time(), "error": "RuntimeError: a peer has gone", "exit_code": None}
         return {**self._position(rank), "traceback": traceback, **self._place(), **about}

@@ -25,7 +25,8 @@ _FIRST_ITERATION = 14
 _MOST_APART = 14
 """Largest number of iterations between two faults, which is more than two windows."""
 _LEAST_REPLAY = 6
-"""Iterations before a fault that must cause a replay of at least ``_MOST_REPLAYED`` iterations."""
+"""Smallest number of iterations between two faults if the second one hits a replay. So many iterations make the replay
+long enough for the fault."""
 _MOST_REPLAYED = 4
 _SETTLED = 24
 """Number of iterations in which each rare phase occurs."""
@@ -156,8 +157,8 @@ def formed_by(events: Sequence[Event]) -> tuple[int, set[int]]:
 
 
 def jobs_of(seed: int, *, quick: bool) -> list[FaultJob]:
-    """Return jobs with every layout, two for each: each with half of the phases and of the pairs of faults, the second
-    one with a spare."""
+    """Return two jobs for each layout. Each job has half of the phases and half of the pairs of faults; the second job
+    has a spare."""
     layouts = [LAYOUTS[4]] if quick else list(LAYOUTS)
     jobs = []
     for index, layout in enumerate(layouts):
@@ -198,11 +199,11 @@ def _killing_nodes(number: int, layout: Layout) -> FaultJob:
 
 
 def _in_order(groups: Sequence[Sequence[Row]], rng: random.Random) -> list[Row]:
-    """Return the faults with their numbers, the memberships that they end, and the iterations at which their groups
-    begin.
+    """Return the faults. Each fault gets its number and the membership that it ends; the first fault of a group also
+    gets its iteration.
 
-    A membership continues after an iteration that no living rank has undone, so the iterations are known in advance. An
-    iteration after all earlier faults is never a replayed one.
+    A recovery undoes no committed iteration, so each fault's iteration can be chosen before the job runs. It comes
+    after the iterations of all earlier faults, so it is not a replayed iteration.
     """
     faults: list[Row] = []
     iteration, generation = _FIRST_ITERATION, 0

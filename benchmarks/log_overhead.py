@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.planning.upstream_log import iterations_kept, log_bytes
 from megatron_ft.testing.ranks import Rank, compose, run_ranks

@@ -1,8 +1,8 @@
 """Claim ``loop-overhead``: CPU time that the project adds to a hand-written Megatron loop.
 
 Both loops train the same model in one process, in alternating iterations; the order within a pair changes from pair to
-pair. The project's loop includes all work of a rank: vote, undo record, progress, metrics, expert loads. The work of
-the launcher, its sinks and the node processes is not included.
+pair. The project's loop includes all work of a rank: vote, rollback record, progress, metrics, expert loads. The work
+of the launcher, its sinks and the node processes is not included.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
 
 ID = "loop-overhead"

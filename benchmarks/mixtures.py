@@ -19,9 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.model.transformer_config import build_transformer_config
-from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
-from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
-from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.replica_layer import ReplicaGradients, ReplicaMixtureLayer, Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
 from megatron_ft.planning import dispatch as rule
 from megatron_ft.planning.placement.overlap_search import OverlapSearch

@@ -18,8 +18,7 @@ from typing import Any
 from benchmarks.payload_ranks import be
 from megatron_ft.control.ports import free_port
 from megatron_ft.framing import FrameReader, Message, send
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import NextMembership, Target
 
 
 class PayloadJob:

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.config.parallel import ParallelConfig
-from megatron_ft.control.node.agent_client import AgentClient, Identity
-from megatron_ft.control.node.worker_client import RankContext, StopFlag
+from megatron_ft.config.job import ParallelConfig
+from megatron_ft.control.node.worker_client import AgentClient, Identity, RankContext, StopFlag
 from megatron_ft.errors import ControlError
 from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
-from megatron_ft.runtime.transport import held_groups, waits
-from megatron_ft.runtime.transport.hang_up import Opening, open_sockets
+from megatron_ft.planning.recovery.membership import NextMembership, Position
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import Opening, open_sockets
 
 NUM_ELEMENTS = 60 * 279_621
 """Number of float32 values in a payload: slightly more than 64 MiB, and divisible by 2 to 6 ranks."""
@@ -147,7 +145,7 @@ class _Rank:
         Raises:
             ControlError: the job has ended.
         """
-        waits.install()
+        abort.install()
         following = first
         while True:
             failure, about = self._attempt(following)
@@ -164,11 +162,11 @@ class _Rank:
             began = time.monotonic()
             dissolve_groups()
             seconds = time.monotonic() - began
-            self._worker.report({**about, "release_seconds": seconds, "num_held": held_groups.num_held()})
+            self._worker.report({**about, "release_seconds": seconds, "num_held": abort.num_held()})
 
     def _attempt(self, following: NextMembership) -> tuple[str, dict[str, Any]]:
-        """Run operations until one fails. Return its traceback and what the operation was. No reference to a group
-        remains."""
+        """Run operations until one fails. Return the traceback and a description of this operation. Afterwards nothing
+        refers to a process group."""
         before = open_sockets()
         groups = self._form(following)
         traffic, payloads = _Traffic(before), Payloads(groups.pg_collection.dp)
@@ -178,7 +176,7 @@ class _Rank:
             ordered.append(time.monotonic())
             transports.hang_up(reason)
 
-        self._worker.on_break(hang_up)
+        self._worker.on_break(abort)
         began, received = time.monotonic(), 0
         operation = payloads.all_reduce
         try:

@@ -15,9 +15,9 @@ import psutil
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.admin import ControllerAddress
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import ControllerSpec
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import new_token
 from megatron_ft.framing import Message
 

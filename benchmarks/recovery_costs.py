@@ -13,9 +13,8 @@ from benchmarks.stage_times import LOADS, NOTHING, TOKENIZER_VOCAB_SIZE, Kind, P
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.cost.pipeline_clock import IterationSeconds, StageSeconds
 from megatron_ft.planning.pipeline import PipelineShape
-from megatron_ft.planning.snapshot.activations import Activations
 from megatron_ft.planning.snapshot.orders import HardCount, LayerOrder
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import Activations, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
@@ -145,7 +144,8 @@ def _micro_job() -> JobConfig:
 
 
 def activations_of(num_layers: int) -> Activations:
-    """Return the inputs of experts. Each layer has those of the layer in the stage that was measured in its place."""
+    """Return the tokens of each expert. Each layer has the loads of the kind of stage (first, middle, last) that was
+    measured in its place."""
     rows: Mapping[Kind, tuple[int, ...]] = dict(zip(("first", "middle", "last"), LOADS, strict=True))
     layers = tuple(range(1, num_layers + 1))
     return Activations(layers=layers, tokens=(tuple(rows[kind_of(layer - 1, num_layers)] for layer in layers),))

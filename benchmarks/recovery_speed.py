@@ -170,7 +170,7 @@ def paper_table(found: Sequence[Comparison]) -> Table:
         for one in found
         if one.size == ABLATION_SIZE and not one.send_seconds and one.case.num_stages == PAPER_STAGES
     ]
-    return _table(f"The same of {PAPER_STAGES} stages of a wider model", rows)
+    return _table(f"Localized replay against global rollback, {PAPER_STAGES} stages of a wider model", rows)
 
 
 def _table(title: str, rows: list[list[str]]) -> Table:

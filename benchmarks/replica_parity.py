@@ -17,7 +17,7 @@ from benchmarks import parity
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
 
 ID = "replica-parity"
@@ -118,13 +118,12 @@ def _moves(runs: Path, world_size: int) -> dict[str, Any]:
 
 
 def _shared_name(name: str, rank: int) -> str:
-    """Return the name under which a tensor is compared. Experts have only their name; other state (shards of optimizer
-    state) has rank and name."""
+    """Return the name under which a tensor is compared. For experts this is the name alone. For other state (shards of
+    optimizer state) it consists of rank and name."""
     return name if ".experts." in name else f"{rank}/{name}"
 
 
 def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
-    from megatron_ft.mcore.moe.migration import migrate
 
     trainer, _ = join(config, rank)
     for iteration in range(1, 4):
@@ -133,7 +132,7 @@ def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
     keeper = trainer.placement
     keeper.loads = [[[float(tokens) for tokens in reversed(LOADS)]] * 4]
     migration = keeper.adopt(keeper.propose())
-    migrate(trainer.engine, keeper.replicas(), migration)
+    trainer.engine.migrate(keeper.replicas(), migration)
     return {"rank": rank.rank, "before": before, "after": _digests(trainer), "moved": len(migration.transfers)}
 
 
@@ -197,7 +196,7 @@ def _history(runs: Path, world_size: int, iterations: int) -> dict[str, Any]:
 def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
     trainer, _ = join(config, rank)
     rows = []
-    from megatron_ft.mcore.state.digest import state_digest
+    from megatron_ft.mcore.state.tensors import state_digest
 
     for iteration in range(1, config.training.train_iterations + 1):
         trainer.iterate(iteration)
@@ -209,13 +208,13 @@ def _run(config: JobConfig, rank: Rank) -> dict[str, Any]:
 
 
 def _digests_of(tensors: dict[str, Any]) -> dict[str, str]:
-    from megatron_ft.mcore.state.digest import tensor_digest
+    from megatron_ft.mcore.state.tensors import tensor_digest
 
     return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 
 def _master_digests(trainer: Any) -> dict[str, str]:
-    from megatron_ft.mcore.optimizer.masters import MOMENTS, masters
+    from megatron_ft.mcore.optimizer.adamw import MOMENTS, masters
 
     found = {}
     for master in masters(trainer.engine.model_chunks, trainer.engine.optimizer):

@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.processor import process_cpu_seconds
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
+from megatron_ft.planning.snapshot.plan import Piece
 from megatron_ft.snapshot.server.client import REPLICATED_START, KeeperClient
 from megatron_ft.snapshot.window import Slice
 from megatron_ft.testing.ranks import Rank, compose, run_ranks

@@ -203,7 +203,7 @@ class Bench:
 
 
 def allowed(row: Row) -> bool:
-    """Return whether a row makes sense: with one rank there is no rank 1, and a victim needs a kill."""
+    """Return whether a row is possible: a job with one rank has no rank 1, and only a kill has a victim."""
     second = row["killed_rank"] == 1
     return not second or (row["layout"] != "dp1" and row["stop"] in KILLED_IN)
 

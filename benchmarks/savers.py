@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from megatron_ft.config.snapshot import SnapshotConfig
+from megatron_ft.config.job import SnapshotConfig
 from megatron_ft.events import Record, SnapshotPlanned, SnapshotProblem, WindowDelayed
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-from megatron_ft.mcore.training.iteration import IterationResult
+from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.trainer import Trainer
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.snapshot.server.client import KeeperClient
 
 WAIT_SECONDS, POLL_SECONDS = 120.0, 1e-3

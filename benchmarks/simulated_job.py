@@ -196,7 +196,7 @@ class Job(Ranks):
         found.validate()
         self.placement = found.placement
         held = {expert for by_rank in self.placement.slots[0] for expert in by_rank}
-        assert held == set(range(NUM_EXPERTS)), "the plan does not hold every expert"
+        assert held == set(range(NUM_EXPERTS)), "the plan does not contain every expert"
         self.order(members, lambda rank: self.go_on(rank, step))
 
     def refill(self, step: Step, members: Sequence[Rank]) -> None:
@@ -257,23 +257,25 @@ class Job(Ranks):
         assert self.decided[before.generation] <= 1, f"generation {before.generation} was ended twice"
         assert after.generation - before.generation == (step.decision in (Decision.RESTART, Decision.REFORM))
         if after.phase in BREAKABLE:
-            assert self.policy.fewest_nodes <= len(after.members) <= self.policy.most_members, "too few or too many"
-        assert len(after.members) == len(set(after.members)), "a node came back twice"
+            assert self.policy.fewest_nodes <= len(after.members) <= self.policy.most_members, (
+                "the number of members is outside its limits"
+            )
+        assert len(after.members) == len(set(after.members)), "a node is a member twice"
         if self.policy.keeps_layout:
-            assert step.decision is not Decision.CHANGE, "places changed hands without a loss"
+            assert step.decision is not Decision.CHANGE, "nodes changed places although none was lost"
         else:
-            assert list(after.members) == sorted(after.members), "ranks lost their order"
+            assert list(after.members) == sorted(after.members), "members are not in ascending order"
         if step.decision is Decision.REFORM:
             self.check_members(before, step)
         elif step.decision is not Decision.RESTART:
-            assert after.members == before.members, "members changed without a word"
+            assert after.members == before.members, "members changed without a decision"
         if step.decision is Decision.CHANGE:
             self.changed[before.generation] += 1
             assert self.changed[before.generation] == 1, "two changes were ordered in one generation"
-            assert set(step.nodes) <= set(before.members), "who is no member cannot leave"
+            assert set(step.nodes) <= set(before.members), "a node leaves that is not a member"
         if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
             assert not set(step.nodes) & (set(before.members) - before.nodes.lost), (
-                "members were taken for joining nodes"
+                "a member is started or killed as a joining node"
             )
 
     def check_members(self, before: State, step: Step) -> None:
@@ -284,13 +286,13 @@ class Job(Ranks):
             self.check_places(before, step)
             return
         came, went = members - set(before.members), set(before.members) - members
-        assert not members & before.nodes.lost, "a lost node came back"
-        assert came == set(reform.joining), "a node came back without a word"
-        assert went == set(reform.lost) | set(reform.leaving), "a node went without a word"
+        assert not members & before.nodes.lost, "a lost node is a member"
+        assert came == set(reform.joining), "a new member is not among the joining nodes"
+        assert went == set(reform.lost) | set(reform.leaving), "a member left that was neither lost nor drained"
         for node in came:
             for number in self.policy.ranks_of(node):
                 rank = self.ranks[number]
-                assert rank.generation == WAITING and number in before.connected, "a node came that did not wait"
+                assert rank.generation == WAITING and number in before.connected, "a rank joins that did not wait"
         self.counts["joined nodes"] += len(came)
         self.counts["left nodes"] += len(reform.leaving)
         self.counts["replaced nodes"] += min(len(came), len(reform.lost))
@@ -302,21 +304,23 @@ class Job(Ranks):
         assert reform is not None
         for place, (former, node) in enumerate(zip(before.members, step.state.members, strict=True)):
             numbers = tuple(range(place * size, (place + 1) * size))
-            assert (former in reform.lost) == (node in reform.joining), "a place was taken from a living node"
+            assert (former in reform.lost) == (node in reform.joining), "a node that was not lost has lost its place"
             assert former in reform.lost or former == node, "ranks changed places"
             expected = (None,) * size if node in reform.joining else numbers
             assert reform.previous_ranks[numbers[0] : numbers[-1] + 1] == expected, "ranks changed numbers"
             assert reform.nodes[numbers[0] : numbers[-1] + 1] == (node,) * size, "ranks changed nodes"
             for number in self.policy.ranks_of(node) if node in reform.joining else ():
                 has_waited = self.ranks[number].generation == WAITING and number in step.state.connected
-                assert has_waited and number not in step.state.gone, "a node came that did not wait"
-        assert not set(step.nodes) & (set(step.state.members) | step.state.nodes.waiting), "new ranks would be killed"
-        assert before.nodes.lost & set(before.members) <= set(reform.lost), "a lost node kept its place"
+                assert has_waited and number not in step.state.gone, "a rank joins that did not wait"
+        assert not set(step.nodes) & (set(step.state.members) | step.state.nodes.waiting), (
+            "ranks of the new membership would be killed"
+        )
+        assert before.nodes.lost & set(before.members) <= set(reform.lost), "a lost node has kept its place"
         self.counts["filled places"] += len(reform.lost)
         self.counts["places filled by their own node"] += len(set(reform.lost) & set(reform.joining))
 
     def check_reform(self, before: State, step: Step) -> None:
-        """Check that all continuing ranks have reported, and that no iteration completed by a living rank is undone."""
+        """Check that all continuing ranks have reported, and that no living rank rolls back a completed iteration."""
         assert step.reform is not None
         target = step.reform.target.iteration
         heard = {position.rank for position in step.reform.positions}
@@ -324,10 +328,10 @@ class Job(Ranks):
             if rank.node in step.reform.joining:
                 continue
             assert self.policy.number_among(before.members, rank.start_rank) in heard, "a rank has not reported"
-            assert rank.waits or not rank.is_alive, "a rank works on while others are asked"
-            assert rank.completed <= target, "a completed iteration would be undone"
+            assert rank.waits or not rank.is_alive, "a rank continues to train while the others report"
+            assert rank.completed <= target, "a completed iteration would be rolled back"
             settled = 0 if rank.settled is None else rank.settled.iteration
-            assert settled <= target, "a settled iteration would be undone"
+            assert settled <= target, "an iteration with a complete vote would be rolled back"
 
     def check_end(self) -> None:
         """Check that all ranks that finished have the same history: every iteration once, in order, with one vote
@@ -335,9 +339,9 @@ class Job(Ranks):
         done = [rank for rank in self.ranks_of.get(self.state.generation, []) if rank.is_done]
         for rank in done:
             assert [vote.iteration for vote in rank.history] == list(range(1, LAST_ITERATION + 1))
-            assert rank.history == done[0].history, "two ranks have another history"
+            assert rank.history == done[0].history, "two ranks have different histories"
             generations = [vote.generation for vote in rank.history]
-            assert generations == sorted(generations), "an older membership had the last word"
+            assert generations == sorted(generations), "a vote is of an older generation than the vote before it"
         self.counts["finished jobs" if done else "ended jobs"] += 1
 
     @staticmethod

@@ -28,7 +28,7 @@ class Nodes:
         self.sessions = [-1] * most
         """Number of earlier agent processes of each node."""
         self.is_over = [True] * most
-        """Whether the controller has given up the newest process of each node."""
+        """Whether the controller counts the newest agent process of each node as lost."""
         self.has_agent = [False] * most
         """Whether the agent of each node is alive."""
         self.starts: dict[int, int] = {}
@@ -123,8 +123,8 @@ class Nodes:
         self._unless_begun_again(self.delay(), node, lambda: self.lose_agent(node))
 
     def cut_off(self, node: int, seconds: float) -> None:
-        """Cut off a node for a time. Its agent process ends by itself, unless it hangs; then the controller gives it
-        up."""
+        """Cut off a node for a time. Its agent process ends by itself. If it hangs instead, the controller counts it as
+        lost."""
         self.cut_until[node] = self.now + seconds
         if seconds >= LOST_CONTROLLER_SECONDS and self.random.random() < 0.5:
             self._unless_begun_again(LOST_CONTROLLER_SECONDS, node, lambda: self.end_agent(node))

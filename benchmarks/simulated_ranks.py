@@ -1,4 +1,4 @@
-"""Simulates the ranks of a job. They do what the commit protocol allows, and they die."""
+"""Simulates the ranks of a job. They follow the commit protocol, and can die at any time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from benchmarks.simulated_nodes import HEARTBEAT_SECONDS, Nodes
 from megatron_ft.control.membership.events import RankBroken, RankExited, RankHung, RankReported
 from megatron_ft.control.membership.state import Step
-from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.iteration import Vote
+from megatron_ft.planning.recovery.membership import Position
 
 LAST_ITERATION = 12
 WAITING = -1
@@ -73,7 +73,7 @@ class Ranks(Nodes):
             has_agent = self.has_agent[node] and not self.is_over[node]
             for number in self.policy.ranks_of(node):
                 former = self.ranks.get(number)
-                assert former is None or not former.is_alive, "a rank was started beside one that lives"
+                assert former is None or not former.is_alive, "a rank was started although its predecessor lives"
                 is_joining = generation == WAITING
                 rank = Rank(number, node, start, generation, has_state=not is_joining, is_alive=has_agent)
                 self.ranks[number] = rank
@@ -207,12 +207,12 @@ class Ranks(Nodes):
             return
         rank.has_state = had_state or not replays
         if rank.completed < target.iteration:
-            assert target.vote is not None and rank.contributed == target.iteration, "it cannot finish"
+            assert target.vote is not None and rank.contributed == target.iteration, "the rank cannot finish it"
             rank.history.append(target.vote)
             self.counts["finished"] += 1
         elif rank.contributed > target.iteration:
             self.counts["undone"] += 1
-        assert rank.completed == target.iteration, f"at {rank.completed}, not {target.iteration}"
+        assert rank.completed == target.iteration, f"the rank is at iteration {rank.completed}, not {target.iteration}"
         rank.settled = rank.history[-1] if rank.history else None
         rank.contributed = rank.completed
         rank.generation, rank.is_broken, rank.is_standing = step.state.generation, False, False

@@ -1,11 +1,11 @@
 """Claim ``slurm-node-death``: node failures in a real Slurm job do not change a bit of the training.
 
 slurmctld runs on this machine, and one slurmd per node in its own namespaces. ``sbatch`` starts jobs with overrides on
-five nodes, in some trials with a spare. In the trials, the first process of a node is killed by kill -9 at a random
-moment, after the node was cut off the network; the same happens while slurmctld is dead, and to jobs that are arrays; a
-node is partitioned and returns; an administrator drains a node. The other nodes continue by replicas. With two pipeline
-stages, a spare takes the place of the lost node and replays. Every loss and every rank's state after every iteration
-are compared with a reference, with ``atol=0``.
+five nodes, in some trials with a spare. In the trials, a node is cut off from the network and its first process is
+killed by kill -9 at a random moment, also while slurmctld is dead; or a node is partitioned and returns; or an
+administrator drains a node. Some jobs are arrays. The other nodes continue from replicas. With two pipeline stages, a
+spare takes the place of the lost node and replays. Every loss and every rank's state after every iteration are compared
+with a reference, with ``atol=0``.
 """
 
 import random
@@ -39,7 +39,7 @@ TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
     "a dead node, replicas and a spare": lambda lab, name: replicas(lab, name, dead_node(3), spares=1),
     "a dead node, two stages and a spare": lambda lab, name: spare_takes_over(lab, name, dead_node(1)),
     "a dead node while slurmctld is dead": lambda lab, name: replicas(lab, name, without_slurmctld(3)),
-    "a partition from which the node wakes": lambda lab, name: replicas(lab, name, zombie(2)),
+    "a partition that ends": lambda lab, name: replicas(lab, name, zombie(2)),
     "an array: a dead node, replicas": lambda lab, name: replicas(lab, name, dead_node(2), is_array=True),
     "an array: a dead node, two stages and a spare": lambda lab, name: spare_takes_over(
         lab, name, dead_node(1), is_array=True
@@ -48,7 +48,7 @@ TRIALS: dict[str, Callable[[Lab, str], Trial]] = {
     "an array: a dead node while slurmctld is dead": lambda lab, name: replicas(
         lab, name, without_slurmctld(3), is_array=True
     ),
-    "an array: a partition from which the node wakes": lambda lab, name: replicas(lab, name, zombie(2), is_array=True),
+    "an array: a partition that ends": lambda lab, name: replicas(lab, name, zombie(2), is_array=True),
     "an array: a drained node": lambda lab, name: replicas(lab, name, drained(4), is_array=True),
 }
 QUICK_NODES = 2

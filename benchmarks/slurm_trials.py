@@ -194,7 +194,7 @@ def spare_takes_over(
 
 
 def dead_node(node: int) -> Callable[[SlurmJob, Trial], None]:
-    """Return a fault that cuts a node off the network and kills its first process by kill -9."""
+    """Return a fault that cuts a node off from the network and kills its first process by kill -9."""
 
     def fault(job: SlurmJob, trial: Trial) -> None:
         job.cluster.kill_node(job.host_of(node))

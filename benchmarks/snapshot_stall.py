@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.processor import process_cpu_seconds, thread_cpu_seconds, thread_minor_faults, thread_named
 from benchmarks.report import finish, parse_arguments
 from benchmarks.stall_figures import DCP, DCP_SHARED, MEGATRON, OURS, Row, judge, summary, table
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.snapshot import SnapshotConfig
-from megatron_ft.corpus.check import check_data
+from megatron_ft.config.job import JobConfig, SnapshotConfig
+from megatron_ft.corpus.samples import check_data
 from megatron_ft.testing.ranks import Rank, compose, run_ranks
 from megatron_ft.testing.snapshot_servers import Cluster, cluster
 

@@ -11,7 +11,8 @@ NUM_ITERATIONS, QUICK_ITERATIONS = 40, 20
 SEED = 20260413
 MEMORY, NOTHING, PERSISTED = "memory", "nothing", "persisted"
 REPLAY = -1
-"""Iteration of a fault that happens while its generation replays: the first iteration that passes the phase."""
+"""Value for the iteration of a fault that happens during the replay of its generation. The first replayed iteration
+that reaches the phase is hit."""
 MIN_WINDOW_ITERATIONS = 3
 
 _ORDERS = "megatron_ft.planning.snapshot.orders"

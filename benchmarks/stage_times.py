@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import JobConfig, ParallelConfig
 from megatron_ft.operators import OperatorId, operators_of, padded_vocab_size
 from megatron_ft.planning.cost.pipeline_clock import PassSeconds
 from megatron_ft.testing.ranks import Rank, compose, join_groups, run_ranks
@@ -162,8 +161,8 @@ class _Stage:
 
     def _run(self, operators: Collection[OperatorId]) -> None:
         """Run one iteration as ``Replayer`` does in a replay, but without the comparison with other ranks."""
-        from megatron_ft.mcore.optimizer import commit
-        from megatron_ft.mcore.recovery.replay import frozen, parameters_of, synchronous_reduction
+        from megatron_ft.mcore.optimizer import adamw
+        from megatron_ft.mcore.snapshot.local_window import frozen, parameters_of, synchronous_reduction
 
         engine = self.engine
         config = engine.transformer_config
@@ -172,9 +171,9 @@ class _Stage:
             engine.before_reduction = thaw
             engine.take_place()
             engine.accumulate(engine.iteration + 1)
-        commit.prepare_known(engine.optimizer, found_inf=False, without=unchanged)
-        commit.update(engine.optimizer, self.config.optimizer.clip_grad, 1.0)
-        commit.gather(engine.optimizer, engine.model_chunks)
+        adamw.prepare_known(engine.optimizer, found_inf=False, without=unchanged)
+        adamw.update(engine.optimizer, self.config.optimizer.clip_grad, 1.0)
+        adamw.gather(engine.optimizer, engine.model_chunks)
         engine.iteration += 1
 
 

@@ -177,7 +177,7 @@ def places(name: str, counts: tuple[int, ...], num_slots: int) -> list[set[int]]
 
 
 def failing(held: Sequence[set[int]]) -> int:
-    """Return how many of the losses of three out of five nodes lose an expert."""
+    """Return the number of ways to lose three of five nodes in which an expert is lost."""
     return sum(any(nodes <= set(lost) for nodes in held) for lost in combinations(range(1, 6), 3))
 
 

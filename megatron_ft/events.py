@@ -13,8 +13,8 @@ from megatron_ft.membership_events import *  # noqa: F403 (all events are read f
 from megatron_ft.records import RECORDS as RECORDS
 from megatron_ft.records import SCHEMA_VERSION, Note, Record, field_types
 from megatron_ft.records import schema as schema
+from megatron_ft.serde import JsonValue, decode
 from megatron_ft.snapshot_events import *  # noqa: F403
-from megatron_ft.strict_json import JsonValue, decode, to_number
 
 # A job of thousands of ranks would fill the terminal.
 _MOST_PROCESSES_NAMED = 8
@@ -47,7 +47,8 @@ class Metrics(Record):
         own = {name: values[name] for name in ("time_unix_seconds", "iteration") if name in values}
         if "iteration" not in own:
             raise ValueError("metrics.iteration: is required")
-        figures = {name: to_number(value, name) for name, value in values.items() if name not in own}
+        rest = {name: value for name, value in values.items() if name not in own}
+        figures = {name: v if type(v) is int else decode(float, v, name) for name, v in rest.items()}
         hints = field_types(cls.kind)
         return cls(values=figures, **{name: decode(hints[name], own[name], f"metrics.{name}") for name in own})
 

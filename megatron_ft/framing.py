@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ft.errors import ControlError
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 Message = dict[str, Any]
 

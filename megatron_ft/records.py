@@ -14,7 +14,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_type_hints
 
-from megatron_ft.strict_json import JsonValue, decode, encode, type_name
+from megatron_ft.serde import JsonValue, decode, encode, type_name
 
 _KINDS: dict[str, type["Record"]] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,99}")
@@ -151,7 +151,7 @@ def schema() -> dict[str, JsonValue]:
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],
             "fields": {
-                name: {"type": type_name(hint), "required": name in _required(kind)}
+                name: {"type": type_name(hint).removesuffix(" or null"), "required": name in _required(kind)}
                 for name, hint in field_types(kind).items()
             },
         }

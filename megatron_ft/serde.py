@@ -1,20 +1,21 @@
-"""Converts dataclasses to JSON and back, and checks the type and the ``Annotated`` bounds of each field.
+"""Converts typed values to strict JSON and back, and checks the type and the ``Annotated`` bounds of each field.
 
 ``encode`` converts a dataclass to JSON values, ``decode`` converts them back. ``decode`` raises a ``ValueError`` that
-names the field if a field is missing or unknown, has a wrong type, or has a length or number out of bounds.
+names the field if a field is missing or unknown, has a wrong type, or has a length or number out of bounds. Numbers
+that JSON lacks become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
 """
 
+import json
 import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatron_ft.strict_json import JsonValue
-
-T = TypeVar("T")
+JsonValue = Any
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _MAX_SHOWN = 100
 
 
@@ -34,8 +35,24 @@ class Length:
     high: int
 
 
+def parse_json(content: bytes | str) -> JsonValue:
+    """Parse JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, not UTF-8, or nested too deeply.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        # Input of a peer or a file must not end the process by the depth of its brackets.
+        raise ValueError("nested too deep") from None
+
+
 def encode(value: Any) -> JsonValue:
     """Convert a dataclass, an enum or a collection to JSON values. Tuples become lists; keys become strings."""
+    if isinstance(value, float):
+        # Standard JSON has no such numbers, and other readers refuse a file with Python's ``NaN``.
+        return value if math.isfinite(value) else ("NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity")
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -80,24 +97,24 @@ def decode(hint: Any, value: JsonValue, where: str = "") -> Any:
         if isinstance(value, str) and value in known:
             return known[value]
     # JSON does not distinguish 1 from 1.0.
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif hint is float and (value in _NOT_FINITE or (isinstance(value, (int, float)) and not isinstance(value, bool))):
         return _to_float(value, where)
     elif origin is None and type(value) is hint:
         return value
-    raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {_type_name(hint)}")
+    raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {type_name(hint)}")
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     """Return the name of a type in terms of JSON, e.g. ``list of int``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _type_name(arguments[0])
+        return type_name(arguments[0])
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if part is types.NoneType else _type_name(part) for part in arguments)
+        return " or ".join("null" if part is types.NoneType else type_name(part) for part in arguments)
     if origin in (tuple, list):
-        return f"list of {_type_name(arguments[0])}"
+        return f"list of {type_name(arguments[0])}"
     if origin is dict:
-        return f"object of {_type_name(arguments[1])}"
+        return f"object of {type_name(arguments[1])}"
     if origin is Literal:
         return " or ".join(repr(known) for known in arguments)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -105,7 +122,7 @@ def _type_name(hint: Any) -> str:
     return str(getattr(hint, "__name__", hint))
 
 
-def _to_float(value: float, where: str) -> float:
+def _to_float(value: float | str, where: str) -> float:
     try:
         # Integers in JSON have any size.
         return float(value)
@@ -118,7 +135,7 @@ def _decode_optional(arguments: tuple[Any, ...], value: JsonValue, where: str, h
     if value is None and len(kinds) < len(arguments):
         return None
     if value is None or len(kinds) != 1:
-        raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {_type_name(hint)}")
+        raise ValueError(f"{where}={value!r:.{_MAX_SHOWN}}: must be {type_name(hint)}")
     return decode(kinds[0], value, where)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import ParallelConfig
 from megatron_ft.errors import ConfigError
 
 

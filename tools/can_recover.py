@@ -21,14 +21,14 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.config.checks.placement import derive_placement
-from megatron_ft.config.devices import on_device, refused_devices
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import on_device, refused_devices
 from megatron_ft.control.admin import AdminClient, JobNotRunning
-from megatron_ft.control.run_id import RUN_ID_NAME, RunId
+from megatron_ft.control.rundir import RUN_ID_NAME, RunId
 from megatron_ft.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegatronFtError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted, WindowCommitted
 from megatron_ft.operators import OperatorId
@@ -39,15 +39,15 @@ from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.losses import Stored
 from megatron_ft.planning.recovery.means import means_of, placer
 from megatron_ft.planning.snapshot.report import SnapshotReport
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.checkpoints import iteration_of, newest_valid
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
-from megatron_ft.strict_json import parse_json
 from megatron_ft.telemetry.read import read_events, read_metrics
 
 NUM_MEASURED = 50
-"""Number of newest iterations. The tool uses their median duration as the duration of an iteration."""
+"""Number of newest iterations from whose median duration the tool estimates times."""
 _VOCABULARY = 1
 """Placeholder for a vocabulary size that only the tokenizer knows. No result of this tool depends on it."""
 
@@ -198,10 +198,7 @@ def read_config(path: Path) -> JobConfig:
 
 def _on_its_device(config: JobConfig, events: Sequence[Record]) -> JobConfig:
     """Return ``config`` with the device that the ranks reported last. If no rank has reported a device, return
-    ``config`` unchanged.
-
-    Before any rank has reported, return ``config`` unchanged.
-    """
+    ``config`` unchanged."""
     reported = [event.device.partition(":")[0] for event in events if isinstance(event, RunStarted) and event.device]
     return on_device(config, reported[-1]) if reported else config
 
@@ -312,7 +309,8 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: LossCost) -> str:
-    """Describe what the remaining nodes have of the current state of the operators, and whether it is used."""
+    """Describe whether the remaining nodes have the current state of all operators, and whether the recovery uses this
+    state."""
     if cost.rung in ("replicas", "localized"):
         return "keep their current state"
     return "have their current state on remaining nodes, but it is not used"

@@ -13,7 +13,7 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_ft.config.data import DataConfig
+from megatron_ft.config.job import DataConfig
 from megatron_ft.corpus.documents import json_documents, text_documents
 from megatron_ft.corpus.indexed import IndexedWriter, token_dtype
 from megatron_ft.corpus.tokenizers import Tokenizer, build_tokenizer, losses

@@ -70,7 +70,7 @@ def test_a_stopped_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert (counts.resumed, counts.complete) == (2, True)
 
 
-def test_other_source_starts_anew(tmp_path: Path) -> None:
+def test_other_source_starts_from_the_beginning(tmp_path: Path) -> None:
     run(Executor(), tmp_path)
     executor = Executor()
     run(executor, tmp_path, source="b")

@@ -63,7 +63,7 @@ def test_what_comes_after_a_join_follows_a_loss() -> None:
     for job in (*jobs_of(1, quick=False), *jobs_of(1, quick=True)):
         for fault, before in zip(job.faults[1:], job.faults, strict=False):
             if fault["moment"] == "joined":
-                assert loss_of(before)[0], "somebody has to come back"
+                assert loss_of(before)[0], "a machine has to come back"
         assert job.faults[0]["moment"] != "joined"
         delays = [float(str(fault["delay"])) for fault in job.faults if "second" in fault]
         assert all(0.02 <= delay <= 0.5 for delay in delays)

@@ -29,7 +29,7 @@ def test_a_node_that_comes_back_at_the_boundary_at_which_it_was_lost_does_both()
     assert "change(lose=[2],join=[2],before_iteration=5)" in scripted([], [order(4, [0, 1, 2], [0, 1, None])], 3)[0]
 
 
-def test_a_newcomer_of_a_membership_that_was_broken_is_one_in_the_next() -> None:
+def test_a_joining_node_of_a_membership_that_was_broken_is_one_in_the_next() -> None:
     # Node 3 joins after iteration 8; before an iteration is committed node 0 is lost.
     orders = [order(2, [0, 1, 2], [0, 1, 2]), order(8, [0, 1, 2, 3], [0, 1, 2, None]), order(8, [1, 2, 3], [1, 2, 3])]
     first, second = changes_of(orders, 4)

@@ -58,7 +58,7 @@ def listener(tmp_path: Path) -> Iterator[Serve]:
     ("answer", "outcome"),
     [(b"", REFUSED), (b'{"op":"error"}', REFUSED), (b'{"op":"hello"}', ANSWERED), (None, SILENT)],
 )
-def test_outcomes_are_told_apart(listener: Serve, answer: bytes, outcome: str) -> None:
+def test_outcomes_are_distinguished(listener: Serve, answer: bytes, outcome: str) -> None:
     assert throw(listener(answer), b"x", wait_seconds=0.2) == outcome
 
 
@@ -131,7 +131,7 @@ def test_what_differs_from_the_job_left_alone_is_named(change: dict[str, object]
     assert dataclasses.replace(TRACE, **change).differences(TRACE) == found  # type: ignore[arg-type]
 
 
-def test_a_process_that_ended_is_told_with_the_attack_before(tmp_path: Path) -> None:
+def test_a_process_that_ended_is_reported_with_the_attack_before(tmp_path: Path) -> None:
     alive = psutil.Process()
     gone = psutil.Popen(["true"])
     gone.wait()

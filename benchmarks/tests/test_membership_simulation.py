@@ -2,16 +2,24 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 
 from benchmarks.membership_simulation import simulate
 from benchmarks.simulated_job import KEEPS_LAYOUT
-from megatron_ft.control.membership import joining, reconfigure, replacing
-from megatron_ft.control.membership.nodes import NodeRecord, NodeState
-from megatron_ft.control.membership.state import MembershipPolicy, Phase, Reform, State, Step
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.control.membership import joining, reconfigure
+from megatron_ft.control.membership.joining import NodeRules
+from megatron_ft.control.membership.state import (
+    MembershipPolicy,
+    Moment,
+    NodeRecord,
+    NodeState,
+    Phase,
+    Reform,
+    State,
+    Step,
+)
+from megatron_ft.planning.recovery.membership import Position, Target
 
 SEEDS = range(60)
 KEEPING = range(KEEPS_LAYOUT - 1, 240, KEEPS_LAYOUT)
@@ -26,7 +34,7 @@ def test_the_decisions_of_the_product_keep_every_rule() -> None:
     assert min(counts[name] for name in ("replaced nodes", "hung ranks found", "silent nodes", "sent again")) > 0
 
 
-@pytest.mark.parametrize(("choose", "broken_rule"), [(min, "would be undone"), (max, "cannot finish")])
+@pytest.mark.parametrize(("choose", "broken_rule"), [(min, "would be rolled back"), (max, "cannot finish")])
 def test_a_target_that_forgets_settled_votes_is_noticed(
     monkeypatch: pytest.MonkeyPatch, choose: Callable[[Iterable[int]], int], broken_rule: str
 ) -> None:
@@ -38,11 +46,11 @@ def test_a_target_that_forgets_settled_votes_is_noticed(
     assert any(broken_rule in failure["error"] for failure in failures)
 
 
-def test_going_on_before_everybody_has_spoken_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    everybody = reconfigure.remaining_ranks
+def test_continuing_before_all_ranks_have_reported_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    remaining = reconfigure.remaining_ranks
 
     def fewer(policy: MembershipPolicy, state: State) -> set[int]:
-        left = everybody(policy, state)
+        left = remaining(policy, state)
         return left if len(state.has_reported) < 2 else left & set(state.has_reported)
 
     monkeypatch.setattr(reconfigure, "remaining_ranks", fewer)
@@ -62,42 +70,37 @@ def test_a_lost_node_that_comes_back_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(reconfigure, "_reform", generous)
     _, failures = simulate(SEEDS)
-    assert any("came back" in failure["error"] for failure in failures)
+    assert any("not among the joining nodes" in failure["error"] for failure in failures)
 
 
-def newcomers(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+def unready_nodes(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...]:
     """Return joining nodes, wrongly including nodes that are not ready."""
     nodes = [record.node for record in state.nodes.joining]
-    return tuple(sorted(nodes[: max(0, policy.most_members - num_staying)]))
+    return tuple(sorted(nodes[: max(0, rules.policy.most_members - num_staying)]))
 
 
-def too_many(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
+def too_many(rules: NodeRules, state: State, num_staying: int) -> tuple[int, ...]:
     """Return all nodes that are ready, wrongly including spares."""
     return tuple(sorted(record.node for record in state.nodes.joining if record.state is NodeState.READY))
 
 
-def nobody(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
+def no_rank_lives(rules: NodeRules, state: State, record: NodeRecord) -> bool:
     """Treat every node, wrongly, as one without ranks."""
     return False
 
 
 @pytest.mark.parametrize(
-    ("modules", "name", "wrong", "broken_rule"),
+    ("name", "wrong", "broken_rule"),
     [
-        ((reconfigure,), "admitted", newcomers, "did not wait"),
-        ((reconfigure, joining), "admitted", too_many, "too many"),
-        ((joining,), "_has_living_rank", nobody, "beside one that lives"),
+        ("admitted", unready_nodes, "did not wait"),
+        ("admitted", too_many, "outside its limits"),
+        ("_has_living_rank", no_rank_lives, "its predecessor lives"),
     ],
 )
-def test_wrong_decisions_about_newcomers_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-    modules: Sequence[ModuleType],
-    name: str,
-    wrong: Callable[..., object],
-    broken_rule: str,
+def test_wrong_decisions_about_joining_nodes_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
 ) -> None:
-    for module in modules:
-        monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(NodeRules, name, wrong)
     _, failures = simulate(SEEDS)
     assert any(broken_rule in failure["error"] for failure in failures)
 
@@ -111,16 +114,16 @@ def test_a_node_that_leaves_in_the_middle_of_an_iteration_is_noticed(monkeypatch
 
     monkeypatch.setattr(reconfigure, "_next", hasty)
     _, failures = simulate(SEEDS)
-    assert any("without a word" in failure["error"] for failure in failures)
+    assert any("neither lost nor drained" in failure["error"] for failure in failures)
 
 
 def test_a_change_that_is_ordered_again_and_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = joining._change
+    change = NodeRules._change
 
-    def forgetful(policy: MembershipPolicy, state: State, now: float) -> Step | None:
-        return change(policy, replace(state, phase=Phase.RUNNING), now)
+    def forgetful(rules: NodeRules, state: State, now: Moment) -> Step | None:
+        return change(rules, replace(state, phase=Phase.RUNNING), now)
 
-    monkeypatch.setattr(joining, "_change", forgetful)
+    monkeypatch.setattr(NodeRules, "_change", forgetful)
     _, failures = simulate(SEEDS)
     assert any("two changes" in failure["error"] for failure in failures)
 
@@ -140,23 +143,23 @@ def in_any_order(state: State) -> tuple[int, ...]:
 
 def not_ready(state: State) -> list[int]:
     """Return joining nodes, wrongly including nodes that are not alive yet."""
-    return [record.node for record in state.nodes.joining][: len(replacing._lost_places(state))]
+    return [record.node for record in state.nodes.joining][: len(joining._lost_places(state))]
 
 
-FILLED = replacing.filled
+FILLED = joining.members_after_filling
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "broken_rule"),
     [
-        ("filled", in_any_order, "place"),
+        ("members_after_filling", in_any_order, "place"),
         ("_ready", not_ready, "did not wait"),
     ],
 )
 def test_wrong_decisions_about_places_are_noticed(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object], broken_rule: str
 ) -> None:
-    monkeypatch.setattr(replacing, name, wrong)
+    monkeypatch.setattr(joining, name, wrong)
     _, failures = simulate(KEEPING)
     assert any(broken_rule in failure["error"] for failure in failures), failures
 

@@ -29,8 +29,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     hit = {"kind": "failpoint_hit", "action": "kill", "phase": "backward", "iteration": 5, "rank": 1}
     run.line("failpoints.jsonl", hit)
-    said = [Record.from_record(line) for line in records_of(run.path / "events.jsonl")]
-    goodput = Goodput.measure([*said, *map(Metrics.from_record, lines)]).summary()
+    output = [Record.from_record(line) for line in records_of(run.path / "events.jsonl")]
+    goodput = Goodput.measure([*output, *map(Metrics.from_record, lines)]).summary()
     run.line("summary.json", {"final_loss": lines[-1]["loss"], "goodput": goodput})
     assert report.main([str(run.path)]) == 0
     return run.path / "report.html"

@@ -63,11 +63,11 @@ def test_a_passed_claim_is_stored_and_shown(folder: Path, capfd: pytest.CaptureF
     shown = tables.short_table({"speed": claim}, newest_results(folder / "results"))
     row = f"| [`speed`](#speed) | speed of a claim | PASS | {result['hardware']['class']} | {result['date']} |"
     assert row in shown
-    for source, said in (("", tables.AS_SHIPPED), ("# changed", tables.OLDER)):
+    for source, output in (("", tables.AS_SHIPPED), ("# changed", tables.OLDER)):
         with (folder / "fake_claim.py").open("a") as script:
             script.write(source)
         shown = tables.full_table({"speed": claim}, newest_results(folder / "results"), root=folder)
-        assert f"| source | {said} |" in shown
+        assert f"| source | {output} |" in shown
 
 
 def test_a_table_of_a_result_is_shown(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def proving(
 def test_a_script_cleans_up_when_its_measuring_is_ended(number: signal.Signals) -> None:
     with proving(sys.executable, "-c", CLEANING, stop_seconds=60.0, timeout_seconds=60.0) as process:
         process.send_signal(number)
-        said, _ = process.communicate()
-    assert (said, process.returncode) == ("cleaned up\n", 128 + number)
+        output, _ = process.communicate()
+    assert (output, process.returncode) == ("cleaned up\n", 128 + number)
 
 
 def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
@@ -156,14 +156,14 @@ def test_a_hang_up_that_is_ignored_ends_nothing() -> None:
     limits = {"stop_seconds": 60.0, "timeout_seconds": 4.0}
     with proving(sys.executable, "-c", CLEANING, **limits, on_hang_up="SIG_IGN") as process:
         process.send_signal(signal.SIGHUP)
-        said, _ = process.communicate()
-    assert (said, process.returncode) == ("cleaned up\ngoes on\n", 0)
+        output, _ = process.communicate()
+    assert (output, process.returncode) == ("cleaned up\ngoes on\n", 0)
 
 
 def test_a_script_that_does_not_clean_up_in_time_is_killed() -> None:
     with proving("bash", "-c", DEAF, stop_seconds=0.5, timeout_seconds=4.0) as process:
-        said, _ = process.communicate()  # returns when both processes have ended
-    assert (said, process.returncode) == ("asked\ngoes on\n", 0)
+        output, _ = process.communicate()  # returns when both processes have ended
+    assert (output, process.returncode) == ("asked\ngoes on\n", 0)
 
 
 def test_who_is_asked_to_end_while_it_ends_a_script_leaves_nothing_behind_either() -> None:
@@ -172,8 +172,8 @@ def test_who_is_asked_to_end_while_it_ends_a_script_leaves_nothing_behind_either
         assert process.stdout.readline() == "asked\n"
         for _ in range(3):
             process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate()
-    assert (said, process.returncode) == ("", 128 + signal.SIGTERM)
+        output, _ = process.communicate()
+    assert (output, process.returncode) == ("", 128 + signal.SIGTERM)
 
 
 def test_a_script_that_leaves_a_process_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,15 +72,15 @@ def test_a_pattern_names_files_and_not_those_of_folders_below() -> None:
 
 
 def test_the_tests_of_a_file_come_before_those_of_its_folder_and_all_others() -> None:
-    order = list(selections(ROOT, Path("megatron_ft/planning/commit.py")))
+    order = list(selections(ROOT, Path("megatron_ft/planning/iteration.py")))
     assert order == [
-        ("tests/unit/planning/test_commit.py",),
+        ("tests/unit/planning/test_iteration.py",),
         ("tests/unit/planning",),
         ("tests/contract", "tests/unit"),
         ("tests/distributed", "tests/slurm"),
         ("tests/functional", "benchmarks/tests"),
     ]
-    assert list(selections(ROOT, Path("megatron_ft/mcore/training/iteration.py")))[-3] == (
+    assert list(selections(ROOT, Path("megatron_ft/mcore/training/engine.py")))[-3] == (
         "tests/distributed",
         "tests/slurm",
     )

@@ -15,7 +15,7 @@ FILES = {
     "benchmarks/claims.yaml": "claims: []",
     "conf/model/small.yaml": "_target_: megatron_ft.planned.Planner\n",
     "megatron_ft/__init__.py": "",
-    "megatron_ft/used.py": 'def late():\n    import megatron_ft.late.part\n    "megatron_ft.unused is only told of"\n',
+    "megatron_ft/used.py": 'def late():\n    import megatron_ft.late.part\n    "megatron_ft.unused is only named"\n',
     "megatron_ft/late/__init__.py": "",
     "megatron_ft/late/part.py": "",
     "megatron_ft/planned.py": "",

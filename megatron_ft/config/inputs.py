@@ -12,7 +12,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.expert_loads import MAX_BYTES, ExpertLoads
 from megatron_ft.reading import read_bytes
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

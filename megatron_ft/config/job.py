@@ -1,27 +1,461 @@
-"""``JobConfig``: the whole configuration of a job."""
+"""``JobConfig``, the whole configuration of a job, and the dataclass of each of its groups of keys."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_ft.config.checkpoint import CheckpointConfig
-from megatron_ft.config.control import ControlConfig
-from megatron_ft.config.data import DataConfig
-from megatron_ft.config.detector import DetectorConfig
-from megatron_ft.config.launch import LaunchConfig
-from megatron_ft.config.limits import LimitsConfig
 from megatron_ft.config.model import ModelConfig
-from megatron_ft.config.nodes import NodesConfig
-from megatron_ft.config.optimizer import OptimizerConfig
-from megatron_ft.config.parallel import ParallelConfig
 from megatron_ft.config.placement import PlacementConfig
-from megatron_ft.config.precision import PrecisionConfig
-from megatron_ft.config.recovery import RecoveryConfig
-from megatron_ft.config.run import RunConfig
-from megatron_ft.config.snapshot import SnapshotConfig
-from megatron_ft.config.telemetry import TelemetryConfig
-from megatron_ft.config.testing import TestingConfig
-from megatron_ft.config.topology import TopologyConfig
-from megatron_ft.config.training import TrainingConfig
-from megatron_ft.config.upstream_log import UpstreamLogConfig
+
+MAX_DEFAULT_WARMUP = 10
+"""Largest default for ``lr_warmup_iterations``."""
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the parallel groups. The data-parallel size is the number of ranks divided by (TP * PP * CP)."""
+
+    tensor_model_parallel_size: int = 1
+    """Number of ranks that split each matrix (TP). Above 1, sequence parallelism is used, too."""
+    pipeline_model_parallel_size: int = 1
+    """Number of pipeline stages (PP)."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Number of model chunks per pipeline stage (VPP); null means one."""
+    expert_model_parallel_size: int = 1
+    """Number of ranks over which the experts of a layer are distributed (EP). It must divide the number of experts. EP
+    times ``expert_tensor_parallel_size`` must divide the number of ranks of a pipeline stage (TP * CP * DP)."""
+    expert_tensor_parallel_size: int = 1
+    """Number of ranks that split the matrices of one expert; must be 1 with gloo."""
+    context_parallel_size: int = 1
+    """Number of ranks that split a sequence (CP); above 1 needs Transformer Engine."""
+    use_distributed_optimizer: bool = True
+    """Shard master weights and moments over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters during the next forward pass. Must be false, because an iteration must gather its
+    updated parameters before the next iteration begins."""
+    device_backend: str = "auto"
+    """Backend of the process groups for the model's tensors: ``nccl``, ``gloo`` or ``auto`` (NCCL on CUDA, gloo on
+    CPU). gloo on CUDA is slow, because it copies tensors through host memory; it is for tests without NCCL."""
+
+    def backend_on(self, device: str) -> str:
+        """Return the backend that ``device_backend`` selects on ``device``: ``nccl`` or ``gloo``."""
+        if self.device_backend != "auto":
+            return self.device_backend
+        return "nccl" if device == "cuda" else "gloo"
+
+
+@dataclass
+class DataConfig:
+    """Sources of tokens, and the tokenizer.
+
+    A *source* is an indexed dataset, given as its path without ``.bin`` or ``.idx``, or ``python-stdlib``, a built-in
+    corpus of the source code and docstrings of the running Python.
+    """
+
+    train: list[str] = field(default_factory=lambda: ["python-stdlib"])
+    """Sources of training tokens."""
+    train_weights: list[float] | None = None
+    """Relative weights of the training sources; null weights sources by their numbers of tokens."""
+    valid: list[str] = field(default_factory=list)
+    """Sources of validation tokens. If empty, ``valid_fraction`` of each training source is used."""
+    valid_weights: list[float] | None = None
+    """Relative weights of the validation sources; null weights sources by their numbers of tokens."""
+    valid_fraction: float = 0.02
+    """Share of each training source, at its end, that is used only for validation if ``valid`` is empty."""
+    tokenizer: str = "bytes"
+    """``bytes``, ``huggingface`` (``tokenizer_file``) or ``gpt2`` (``vocab_file`` and ``merges_file``)."""
+    tokenizer_file: str | None = None
+    """JSON file of the ``tokenizers`` library, for ``huggingface``."""
+    vocab_file: str | None = None
+    """Vocabulary file (vocab.json), for ``gpt2``."""
+    merges_file: str | None = None
+    """Merges file (merges.txt), for ``gpt2``."""
+    cache_dir: str = ".cache/data"
+    """Folder for the index of the built-in corpus, which is written when the corpus is first used."""
+    seed: int = 1234
+    """Seed for the order of samples."""
+    mmap: bool = True
+    """Map ``.bin`` files into memory instead of reading them."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with gradient clipping and a learning-rate schedule."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 1e-4
+    """Final learning rate of the schedule."""
+    lr_warmup_iterations: int | None = None
+    """Iterations of linear warm-up from ``lr_warmup_init``; null: a sixth of ``lr_decay_iterations``, at most 10."""
+    lr_warmup_init: float = 0.0
+    """Learning rate of the first warm-up iteration. With 0, the first iteration changes no weight, as in Megatron."""
+    lr_decay_style: str = "cosine"
+    """Shape of the schedule: ``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD``."""
+    lr_decay_iterations: int | None = None
+    """Iteration at which the learning rate reaches ``min_lr``; null means ``training.train_iterations``."""
+    lr_wsd_decay_iterations: int | None = None
+    """Number of iterations of the final decay with ``lr_decay_style=WSD``."""
+    lr_wsd_decay_style: str = "exponential"
+    """Shape of the final decay of ``WSD``: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay. It does not apply to biases and norms."""
+    adam_beta1: float = 0.9
+    """Decay rate of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay rate of the second moment."""
+    adam_eps: float = 1e-8
+    """Term added to the square root of the second moment (epsilon)."""
+    clip_grad: float = 1.0
+    """Limit to which the global gradient norm is clipped; 0 turns clipping off."""
+
+    def num_decay_iterations(self, train_iterations: int) -> int:
+        """Return the iteration at which the learning rate reaches ``min_lr``."""
+        return train_iterations if self.lr_decay_iterations is None else self.lr_decay_iterations
+
+    def num_warmup_iterations(self, train_iterations: int) -> int:
+        """Return the number of warm-up iterations."""
+        if self.lr_warmup_iterations is not None:
+            return self.lr_warmup_iterations
+        return min(MAX_DEFAULT_WARMUP, self.num_decay_iterations(train_iterations) // 6)
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats of weights, activations and gradients, and loss scaling."""
+
+    params_dtype: str = "fp32"
+    """Format of compute weights and activations: ``fp32``, ``bf16`` or ``fp16``."""
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in FP32 instead of ``params_dtype``."""
+    fp8: str | None = None
+    """FP8 format, ``e4m3`` or ``hybrid``. Must be null, because this version cannot train with FP8."""
+    fp8_recipe: str = "tensorwise"
+    """Scaling recipe of FP8: ``tensorwise``, ``blockwise``, ``delayed`` or ``mxfp8``."""
+    loss_scale: float | None = None
+    """Constant loss scale for ``fp16``; null uses dynamic loss scaling."""
+    initial_loss_scale: float = 65536.0
+    """Dynamic loss scale at the start."""
+    min_loss_scale: float = 1.0
+    """Lower limit of the dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Number of iterations without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Number of overflows after which the dynamic loss scale halves."""
+
+
+@dataclass
+class TrainingConfig:
+    """Length and batch size of a run, device, evaluation, and policies for bad iterations."""
+
+    train_iterations: int = 60
+    """Number of iterations of the whole run."""
+    exit_at_iteration: int | None = None
+    """Iteration after which this job stops although the run is not finished; a later job can resume the run. null runs
+    to the end. Learning-rate schedules do not depend on this key."""
+    micro_batch_size: int = 2
+    """Number of samples per microbatch and data-parallel rank."""
+    global_batch_size: int = 16
+    """Number of samples per iteration, over all ranks. It stays the same when the number of ranks changes."""
+    seed: int = 1234
+    """Seed of initial weights and dropout."""
+    eval_interval_iterations: int = 30
+    """Number of iterations between two evaluations; 0 turns evaluation off."""
+    eval_iterations: int = 4
+    """Number of batches of ``global_batch_size`` samples in one evaluation."""
+    deterministic: bool = True
+    """Use deterministic kernels and a fixed order of summation, so that equal inputs give equal bits."""
+    num_threads: int = 1
+    """Number of CPU threads per rank."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``auto`` (``cuda`` if the machine that starts the job has a GPU). With ``auto``, a dry run
+    on a machine without a GPU checks both devices."""
+    transformer_impl: str = "auto"
+    """Implementation of transformer layers: ``local``, ``transformer_engine`` or ``auto`` (Transformer Engine on CUDA
+    if it is fully installed, otherwise ``local``)."""
+    non_finite_policy: str = "stop"
+    """Action if a loss or gradient norm is NaN or infinite: ``stop`` the run, or ``skip`` the update. With ``fp16`` an
+    overflow always skips the update and lowers the loss scale."""
+    max_consecutive_skips: int = 10
+    """Largest number of updates that may be skipped in a row; one more stops the run."""
+    loss_spike_factor: float | None = None
+    """Factor above which a loss is a spike: a spike exceeds this factor times the median of the last
+    ``loss_spike_window`` committed losses. null turns the check off."""
+    loss_spike_window: int = 50
+    """Number of newest committed losses whose median a loss is compared with. The check starts after half this
+    number."""
+    loss_spike_policy: str = "warn"
+    """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
+    recompute_granularity: str | None = None
+    """Recomputation of activations: ``full``, ``selective``, or null for none."""
+    distributed_timeout_seconds: float = 600.0
+    """Timeout of collective operations."""
+    digest_interval_iterations: int = 0
+    """Number of iterations after which digests of all ranks' states are recorded, also at the end; 0 records none."""
+
+
+@dataclass
+class LaunchConfig:
+    """Launchers and numbers of nodes and ranks, and time limits for start and stop."""
+
+    mode: str = "local"
+    """Launcher of the ranks. ``local``: this command starts an agent for each node, and agents start the ranks.
+    ``torchrun`` or ``srun``: that launcher has started this process as a rank. The mode is chosen automatically, with a
+    note, if the environment variables of such a launcher are set."""
+    node_launcher: str = "local"
+    """Launcher of the nodes in mode ``local``. ``local``: this command starts them on this machine. ``srun``: this
+    command starts one on each node of its Slurm allocation. ``none``: Slurm starts them as tasks of a job array, and
+    each task connects to this command, also when Slurm has restarted it. ``module:Class``: a launcher of another
+    package (``control/launchers/base.py``)."""
+    num_nodes: int = 1
+    """Number of nodes with which the job starts."""
+    ranks_per_node: int = 1
+    """Number of ranks (processes) per node."""
+    ranks_per_gpu: int = 1
+    """Number of ranks of one machine that share a GPU, for tests on machines with few GPUs. Above 1, every rank gets
+    its own NCCL host id, and NCCL uses only sockets."""
+    master_port: int = 0
+    """Port of the rendezvous store; 0 chooses a free port. Only in modes ``local`` and ``srun``."""
+    forkserver_socket: str | None = None
+    """Unix socket of a running fork server that starts the ranks; null starts a new one. Only in mode ``local``."""
+    start_timeout_seconds: float = 300.0
+    """Longest time until all ranks report that they have started."""
+    stop_timeout_seconds: float = 20.0
+    """Time between a request to stop and the kill of ranks that still run. Only in mode ``local``."""
+
+
+@dataclass
+class NodesConfig:
+    """Nodes besides those with which the job starts: spares, nodes that join, and lost nodes that are restarted."""
+
+    max_nodes: int | None = None
+    """Largest number of nodes, including spares. Nodes with numbers from ``launch.num_nodes`` up can join while the job
+    runs. null means ``launch.num_nodes`` plus ``nodes.num_spare_nodes``."""
+    num_spare_nodes: int = 0
+    """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
+    join_window_seconds: float = 5.0
+    """Time that the job waits after a node is ready to join, so that other nodes can join with it."""
+    max_node_restarts: int = 3
+    """Largest number of failed restarts of a lost node in a row. A restart fails if the node does not start, or ends
+    within ten iterations."""
+    restart_lost_nodes: bool = False
+    """Whether a lost node is started again and joins the job. With ``launch.node_launcher=none`` the job waits for the
+    node instead of starting it."""
+
+
+@dataclass
+class RecoveryConfig:
+    """Kinds of recovery that the job may use when ranks or nodes fail, and limits for them."""
+
+    max_restarts: int = 0
+    """Largest number of times that all ranks are restarted after a rank has failed. Progress resets the count to 0. The
+    ranks continue from the newest window or checkpoint. Only in mode ``local``."""
+    min_nodes: int | None = None
+    """Smallest number of nodes with which training continues after nodes are lost. When a rank dies, its node is
+    removed, and ranks on the other nodes continue without a restart. null: the job needs all nodes."""
+    keep_layout: bool = False
+    """Whether the job keeps its parallel layout when nodes are lost. A spare node, or the lost node after a restart,
+    replaces the lost one, and only pipeline stages that lost a rank replay."""
+    position_timeout_seconds: float = 10.0
+    """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
+    report to the report of any other rank; the node of a later rank also counts as lost. Usually ranks report earlier,
+    because they abort a collective after half a second. Must exceed the time that a rank computes between two
+    collectives."""
+    reconfigure_timeout_seconds: float = 60.0
+    """Longest time to wait for positions of all remaining ranks and for the new process group after a loss."""
+
+
+@dataclass
+class TopologyConfig:
+    """Failure domains of the nodes. Nodes of one domain are lost together."""
+
+    failure_domains: list[str] = field(default_factory=list)
+    """Name of each node's failure domain (rack, switch), by node number. If empty, every node is its own domain."""
+    failure_domain_source: str = "listed"
+    """Source of the names of failure domains. ``listed``: ``topology.failure_domains``. ``slurm_topology``: the
+    topology of the Slurm cluster, read at the start; the domain of a node is its leaf switch. This needs
+    ``launch.node_launcher=srun``."""
+
+
+@dataclass
+class LimitsConfig:
+    """Memory of a GPU and of a node. A job whose plan needs more is refused."""
+
+    gpu_memory_bytes: int | None = None
+    """Memory of one GPU. null: a job on CUDA queries ``nvidia-smi``, and a dry run checks no GPU memory."""
+    host_memory_bytes: int | None = None
+    """Host memory of one node. In mode ``local``, null means the memory of this machine."""
+
+
+@dataclass
+class ControlConfig:
+    """Address and encryption of the control channel, over which launcher, controller and agents communicate."""
+
+    interface: str = "127.0.0.1"
+    """Address on which the control channel listens; never all interfaces. With ``launch.node_launcher=srun`` or
+    ``none`` it may also be the name of a network interface of the batch host. Only in mode ``local``."""
+    tls_dir: str | None = None
+    """Folder with ``ca.pem``, ``cert.pem`` and ``key.pem``. The control channel is then encrypted with TLS, and both
+    sides must present a certificate that this CA has signed. null sends plain text. Only in mode ``local``."""
+
+
+@dataclass
+class DetectorConfig:
+    """Timeouts for unresponsive ranks and nodes and for a job without progress. Mode ``local``."""
+
+    heartbeat_interval_seconds: float = 1.0
+    """Seconds between two heartbeats of a rank or of a node's agent."""
+    heartbeat_timeout_seconds: float = 10.0
+    """Longest time without a heartbeat. After it, a rank is killed, and an agent's node counts as lost."""
+    lost_controller_seconds: float = 60.0
+    """Longest time without an answer from the controller. After it, a node ends its ranks, because the node is
+    disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""
+    hang_seconds: float | None = 600.0
+    """Longest time in which no rank makes progress. After it, the ranks that are furthest behind are killed, or all
+    ranks if they are equally far. null never kills ranks for this reason."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving, retention and loading of dense checkpoints."""
+
+    save_interval_iterations: int = 0
+    """Number of iterations between two saves; 0 saves only after the last iteration."""
+    save_at_end: bool = True
+    """Save a checkpoint after the last iteration."""
+    async_save: bool = True
+    """Write checkpoints in the background while training continues."""
+    keep_last: int = 2
+    """Number of complete checkpoints to keep, the newest ones; 0 keeps all."""
+    keep_every_iterations: int = 0
+    """Also keep every checkpoint whose iteration is a multiple of this number; 0 keeps only the newest ones."""
+    load: str | None = None
+    """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded;
+    differences between its configuration and this one are printed. The checkpoint may belong to another run. null
+    starts without a checkpoint."""
+    trust: bool = False
+    """Allow ``checkpoint.load`` to name a checkpoint without this project's manifest. Loading unpickles its metadata,
+    so a malicious checkpoint can run code."""
+    fully_parallel: bool = True
+    """Split writing and reading of a checkpoint over the data-parallel ranks."""
+    allow_other_data: bool = False
+    """Allow a run to resume from its own checkpoint although the training data has changed."""
+
+
+@dataclass
+class SnapshotConfig:
+    """Capture of training state, copies on other nodes, and storage. Without a ``policy`` nothing is captured."""
+
+    policy: dict[str, Any] | None = None
+    """Snapshot policy. ``_target_`` names its class; the other entries are its fields. null captures nothing."""
+    num_peer_copies: int = 2
+    """Number of copies of every window in the memory of other failure domains (r). 0: no copies."""
+    bandwidth_bytes_per_second: float | None = None
+    """Bytes that one rank can capture per second. null measures the rate at the start."""
+    iteration_seconds: float | None = None
+    """Duration of an iteration, in which one slice is captured. null measures it."""
+    host_memory_limit_bytes: int | None = None
+    """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
+    start. null checks nothing."""
+    persist_interval_windows: int = 0
+    """Number of commits after which a window is written to storage. 0 writes only on request, e.g. before a stop."""
+    persist_url: str | None = None
+    """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
+    ``windows`` in the run's folder."""
+    keep_persisted: int = 2
+    """Number of complete windows to keep on storage, the newest ones; 0 keeps all."""
+    replan_interval_windows: int = 4
+    """Number of windows after which the plan is compared with measured bandwidth, iteration time and expert loads, and
+    replaced if necessary. 0 keeps the first plan."""
+    skip_frozen_gradients: bool = True
+    """Skip the weight gradients of frozen operators in a replay. Use false only to measure how much time this saves."""
+
+
+@dataclass
+class UpstreamLogConfig:
+    """Log of activations and gradients sent between pipeline stages, used with ``recovery.keep_layout``."""
+
+    commit_lag_iterations: int = 4
+    """Largest expected number of iterations from the last slice of a window to its commit. The log has space for two
+    windows and twice this number of iterations."""
+    memory_limit_bytes: int | None = None
+    """Largest memory that the logs of one node may use, checked before it is allocated. null checks nothing."""
+
+
+def _sinks() -> dict[str, Any]:
+    sinks = "megatron_ft.telemetry.sinks"
+    return {
+        "wandb": {"_target_": f"{sinks}.wandb.WandbSink"},
+        "alerts": {"_target_": f"{sinks}.alerts.AlertSink"},
+        "metrics": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": True},
+        "summary": {"_target_": f"{sinks}.summary.SummarySink"},
+        "events": {"_target_": f"{sinks}.jsonl.JsonlSink", "metrics": False},
+        "terminal": {"_target_": f"{sinks}.terminal.TerminalSink"},
+    }
+
+
+@dataclass
+class TelemetryConfig:
+    """Sinks of metrics and events, and limits of alerts."""
+
+    sinks: dict[str, Any] = field(default_factory=_sinks)
+    """Sinks that receive records, by name. ``_target_`` names the class of a sink; the other entries are arguments of
+    the class. null removes a sink. ``conf/telemetry/default.yaml`` lists the default sinks, of which ``metrics`` and
+    ``events`` cannot be removed."""
+    log_interval_iterations: int = 1
+    """Number of iterations after which metrics are reported."""
+    expert_load_interval_iterations: int = 1
+    """Number of iterations after which the tokens per expert and layer are reported; 0 never reports them."""
+    progress: str = "auto"
+    """Progress display: ``live``, ``plain`` or ``auto`` (``live`` on a terminal, otherwise ``plain``)."""
+    wandb: str = "auto"
+    """Mode of wandb: ``online``, ``offline``, ``disabled`` or ``auto`` (``online`` if logged in, else ``offline``)."""
+    wandb_project: str = "megatron-ft"
+    """Project name in wandb."""
+    wandb_entity: str | None = None
+    """Team in wandb; null for the user's default."""
+    alert_single_loss_survival: float | None = 1.0
+    """Alert if the probability that the job survives the loss of one failure domain without a restart is below this
+    limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no
+    alert."""
+    alert_stall_share: float | None = 0.05
+    """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
+    alert_windows_behind: float | None = 3.0
+    """Alert if more windows than this are due since the last committed window. null: no alert."""
+    alert_free_disk_share: float | None = 0.05
+    """Alert if less than this share of the run folder's file system is free. null: no alert."""
+    alert_slowest_rank_over_median: float | None = 2.0
+    """Alert if the slowest rank needs more than this many times the median rank's time. null: no alert."""
+
+
+@dataclass
+class RunConfig:
+    """Name and folder of a run, and whether an existing run is resumed."""
+
+    dir: str = "runs"
+    """Folder that contains the folders of all runs."""
+    name: str | None = None
+    """Name of the run and of its folder in ``run.dir``. null: the model's name and a number (``moe_tiny-001``)."""
+    resume: str = "never"
+    """``never``: the run must not exist yet. ``must``: the run must exist and have saved state, from which it
+    continues. ``auto``: it continues from its newest usable state, or starts at iteration 0 if it has saved none."""
+    start_over: bool = False
+    """Allow ``run.resume=auto`` to start at iteration 0 although the run has saved state, if none of this state is
+    usable. If false, the job is refused with a list of all saved states and why they are not usable."""
+
+
+@dataclass
+class TestingConfig:
+    """Injected faults and scheduled membership changes, for tests."""
+
+    failpoints: list[str] = field(default_factory=list)
+    """Faults that are injected, e.g. ``kill(rank=1,at_iteration=7,phase="backward")`` (docs/testing.md)."""
+    membership_schedule: list[str] = field(default_factory=list)
+    """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
+    ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
+    lists is restarted. Tests compare runs that lost nodes with scheduled runs: the event ``membership_changed``
+    contains the entries that repeat a run (docs/elastic.md)."""
 
 
 @dataclass

@@ -18,10 +18,11 @@ class PlacementConfig:
     """Number of replica slots of each rank in each layer. null means twice the number of experts divided by the ranks
     of a pipeline stage, rounded up."""
     min_replicas: int = 2
-    """Smallest number of replicas of an expert (f); they are on different failure domains. At most the number of
+    """Smallest number of replicas of an expert (f), each on a different failure domain. Must not exceed the number of
     failure domains of a pipeline stage. If there are too few slots, the number is lowered, with a note."""
     state_copies: int | None = None
-    """Number of copies of each optimizer shard, on different failure domains. null: one with every expert replica."""
+    """Number of copies of each optimizer shard, on different failure domains. null keeps one with every expert replica.
+    """
     rebalance_interval_iterations: int = 0
     """Number of iterations after which the placement is planned again from recorded loads; 0 plans only once."""
     rebalance_min_gain: float = 0.05
@@ -49,3 +50,8 @@ class PlacementConfig:
         if self.dispatch_backend != "auto":
             return self.dispatch_backend
         return "cuda" if device == "cuda" else "cpp"
+
+    def kernels_on(self, device: str) -> str:
+        """Return the kernels that ranks on ``device``, ``cpu`` or ``cuda``, build: ``cpp``, ``cuda`` or empty."""
+        backend = self.backend_on(device)
+        return "" if self.algorithm is None or backend == "reference" else backend

@@ -1,10 +1,18 @@
-"""Converts ``JobConfig`` to plain dictionaries and back, so that it can be sent to ranks. Does not use Hydra."""
+"""Converts ``JobConfig`` to plain dictionaries and back, and creates policies from them. Does not use Hydra.
+
+A policy is an object of a frozen dataclass that a configuration names by ``_target_``. Another package can add a policy
+with a class and a YAML file; no registry has to be edited. Only frozen dataclasses are created. This catches mistakes
+but is no protection: the module in ``_target_`` is imported, even by a dry run, and the import runs its code. Users who
+can write a configuration can therefore run code (SECURITY.md).
+"""
 
 import dataclasses
 import difflib
+import importlib
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
@@ -76,3 +84,61 @@ def _fits(annotation: Any, value: Any) -> bool:
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
+
+
+def build_policy(key: str, spec: Mapping[str, Any]) -> Any:
+    """Create the policy that ``spec``, the value of ``key``, describes.
+
+    The value of a field that is a dataclass is a mapping; ``_target_`` in this mapping chooses another class than the
+    type of the field. Lists become tuples for fields of type tuple.
+
+    Raises:
+        ConfigError: ``_target_`` is missing or names no frozen dataclass, or the other entries do not fit the fields.
+    """
+    found = find_target(key, spec)
+    # Ranks build their policies independently: one that changed while it runs would plan differently on each of them.
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found) or not _is_frozen(found):
+        raise ConfigError.of(f"{key}._target_", spec["_target_"], "must be the path of a frozen dataclass")
+    return _build_fields(key, found, {field: value for field, value in spec.items() if field != "_target_"})
+
+
+def find_target(key: str, spec: Mapping[str, Any]) -> Any:
+    """Import and return the object that ``_target_`` in ``spec`` names.
+
+    Raises:
+        ConfigError: ``_target_`` is missing or cannot be imported.
+    """
+    path = spec.get("_target_")
+    if not isinstance(path, str) or not all(path.split(".")) or "." not in path:
+        raise ConfigError.of(f"{key}._target_", path, "must be the dotted path of a class")
+    module_name, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError.of(f"{key}._target_", path, f"must be importable ({error})") from None
+
+
+def _build_fields(key: str, found: type, values: Mapping[str, Any]) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(found) if field.init}
+    for name in values:
+        if name not in fields:
+            what = f"must be one of the fields of {found.__name__}: {', '.join(sorted(fields))}"
+            raise ConfigError.of(f"{key}.{name}", values[name], what)
+    # Checked before the call, whose TypeError would name arguments of a class and no key.
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError.of(f"{key}.{name}", None, f"must be given: {found.__name__} has no default for it")
+    hints = get_type_hints(found)
+    return found(**{name: _value(f"{key}.{name}", hints[name], value) for name, value in values.items()})
+
+
+def _value(key: str, hint: Any, value: Any) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return build_policy(key, value)
+    if isinstance(value, Mapping) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _build_fields(key, hint, value)
+    return tuple(value) if isinstance(value, list) and get_origin(hint) is tuple else value
+
+
+def _is_frozen(found: type) -> bool:
+    return bool(found.__dataclass_params__.frozen)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""All checks of a configuration that need neither files nor devices."""
+"""All checks of a configuration that need neither files nor devices, for one device or for all possible ones."""
 
 import dataclasses
 
@@ -63,3 +63,28 @@ def _last_generation(config: JobConfig) -> int | None:
         return None
     num_restarts = config.recovery.max_restarts * (config.training.train_iterations + 1)
     return num_restarts + (num_restarts + 1) * (config.launch.num_nodes - config.fewest_nodes)
+
+
+DEVICES = ("cpu", "cuda")
+
+
+def on_device(config: JobConfig, device: str) -> JobConfig:
+    """Return ``config`` with ``training.device`` set to ``device``, which is ``cpu`` or ``cuda``."""
+    assert device in DEVICES, f"device {device!r} is not resolved"
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, device=device))
+
+
+def refused_devices(config: JobConfig) -> dict[str, str]:
+    """Check ``config`` for each possible device. Return each device's error message, or an empty one.
+
+    Both devices are possible with ``training.device=auto``, otherwise only the configured one.
+    """
+    requested = config.training.device
+    reasons = {}
+    for device in DEVICES if requested == "auto" else (requested,):
+        try:
+            validate(on_device(config, device))
+            reasons[device] = ""
+        except ConfigError as error:
+            reasons[device] = str(error)
+    return reasons

@@ -13,8 +13,7 @@ from megatron_ft.control.rpc import ACCEPT_SECONDS, RpcClient, RpcError
 from megatron_ft.control.secret_file import read_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
-from megatron_ft.serde import Length, decode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import Length, decode, parse_json
 
 CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
@@ -34,7 +33,7 @@ class ControllerAddress:
     address: Annotated[str, Length(1, 1024)]
     token: Annotated[str, Length(1, 1024)]
     epoch: int
-    """Number of the controller; each controller of the job has a higher one than all before."""
+    """Number of the controller. Each new controller of the job has a higher number than all earlier ones."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
 
@@ -67,7 +66,8 @@ def _parse(path: Path, content: bytes) -> ControllerAddress:
 
 
 class AdminClient:
-    """Calls the controller of a running job. A context manager, which closes the connection at its end.
+    """Client that calls the controller of a running job. It is a context manager: the end of the block closes the
+    connection.
 
     Raises:
         ControlError: see ``ControllerAddress.read``.

@@ -38,7 +38,7 @@ class SignsOfLife(Generic[Key]):
         self._heard.pop(key, None)
 
     def seconds_since(self, key: Key, now: float) -> float | None:
-        """Return the time since the last heartbeat; None for an unknown key."""
+        """Return the time since the last heartbeat, or None for an unknown key."""
         heard = self._heard.get(key)
         return None if heard is None else now - heard
 
@@ -78,7 +78,7 @@ class Detector:
         self._generation: int | None = None
 
     def hear(self, node: int, now: float) -> None:
-        """Record a call of a node's agent; safe in any thread."""
+        """Record a call of a node's agent. May be called in any thread."""
         self._nodes.hear(node, now)
 
     def forget(self, node: int) -> None:
@@ -95,7 +95,7 @@ class Detector:
         return self._places.get(rank)
 
     def seconds_since_word(self, node: int, now: float) -> float | None:
-        """Return the seconds since the last call of a node's agent; None if the node has no agent."""
+        """Return the seconds since the last call of a node's agent, or None if the node has no agent."""
         return self._nodes.seconds_since(node, now)
 
     def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:

@@ -23,7 +23,6 @@ from megatron_ft.config.serialize import to_dict
 from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
 from megatron_ft.control.certificates import Certificates
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.controller.main import FOLDER, JOURNAL, ControllerSpec
 from megatron_ft.control.detector import DetectorPolicy
@@ -36,6 +35,7 @@ from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
 from megatron_ft.control.node.ranks import tail_of
 from megatron_ft.control.node.sidecars import STOP_SECONDS
 from megatron_ft.control.ports import free_port
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import check_interface, join_address, new_token
 from megatron_ft.control.rundir import RunDir, has_complete_state
 from megatron_ft.control.runtime_dir import make_runtime_dir

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from megatron_ft.control.membership import events
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.errors import FINAL_EXIT_CODES, ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES, Message
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import NextMembership, Position
 from megatron_ft.serde import Between, decode, encode
 
 # The rest of the frame is for the message around the record.
@@ -63,7 +62,7 @@ class Poll:
     node: Integer
     session: Count
     after: Count
-    """Number of orders to skip: the agent has them, or they are older than its registration."""
+    """Number of orders to skip, because the agent already has them or because they are older than its registration."""
     wait_seconds: Seconds
 
 
@@ -302,7 +301,7 @@ class Reform(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Order):
-    """Ask ranks to stop; with ``survivors_end``, also ranks that wait for the next membership."""
+    """Request ranks to stop. With ``survivors_end``, this includes ranks that wait for the next membership."""
 
     op: ClassVar[str] = "stop"
     survivors_end: bool

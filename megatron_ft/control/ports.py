@@ -1,10 +1,13 @@
-"""Unused ports."""
+"""Unused ports, and the endpoint of the rendezvous store that a node with the first rank serves."""
 
 import contextlib
 import random
 import socket
+from dataclasses import dataclass
+from typing import Annotated
 
 from megatron_ft.errors import ConfigError, ControlError
+from megatron_ft.serde import Between, Length
 
 PORTS = range(20000, 32000)
 """Ports to choose from, below the ports that Linux chooses for outgoing connections (32768-60999)."""
@@ -34,3 +37,29 @@ def free_port(interface: str) -> int:
             probe.bind((interface.strip("[]"), port))
             return port
     raise ControlError(f"no free port on {interface} after {_PORT_TRIES} tries between {PORTS[0]} and {PORTS[-1]}")
+
+
+NUM_PORTS = 16
+"""Number of consecutive generations whose stores have different ports."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEndpoint:
+    """Address and ports at which a node can serve the store. Memberships use the ports in turn, because the store of
+    the previous membership may still be closing."""
+
+    address: Annotated[str, Length(1, 255)]
+    ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]
+
+    def port_of(self, generation: int) -> int:
+        """Return the port of the store of a generation."""
+        # A port comes again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
+        return self.ports[generation % len(self.ports)]
+
+    @classmethod
+    def find(cls, address: str) -> "StoreEndpoint":
+        """Find ``NUM_PORTS`` unused ports at an address of this machine."""
+        ports: set[int] = set()
+        while len(ports) < NUM_PORTS:
+            ports.add(free_port(address))
+        return cls(address, tuple(sorted(ports)))

@@ -1,15 +1,81 @@
-"""Reports of failures: the text that the launcher prints when a job has failed, and the records for its sinks. Pure."""
+"""The end of a job: its result as the controller sends it to the launcher, and the text and records made of it.
+Pure."""
 
 import shlex
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.membership.machine import describe_returncode, signal_name
-from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, Step
+from megatron_ft.control.membership.state import Failure, MembershipPolicy, Outcome, State, Step
 from megatron_ft.events import NodeLost, NodeStartFailed, RankFailed, RanksRestarted, Record
 from megatron_ft.framing import Message
+from megatron_ft.serde import decode, encode
+
+_NOT_KEPT = ("op", "rank", "start", "generation", "position", "planned")
+_LONG = ("traceback", "log_tail")
+# The result travels in one frame (``framing.MAX_FRAME_BYTES``), which tracebacks of thousands of ranks exceed.
+_SHORT_LENGTH = 500
+_OF_FIRST_ERROR = ("error", "traceback", "exit_code")
+
+
+@dataclass
+class JobResult:
+    """Result of a job or of one of its generations, with details of every rank that has ended."""
+
+    outcome: Outcome
+    reason: str
+    first_failure: Failure | None
+    details: dict[int, Message] = field(default_factory=dict)
+    """Maps a rank's number at its start to details of how the rank ended, as far as known: ``number`` (in the
+    membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
+    survived: tuple[str, ...] = ()
+    """Reason for the end of each earlier generation."""
+    num_reforms: int = 0
+    """Number of earlier generations after which ranks continued in their processes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON. Only the first failed rank keeps its long texts, because thousands of ranks may have failed."""
+        details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}
+        content: dict[str, Any] = encode(replace(self, details=details))
+        return content
+
+    def _shortened(self, rank: int, about: Message) -> Message:
+        if self.first_failure is not None and self.first_failure.rank == rank:
+            return about
+        short = {name: value for name, value in about.items() if name not in _LONG}
+        return {name: value[:_SHORT_LENGTH] if isinstance(value, str) else value for name, value in short.items()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "JobResult":
+        """Read the result of ``to_json``."""
+        details = {int(rank): about for rank, about in content["details"].items()}
+        found: JobResult = decode(cls, {**content, "details": {}})
+        return replace(found, details=details)
+
+    @classmethod
+    def of(cls, state: State, reason: str, details: dict[int, Message]) -> "JobResult":
+        """Make the result of a job that has ended in ``state``."""
+        firsts = [Failure.first_of(failures) for failures in state.survived]
+        survived = tuple("nodes joined or left on request" if first is None else first.detail for first in firsts)
+        return cls(state.outcome, reason, state.first_failure, details, survived, state.num_reforms)
+
+
+def add_failure_report(about: Message, report: Message, *, caused_by_us: bool) -> None:
+    """Add the report of a rank's end to ``about``, the rank's entry of ``JobResult.details``.
+
+    Only the first error counts, because a rank that cannot continue raises a second error.
+    """
+    if "error" in about:
+        report = {name: value for name, value in report.items() if name not in _OF_FIRST_ERROR}
+    # An exception comes before the exit it causes. The earlier time orders ranks.
+    failed_at_seconds = min(report["at_seconds"], about.get("at_seconds", report["at_seconds"]))
+    about.update({name: value for name, value in report.items() if name not in _NOT_KEPT})
+    about["at_seconds"] = failed_at_seconds
+    about["caused_by_us"] = about.get("caused_by_us", caused_by_us)
+
 
 _WIDTH = 100
 _MAX_LINES = 40

@@ -8,23 +8,31 @@ gRPC does not survive ``fork``: create servers and clients only in processes tha
 is fine).
 """
 
+import contextlib
 import hmac
+import ipaddress
 import json
+import os
+import resource
 import secrets
+import socket
+import stat
+import threading
+import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc  # type: ignore[import-untyped]
 
 from megatron_ft.control.certificates import Certificates
-from megatron_ft.control.unauthenticated import UnauthenticatedConnections, max_connections
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
 from megatron_ft.reading import means_every_interface
 
 Method = Callable[[Message], Message | bytes]
-"""Function from a JSON object to a JSON object, or to the bytes of one."""
+"""Function that takes a JSON object, and returns a JSON object or its encoded bytes."""
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 ACCEPT_SECONDS = 20.0
@@ -104,7 +112,7 @@ class RpcServer:
         except RuntimeError as error:
             raise ControlError(f"cannot listen on control.interface={interface} port {port}: {error}") from error
         self.address = join_address(interface, bound)
-        self._unauthenticated = handlers.unauthenticated = UnauthenticatedConnections(bound, max_connections=most)
+        self._unauthenticated = handlers.unauthenticated = _UnauthenticatedConnections(bound, max_connections=most)
 
     def start(self) -> None:
         """Begin to serve, in separate threads."""
@@ -121,7 +129,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, service: str, methods: Mapping[str, Method], token: str) -> None:
         self._methods = {f"/{service}/{name}": method for name, method in methods.items()}
         self._token = token.encode()
-        self.unauthenticated: UnauthenticatedConnections | None = None
+        self.unauthenticated: _UnauthenticatedConnections | None = None
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         if not self._authentic(handler_call_details):
@@ -210,7 +218,8 @@ class RpcClient:
     def call(
         self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
     ) -> Message:
-        """Call ``method`` and wait for its answer; with ``wait_for_peer`` also for a peer that does not listen yet.
+        """Call ``method`` and wait for its answer. With ``wait_for_peer``, wait also for a peer that does not listen
+        yet.
 
         Raises:
             RpcError: the peer did not answer in time, is gone, or refused the call.
@@ -231,3 +240,257 @@ class RpcClient:
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
+
+
+_PAUSE_SECONDS = 0.2
+
+
+class ControllerClient:
+    """Calls the controller for one node's agent. Safe in several threads."""
+
+    def __init__(self, address: str, *, token: str, certificates: Certificates | None = None) -> None:
+        self._client = RpcClient(address, "Controller", token=token, certificates=certificates)
+        # Held from comparison to assignment: threads can finish in another order than their answers came.
+        self._fence = threading.Lock()
+        self._epoch = 0
+
+    def call(
+        self, method: str, body: Mapping[str, Any], *, timeout_seconds: float, wait_for_peer: bool = False
+    ) -> Message:
+        """Call the controller, see ``RpcClient.call``. The answer of a controller that has been replaced is rejected.
+
+        Raises:
+            RpcError: the controller did not answer in time, is gone, refused the call, or has a stale epoch.
+        """
+        answer = self._client.call(method, body, timeout_seconds=timeout_seconds, wait_for_peer=wait_for_peer)
+        epoch = int(answer["epoch"])
+        with self._fence:
+            newest = self._epoch = max(self._epoch, epoch)
+        # Not a refusal by the peer: the controller in charge serves at the same address, and the next call reaches it.
+        if epoch < newest:
+            message = (
+                f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
+                f"which epoch {newest} has replaced"
+            )
+            raise RpcError(message, refused=False)
+        return answer
+
+    def insist(self, method: str, body: Mapping[str, Any], *, timeout_seconds: float) -> Message:
+        """Repeat a call until the controller or its replacement answers.
+
+        Raises:
+            RpcError: the controller refused the call, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left_seconds = deadline - time.monotonic()
+            try:
+                return self.call(method, body, timeout_seconds=left_seconds, wait_for_peer=True)
+            except RpcError as error:
+                if error.refused or time.monotonic() + _PAUSE_SECONDS > deadline:
+                    raise
+            threading.Event().wait(_PAUSE_SECONDS)
+
+
+# A gRPC server accepts every connection and keeps it, whether or not a call with the token ever comes. Each connection
+# uses a descriptor, so connections could use up all descriptors of the process. gRPC limits the number of its
+# connections, but does not know which are authenticated. This module does: a call with the right token identifies its
+# connection by the peer's address; all other connections of the server's port are unauthenticated. If there are too
+# many of these, or they are too old, the oldest are shut down; gRPC then closes them as if the peer had done so.
+MAX_UNAUTHENTICATED = 1024
+
+
+MIN_UNAUTHENTICATED = 8
+
+
+AUTHENTICATION_SECONDS = 10.0
+"""Connections that have not presented the token after this time are closed."""
+
+
+LOOK_SECONDS = 0.25
+
+
+PRESSED_LOOK_SECONDS = 0.02
+"""Interval of checks while there are too many unauthenticated connections, so that they do not use up all descriptors
+before the next check."""
+
+
+RESERVED_DESCRIPTORS = 64
+"""Descriptors that are kept free for other files and sockets of the process."""
+
+
+_LEAST_CONNECTIONS = 16
+
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+Peer = tuple[str, int]
+"""Address and port of a peer."""
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of descriptors to the hard limit, and return that limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def max_connections() -> int:
+    """Return how many connections a server may have, so that enough descriptors are left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Counted now: sockets and pipes that the process has already are not available to the server.
+    return max(_LEAST_CONNECTIONS, soft - len(os.listdir(_DESCRIPTORS)) - RESERVED_DESCRIPTORS)
+
+
+def check_descriptors(num_nodes: int) -> None:
+    """Refuse a job that has more agents than this process can have connections.
+
+    Raises:
+        ControlError: the limit of descriptors is too low for so many nodes.
+    """
+    most = max_connections()
+    if num_nodes + MIN_UNAUTHENTICATED > most:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = soft - most + num_nodes + MIN_UNAUTHENTICATED
+        raise ControlError(
+            f"the controller may open {soft} files and needs {needed}, because {num_nodes} nodes can belong to "
+            "the job (launch.num_nodes, nodes.max_nodes): raise the hard limit of open files (ulimit -Hn)"
+        )
+
+
+class _Connection(NamedTuple):
+    """A connection to the port."""
+
+    descriptor: int
+    inode: int
+    peer: Peer
+
+
+class _UnauthenticatedConnections:
+    """Watches the connections to one port of this process, and shuts down unauthenticated ones."""
+
+    def __init__(
+        self, port: int, *, max_connections: int, authentication_seconds: float = AUTHENTICATION_SECONDS
+    ) -> None:
+        """Store the limits; ``start`` begins to watch.
+
+        Args:
+            max_connections: limit of the server. Half of the connections that authenticated agents leave free may be
+                unauthenticated, so a new agent has time to present the token before its connection is the oldest.
+            authentication_seconds: longest time that a connection may be unauthenticated.
+        """
+        self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
+        self._is_pressed = False
+        self._named: set[str] = set()
+        """Peers, as gRPC writes them, that have sent a call with the token."""
+        self._authenticated: set[_Connection] = set()
+        self._since: dict[_Connection, float] = {}
+        """Unauthenticated connections, in the order in which they were first seen."""
+        self._others: set[tuple[int, int]] = set()
+        """Pairs of a descriptor and its inode that are not connections to the port."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="unauthenticated", daemon=True)
+
+    def start(self) -> None:
+        """Watch in a separate thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def has_shown_token(self, peer: str) -> None:
+        """Record that ``peer``, as gRPC writes it, has sent a call with the right token; safe in any thread."""
+        self._named.add(peer)
+
+    def _watch(self) -> None:
+        while not self._over.wait(PRESSED_LOOK_SECONDS if self._is_pressed else LOOK_SECONDS):
+            # Without a free descriptor nothing can be seen now: connections that end give some back.
+            with contextlib.suppress(OSError):
+                self.look(time.monotonic())
+
+    def look(self, now: float) -> int:
+        """Shut down unauthenticated connections that are too many or too old. Return the number that is left."""
+        # A copy: calls add to it in other threads.
+        named = {_peer_of(text): text for text in list(self._named)}
+        connections = set(self._connections())
+        self._authenticated = {one for one in connections if one in self._authenticated or one.peer in named}
+        # They are authenticated now, or had gone before connections were listed. A later peer may have the same port.
+        self._named.difference_update(named.values())
+        others = connections - self._authenticated
+        self._since = {one: since for one, since in self._since.items() if one in others}
+        for one in sorted(others - self._since.keys(), key=lambda one: one.inode):  # inodes rise with time
+            self._since[one] = now
+        num_more = len(self._since) - self.most(len(self._authenticated))
+        self._is_pressed = num_more > 0
+        for number, (one, since) in enumerate(list(self._since.items())):
+            if number < num_more or now - since >= self._seconds:
+                _shut_down(one)
+                del self._since[one]
+        return len(self._since)
+
+    def most(self, num_authenticated: int) -> int:
+        """Return the limit of unauthenticated connections beside authenticated ones."""
+        return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
+
+    def _connections(self) -> list[_Connection]:
+        found, others = [], set()
+        known = {(one.descriptor, one.inode): one for one in (*self._authenticated, *self._since)}
+        for name in os.listdir(_DESCRIPTORS):
+            descriptor = int(name)
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                about = os.fstat(descriptor)
+                # Numbers of descriptors are used again, inodes of sockets rise: the pair identifies a socket.
+                key = (descriptor, about.st_ino)
+                connection = known.get(key)
+                if connection is None and stat.S_ISSOCK(about.st_mode) and key not in self._others:
+                    connection = self._examine(*key)
+                if connection is None:
+                    others.add(key)
+                else:
+                    found.append(connection)
+        self._others = others
+        return found
+
+    def _examine(self, descriptor: int, inode: int) -> _Connection | None:
+        # Return a socket as a connection to the port; None for another socket.
+        with _own_copy(descriptor) as sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != self._port:
+                return None
+            try:
+                host, port = sock.getpeername()[:2]
+            except OSError:
+                return None  # it listens, or its peer has gone
+        return _Connection(descriptor, inode, (_plain(host), port))
+
+
+def _own_copy(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _shut_down(connection: _Connection) -> None:
+    # Shut a connection of gRPC's down, so that gRPC sees the end of the peer and closes it.
+    with contextlib.suppress(OSError), _own_copy(connection.descriptor) as sock:
+        if os.fstat(sock.fileno()).st_ino == connection.inode:
+            # Not closed: its number could then name another file while gRPC still uses it.
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _peer_of(text: str) -> Peer | None:
+    """Parse address and port of a peer as gRPC writes it: ``ipv4:127.0.0.1:50000`` or ``ipv6:%5B::1%5D:50000``."""
+    kind, _, rest = urllib.parse.unquote(text).partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind not in ("ipv4", "ipv6") or not port.isdigit():
+        return None
+    return _plain(host.strip("[]")), int(port)
+
+
+def _plain(host: str) -> str:
+    # Return an address in one form; an IPv4 address also if it came through a socket for both protocols.
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ft.errors import DataError
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_ft.config.data import DataConfig
+from megatron_ft.config.job import DataConfig
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.reading import read_bytes, reading
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 MAX_BYTES = 1 << 30
 """Largest size of a vocabulary file in bytes."""

@@ -106,7 +106,7 @@ def _ask_time_service() -> tuple[bool | None, str]:
 
 
 def _understand(tool: str, output: str) -> bool | None:
-    """Return whether ``output`` of the program ``tool`` reports a synchronized clock; None if it reports nothing.
+    """Return whether ``output`` of the program ``tool`` reports a synchronized clock, or None if it reports nothing.
 
     Sources: chronyc(1), ``tracking``, whose last field is the leap status; timedatectl(1), ``show``.
     """

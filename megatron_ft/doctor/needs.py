@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_ft.config.checks.parallel import needs_transformer_engine
-from megatron_ft.config.devices import on_device
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.validate import on_device
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.compilers import kernels_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.cost.saving import OPTIMIZER_BYTES
 from megatron_ft.planning.job import JobPlan
@@ -112,7 +111,7 @@ class JobNeeds:
             gpu_memory_bytes=config.limits.gpu_memory_bytes,
             other_device=plan.other_device,
             is_refused_there=plan.is_refused_there,
-            kernels=kernels_of(on_device(config, plan.device)),
+            kernels=config.placement.kernels_on(plan.device),
             environment=rank_environment(on_device(config, plan.device)),
             is_batch_job=launch.mode == "local" and launch.node_launcher in ("srun", "none"),
             starts_elsewhere=launch.mode != "local" or launch.node_launcher != "local",

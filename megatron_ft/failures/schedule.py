@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.strict_json import decode
+from megatron_ft.serde import decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,23 +1,144 @@
-"""Forms and destroys the process groups of one generation. The project passes them on, and never uses globals."""
+"""Forms and destroys the process groups of one generation, and exchanges records, ballots and tensors in a group.
+
+The project passes groups on, and never uses globals. Tensors are exchanged as bytes, because collectives support few
+dtypes: gloo, for example, does not support float8.
+"""
 
 import datetime
 import gc
+import json
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft import failpoints
+from megatron_ft.config.job import JobConfig, ParallelConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.runtime.transport import waits
-from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
-from megatron_ft.runtime.transport.held_groups import drop_broken_graph, release
+from megatron_ft.planning.iteration import BALLOT_FIELDS, Ballot
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import Opening, Transports, drop_broken_graph, open_sockets, release
+
+# Collectives support few dtypes: gloo, for example, does not support float8. Every dtype can be sent as ``uint8``.
+
+
+def exchange_tensors(
+    outgoing: Sequence[Sequence[torch.Tensor]],
+    incoming: Sequence[Sequence[torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> int:
+    """Send ``outgoing[r]`` to each rank r of ``group`` and fill ``incoming[r]`` with the tensors from r, in order.
+
+    All ranks of the group must call this. A sender and its receiver must list the same tensors: same order, shapes and
+    dtypes.
+
+    Returns:
+        Number of bytes that this rank sent.
+    """
+    device = _device(group)
+    sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
+    send_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in outgoing]
+    receive_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in incoming]
+    received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
+    # Sender and receiver know all sizes, so sizes are not exchanged. Ranks without tensors must take part, too.
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    targets = [tensor for of_rank in incoming for tensor in of_rank]
+    for target, part in zip(targets, received.split([_num_bytes(tensor) for tensor in targets]), strict=True):
+        # Cloned, because a view needs an address that is aligned for its dtype, and a part may begin anywhere.
+        target.copy_(part.clone().view(target.dtype).view(target.shape))
+    return len(sent)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    # The backend of the group decides, not the tensors: a rank without tensors takes part, too.
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
+    """All-gather the ballots of all ranks of ``group``, and return them in rank order. Each ballot is float64
+    [BALLOT_FIELDS]. It is not an all-reduce, because the caller compares the values of the ranks bit for bit, and sums
+    them in a fixed order."""
+    mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
+    rows = torch.empty((group.size(), BALLOT_FIELDS), dtype=torch.float64)
+    # Asynchronous, so that the failpoint can kill this rank while other ranks are inside the collective.
+    work = dist.all_gather_into_tensor(rows.view(-1), mine, group=group, async_op=True)
+    failpoints.hit("vote_inside", ballot.iteration)
+    work.wait()
+    return [Ballot.from_row(row) for row in rows.tolist()]
+
+
+class Collectives:
+    """Collectives over ``group``. All ranks of the group must call the same methods in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.num_ranks: int = group.size()
+        on_gpu = "nccl" in str(dist.get_backend(group))
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def any(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on at least one rank."""
+        value = torch.tensor([int(flag)], dtype=torch.int32, device=self._device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(value.item())
+
+    def all(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on every rank."""
+        return not self.any(not flag)
+
+    def gather(self, record: Any) -> list[Any]:
+        """Return, on every rank, the records of all ranks in rank order. ``record`` must be serializable as JSON."""
+        # ``all_gather_object`` is not used, because it unpickles bytes of other ranks, and pickle can run code.
+        content = json.dumps(record).encode()
+        # All-gather needs the same shape on all ranks, so the ranks exchange the lengths of their records first.
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.num_ranks)]
+        dist.all_gather(sizes, torch.tensor([len(content)], dtype=torch.int64, device=self._device), group=self.group)
+        longest = max(int(size.item()) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8, device=self._device)
+        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [
+            json.loads(buffer[: int(size.item())].cpu().numpy().tobytes())
+            for buffer, size in zip(everyone, sizes, strict=True)
+        ]
+
+    def from_first(self, record: Any) -> Any:
+        """Return the ``record`` of the first rank on every rank. The arguments of other ranks are ignored."""
+        return self.from_rank(0, record)
+
+    def from_rank(self, rank: int, record: Any) -> Any:
+        """Return the ``record`` of ``rank`` on every rank. The arguments of other ranks are ignored."""
+        return self.gather(record if self.rank == rank else None)[rank]
+
+    def errors(self, error: str | None) -> str | None:
+        """Return one text with the errors of all ranks, the same on every rank, or None if no rank has an error."""
+        # ``any`` gives all ranks the same result, so either all of them call ``gather`` or none does.
+        if not self.any(error is not None):
+            return None
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.gather(error)) if text is not None)
+
 
 _RETRY_SECONDS = 0.02
 _TRY_SECONDS = 2.0
@@ -165,7 +286,7 @@ def _connect(context: RankContext, timeout_seconds: float, opening: Opening) -> 
         try:
             socket.create_connection((context.master_addr, context.master_port), timeout=try_seconds).close()
             # In a worker thread, because torch pauses between its own attempts without a socket to shut down.
-            store = waits.call(lambda: _store(context, try_seconds))
+            store = abort.call(lambda: _store(context, try_seconds))
         except (OSError, dist.DistNetworkError) as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -194,7 +315,7 @@ def dissolve_groups() -> None:
     If connections were shut down, operations may stay blocked in some groups until their timeout. This function does
     not wait for these operations; their groups are destroyed later."""
     groups = []
-    if waits.WaitLimit.in_use().is_ended:
+    if abort.WaitLimit.in_use().is_ended:
         # ``release`` gets these groups, because the destructor of a gloo group waits for its blocked operations.
         groups = list(dist.distributed_c10d._world.pg_map)
         drop_broken_graph()

@@ -4,20 +4,9 @@ import shlex
 from collections.abc import Callable, Mapping
 from itertools import takewhile
 
-from megatron_ft.config.job import JobConfig
-
 Which = Callable[[str], str | None]
 """Function that returns the path of a command, or None, as ``shutil.which``."""
 _FIXES = {"cpp": "install a C++17 compiler or name it in CXX", "cuda": "install CUDA or name it in CUDA_HOME"}
-
-
-def kernels_of(config: JobConfig) -> str:
-    """Return the kernels that the ranks of a job build: ``cpp``, ``cuda`` or empty. ``training.device`` must not be
-    ``auto``."""
-    if config.placement.algorithm is None:
-        return ""
-    backend = config.placement.backend_on(config.training.device)
-    return backend if backend in _FIXES else ""
 
 
 def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> list[str] | None:

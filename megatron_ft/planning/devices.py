@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import LaunchConfig
 from megatron_ft.errors import ConfigError
 
 

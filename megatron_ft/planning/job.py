@@ -8,13 +8,12 @@ from typing import Any
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.corpus.check import DataSummary
+from megatron_ft.corpus.samples import DataSummary
 from megatron_ft.operators import Operator, num_active_parameters, num_parameters, operators_of
-from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory
-from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.planning.cost.memory import PROCESS_BYTES, RankMemory, RankParameters
 from megatron_ft.planning.cost.saving import SavingMemory
 from megatron_ft.planning.devices import DeviceChoice, other_device
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import PlacementReport
 from megatron_ft.planning.recovery.loss_cost import LossCost
 from megatron_ft.planning.recovery.means import (

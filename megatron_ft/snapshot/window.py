@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.pieces import SLICE_ALIGNMENT_BYTES, Piece, align
-from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.snapshot.plan import SLICE_ALIGNMENT_BYTES, Piece, WindowKey, align
 
 WINDOW_FORMAT_VERSION = 2
 """Version of the format. In version 1, ``run_id`` is the name of the run's folder. In version 2, it is the run's random

@@ -39,7 +39,7 @@ def _herfindahl_over_even(tokens: Sequence[int]) -> float:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of values that are sorted in rising order, with linear interpolation; 0 if there are no
+    """Return a percentile of values that are sorted in rising order, with linear interpolation, or 0 if there are no
     values."""
     if not ordered:
         return 0.0

@@ -24,12 +24,12 @@ _LONGEST_SECONDS = 1e9
 
 
 def instant(seconds: float | None) -> float | None:
-    """Return ``seconds`` as a time since 1970; None if it is missing or impossible."""
+    """Return ``seconds`` as a time since 1970, or None if it is missing or impossible."""
     return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
 
 
 def duration(seconds: float | None) -> float | None:
-    """Return ``seconds`` as a duration; None if it is missing or impossible."""
+    """Return ``seconds`` as a duration, or None if it is missing or impossible."""
     return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None
 
 
@@ -67,7 +67,7 @@ class Goodput:
 
     @property
     def ettr(self) -> float | None:
-        """Return the effective training time ratio, which is useful time divided by wall time; None if no time has
+        """Return the effective training time ratio, which is useful time divided by wall time, or None if no time has
         passed."""
         return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
@@ -91,8 +91,8 @@ class Goodput:
 
     @property
     def predicted_ettr(self) -> float | None:
-        """Return the ETTR that the formula in ``docs/telemetry.md`` predicts from these figures; None if there are no
-        iterations yet."""
+        """Return the ETTR that the formula in ``docs/telemetry.md`` predicts from these figures, or None if there are
+        no iterations yet."""
         if self.useful_seconds <= 0 or self.mtbf_seconds <= 0:
             return None
         per_iteration = self.useful_seconds / self.num_iterations

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ft.events import Metrics, Record
-from megatron_ft.strict_json import JsonValue, parse_json
+from megatron_ft.serde import JsonValue, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"

@@ -89,12 +89,12 @@ class RunState:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return this attempt's tokens divided by the time of its iterations; None before the first iteration."""
+        """Return this attempt's tokens divided by the time of its iterations, or None before the first iteration."""
         return self.num_tokens / self.training_seconds if self.training_seconds > 0 else None
 
     def remaining_seconds(self) -> float | None:
-        """Return the remaining time at the pace of the newest iterations, including pauses between them; None if it is
-        not known."""
+        """Return the remaining time at the pace of the newest iterations, including pauses between them, or None if it
+        is not known."""
         if len(self._recent) < 2:
             return None
         (start, first), (end, last) = self._recent[0], self._recent[-1]

@@ -12,9 +12,8 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.framing import FrameReader, send
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.recovery.membership import NextMembership, Position
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.snapshot.storage.checkpoints import directory_name
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
 

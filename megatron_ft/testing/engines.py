@@ -161,7 +161,7 @@ def add_padding(engine: Any, multiple: int) -> None:
 
 def digests(engine: Any) -> dict[str, str]:
     """Return the digest of every tensor of a rank's state, by name."""
-    from megatron_ft.mcore.state.digest import tensor_digests
+    from megatron_ft.mcore.state.tensors import tensor_digests
 
     return tensor_digests(engine.model_chunks, engine.optimizer)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.run_id import RunId
+from megatron_ft.control.rundir import RunId
 from megatron_ft.mcore.device.install import install
 from megatron_ft.mcore.rank_main import warm
 from megatron_ft.testing.jobs import REPOSITORY

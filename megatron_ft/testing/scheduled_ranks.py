@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
+from megatron_ft.config.membership import MembershipChange, nodes_over_time
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore import rank_main
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import NextMembership, Target
 
 if TYPE_CHECKING:
     from megatron_ft.mcore.training.trainer import Trainer

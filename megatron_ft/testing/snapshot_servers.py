@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.pieces import Piece
-from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.snapshot.plan import Piece, WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, Arena, KeeperClient
 from megatron_ft.snapshot.window import Slice
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import xxhash
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.pieces import Piece, align
-from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.snapshot.plan import Piece, WindowKey, align
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import fsync_directory, write_file
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest

@@ -1,6 +1,6 @@
 """Makes settled votes of made-up iterations."""
 
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 
 
 def vote_of(iteration: int, generation: int = 0) -> Vote:

@@ -1,4 +1,4 @@
-"""What every dispatch backend must do, and that all give the reference's bits. A new backend is a new row."""
+"""Tests that every dispatch backend gives the same bits as the reference. To test a new backend, add a row."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from megatron_ft.testing.routing import Routing, make_routing, plan_all, swap
 
 BACKENDS = {"reference": "cpu", "cpp": "cpu", "cuda": "cuda"}
-"""Backends, and the device each is tested on."""
+"""Backends, and the device on which each is tested."""
 
 CASES = {
     "one-rank": {"num_ranks": 1, "topk": 1, "num_experts": 4, "tokens": (17,), "skew": 0.0},
@@ -75,7 +75,7 @@ def planned(opened: tuple[DispatchBackend, str]) -> Planned:
 
 
 def expected_rows(routing: Routing, outgoing: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """(destination, expert, token) of each sent row, found with lists only."""
+    """Return (destination, expert, token) of each sent row, computed with plain lists."""
     num_ranks = len(routing.maps)
     filling = [rank] + [other for other in range(num_ranks) if other != rank]
     rows = []
@@ -89,7 +89,7 @@ def expected_rows(routing: Routing, outgoing: torch.Tensor, rank: int) -> list[t
 
 
 def schedules(backend: DispatchBackend, counts: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-    """What each rank sends and receives, [N, 2, E, N]."""
+    """Return the schedules of all ranks, [N, 2, E, N]."""
     return torch.stack([backend.schedule(counts, replicas, rank) for rank in range(counts.shape[1])])
 
 
@@ -104,7 +104,9 @@ def test_the_schedule_sends_every_token_to_a_copy(opened: tuple[DispatchBackend,
     assert schedule.device == routing.counts.device
     assert (schedule >= 0).all()
     sent, received = schedule.unbind(1)
-    assert torch.equal(sent.permute(1, 0, 2), received.permute(1, 2, 0)), "what a rank receives, the others send"
+    assert torch.equal(sent.permute(1, 0, 2), received.permute(1, 2, 0)), (
+        "a rank does not receive what the other ranks send to it"
+    )
     assert torch.equal(sent.sum(2).t(), routing.counts)
     assert (sent.sum(0)[routing.replicas == 0] == 0).all()
     expected = schedules(open_backend("reference", shares), routing_of(case).counts, routing_of(case).replicas)
@@ -129,9 +131,9 @@ def test_schedules_of_large_uneven_counts_are_the_references(
     assert torch.equal(schedule.cpu(), schedules(open_backend("reference", shares), counts, replicas))
 
 
-def test_backends_end_after_as_many_rounds(opened: tuple[DispatchBackend, str]) -> None:
+def test_backends_stop_after_the_same_number_of_rounds(opened: tuple[DispatchBackend, str]) -> None:
     backend, device = opened
-    # A chain of neighbours with even loads: MAX_ROUNDS do not suffice for the least fullest rank.
+    # In a chain of neighbours with even loads, tokens must pass many ranks: MAX_ROUNDS rounds do not reach the mean.
     num_ranks, num_experts = 100, 400
     first = torch.arange(num_experts) * (num_ranks - 1) // num_experts
     replicas = torch.zeros((num_experts, num_ranks), dtype=torch.int64)
@@ -196,7 +198,7 @@ def test_handles_equal_the_references(planned: Planned, case: str) -> None:
 def movements(
     backend: DispatchBackend, handle: DispatchHandle, dtype: torch.dtype, device: str, *, weighted: bool
 ) -> dict[str, torch.Tensor]:
-    """Values and gradients of every movement, from numbers that depend on the shapes alone."""
+    """Return the values and gradients of every movement, for inputs that depend only on the shapes."""
     generator = torch.Generator().manual_seed(handle.num_sent_rows)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -335,7 +337,7 @@ def test_counts_without_a_schedule_are_refused(opened: tuple[DispatchBackend, st
     replicas = torch.tensor([[1, 0], [0, 0]], device=device)
     routing_map = torch.tensor([[True, False]] * 3, device=device)
     if device == "cuda":
-        # Nothing is read back before the splits; then the sums do not fit.
+        # Nothing is copied to the host before the splits. Their sums show the contradiction.
         with pytest.raises(ValueError, match="sends 0 tokens of expert 0 from rank 0, but the routing map .* has 3"):
             backend.plan(routing_map, backend.schedule(counts, torch.zeros_like(replicas), 0), 0, [])
         return

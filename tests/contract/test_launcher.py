@@ -1,4 +1,4 @@
-"""What every launcher does with agents; one row each, one of them from outside of the package."""
+"""Tests what every launcher does with agents. Each launcher is one row; one of them is not part of the package."""
 
 import os
 import queue
@@ -37,7 +37,7 @@ ROWS: list[tuple[str, Mapping[str, str]]] = [
 
 
 class Job:
-    """One launcher with what a job gives it, and the ends of agents that it has reported."""
+    """One launcher, the inputs that a job gives it, and the ends of agents that it has reported."""
 
     def __init__(self, name: str, variables: Mapping[str, str], folder: Path) -> None:
         config = from_dict(grouped(node_launcher=name, num_nodes=2, interface="10.0.0.7"))
@@ -53,7 +53,7 @@ class Job:
         self.launcher.publish(context, self.spec(0))
 
     def spec(self, node: int) -> AgentSpec:
-        """Of an agent that waits for a controller which does not come."""
+        """Return the spec of an agent that waits for a controller which never answers."""
         return AgentSpec(
             controller_address="127.0.0.1:9",
             token="secret",
@@ -64,7 +64,7 @@ class Job:
         )
 
     def on_end(self, node: int) -> Callable[[str, int], None]:
-        """Keeps what is reported."""
+        """Store the reported end of an agent."""
         return lambda detail, process_id: self.ends.put((node, detail, process_id))
 
     def start(self, node: int) -> None:
@@ -74,7 +74,7 @@ class Job:
 
 @pytest.fixture(params=ROWS, ids=[name for name, _ in ROWS])
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    """A launcher; ``srun`` runs its command here."""
+    """Yield a job with one launcher. A program on this machine replaces ``srun`` and runs its command."""
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -117,7 +117,8 @@ def test_a_launcher_that_does_not_exist_is_refused_by_its_key(name: str) -> None
 
 
 def test_a_fork_server_of_this_machine_is_refused_where_nodes_are_elsewhere(tmp_path: Path) -> None:
-    """For a launcher from outside the start decides, not the configuration's check: only its class knows."""
+    """A launcher that is not part of the package is checked at the start of the job, because only its class knows where
+    nodes run."""
     config = JobConfig()
     config.run.dir = str(tmp_path / "runs")
     config.launch.node_launcher = "megatron_ft.control.launchers.base:ProcessLauncher"

@@ -1,4 +1,4 @@
-"""What every placement algorithm keeps, whatever it aims at."""
+"""Tests the properties that every placement algorithm must have."""
 
 from collections import Counter
 from itertools import combinations
@@ -21,7 +21,7 @@ algorithms = pytest.mark.parametrize("algorithm", [kind() for kind in ALGORITHMS
 
 @st.composite
 def demands(draw: st.DrawFn) -> tuple[Cluster, int, list[list[int]]]:
-    """A cluster, slots per rank, and loads of two layers that fit."""
+    """Draw a cluster, a number of slots per rank, and loads of two layers that fit."""
     num_nodes = draw(st.integers(1, 6))
     ranks_per_node = draw(st.integers(1, 2))
     domains = [f"rack{draw(st.integers(0, 3))}" for _ in range(num_nodes)] if draw(st.booleans()) else None

@@ -1,4 +1,4 @@
-"""The contract of all sinks."""
+"""Tests the properties that every sink must have."""
 
 import io
 import time
@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from megatron_ft import events
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.config.job import JobConfig, TelemetryConfig
 from megatron_ft.events import Record
 from megatron_ft.telemetry.sink_set import open_sink
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
@@ -21,7 +20,7 @@ SINKS = {
     "terminal-live": TelemetryConfig().sinks["terminal"],
     **yaml.safe_load(OUTSIDE.read_text())["sinks"],
 }
-"""Every sink of the project, a row of ``telemetry.sinks`` each, and one from outside of the package."""
+"""All sinks of the project, each as an entry of ``telemetry.sinks``, and one sink that is not part of the package."""
 EXAMPLES: list[Record] = [
     *(example_of(kind) for kind in events.RECORDS.values()),
     events.RunStarted(run_name="trial", model="moe_micro", world_size=2),
@@ -69,7 +68,7 @@ def test_closes_without_a_record(sink: Sink) -> None:
 
 
 def test_a_record_costs_less_than_a_millisecond(sink: Sink) -> None:
-    """CPU time of the calling thread, which is the one that could hold training up."""
+    """The CPU time is that of the calling thread, because a sink must not delay training."""
     load = events.ExpertLoad(iteration=1, layers=((100,) * 16,) * 8)
     start = time.thread_time()
     for iteration in range(1, 201):

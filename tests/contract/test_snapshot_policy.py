@@ -1,4 +1,4 @@
-"""What every snapshot policy keeps, whatever it aims at."""
+"""Tests the properties that every snapshot policy must have."""
 
 import json
 from dataclasses import FrozenInstanceError
@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.activations import ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, LayerOrder
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.snapshot.plan import ReorderTrigger, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import context, dense_model, equal_experts, one_huge_embedding, uneven

@@ -1,6 +1,6 @@
-"""Dense checkpoints of real models on gloo: bitwise at the same layout, the same numbers at another.
+"""Tests dense checkpoints of real models over gloo: equal bits in the same layout, equal numbers in another layout.
 
-The file is its own runner: one process imports everything once and forks the ranks of each scenario.
+The file is also the program that it tests with: one process imports all modules and forks the ranks of each scenario.
 """
 
 import json
@@ -36,7 +36,7 @@ FAULTS = ("fails_on_one_rank", "fails_at_the_end", "damaged", "foreign", "retent
 
 
 def run_scenarios(names: list[str], directory: Path) -> dict[str, Any]:
-    """Outcome of each scenario, from one process that forks the ranks."""
+    """Return the outcome of each scenario. One process forks the ranks of all scenarios."""
     command = [sys.executable, __file__, str(directory), *names]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -59,7 +59,8 @@ def ranks_of(outcomes: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", SAME)
 def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: str) -> None:
-    """Saved in the background while training went on; every tensor and every later loss equal."""
+    """A checkpoint is written in the background during training. After the resume, every tensor and every later loss is
+    equal."""
     for rank in ranks_of(outcomes, f"same:{layout}"):
         assert len(rank["saved"]) > 20
         assert rank["moved"], "training after the save changed the state"
@@ -78,7 +79,8 @@ def test_resume_at_the_same_layout_is_bitwise(outcomes: dict[str, Any], layout: 
 
 @pytest.mark.parametrize(("saved", "loaded"), RESHARDED)
 def test_another_layout_loads_the_same_numbers(outcomes: dict[str, Any], saved: str, loaded: str) -> None:
-    """Loaded elsewhere and saved again: the files hold the same tensors, bit by bit, under the same names."""
+    """A checkpoint is loaded in another layout and saved again. Both files contain the same tensors with the same names
+    and bits."""
     for rank in ranks_of(outcomes, f"reshard:{saved}:{loaded}"):
         assert rank["num_tensors"] > 60
         assert rank["different"] == []
@@ -99,7 +101,7 @@ def test_a_write_that_fails_on_one_rank_is_reported_and_retried(outcomes: dict[s
 
 
 def test_a_manifest_that_cannot_be_written_is_reported_and_retried(outcomes: dict[str, Any]) -> None:
-    """ENOSPC at every write call of rank 0 in turn: the earlier checkpoint verifies each time."""
+    """Every write call of rank 0 fails once with ENOSPC. The earlier checkpoint is valid after each failure."""
     rank = ranks_of(outcomes, "fault:fails_at_the_end")[0]
     assert rank["num_write_calls"] > 50
     assert rank["num_failed"] == rank["num_tried"] >= 12
@@ -129,7 +131,7 @@ def test_retention(outcomes: dict[str, Any]) -> None:
 
 
 def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]) -> None:
-    """The next one, into the same folder, begins when nothing is written any more for the first."""
+    """The next save into the same folder begins only when nothing is written for the abandoned save any more."""
     ranks = ranks_of(outcomes, "fault:given_up")
     assert [rank["was_writing"] for rank in ranks] == [False, True]
     assert ranks[1]["num_written"] == 0 and "was cancelled while its files were written" in ranks[1]["given_up"]
@@ -140,7 +142,8 @@ def test_a_save_is_given_up_without_waiting_for_storage(outcomes: dict[str, Any]
 
 
 def test_a_save_is_pending_until_all_ranks_know_its_outcome(outcomes: dict[str, Any]) -> None:
-    """Rank 1 dies when rank 0 writes the manifest: the save is abandoned like any other, not forgotten."""
+    """Rank 1 dies while rank 0 writes the manifest. The save then counts as abandoned, like any other save that ranks
+    did not complete."""
     survivor = outcomes["fault:lost_at_the_end"][0]
     assert survivor == {"pending": 2, "abandoned": "iter_0000002", "is_complete": True, "pending_after": None}
 
@@ -149,7 +152,7 @@ def test_a_save_is_pending_until_all_ranks_know_its_outcome(outcomes: dict[str, 
 
 
 class RandomSamples:
-    """Token sequences that depend on the index only."""
+    """Token sequences that depend only on the index."""
 
     def sample(self, index: int) -> Any:
         import numpy as np
@@ -158,12 +161,12 @@ class RandomSamples:
 
 
 class Rank:
-    """One rank with an engine and a manager."""
+    """One rank with an engine and a checkpoint manager."""
 
     def __init__(self, layout: str, directory: Path, *, hidden_dropout: float = 0.1, **checkpoint: Any) -> None:
         import torch
 
-        from megatron_ft.config.checkpoint import CheckpointConfig
+        from megatron_ft.config.job import CheckpointConfig
         from megatron_ft.mcore.training.engine import TrainingEngine
 
         self.directory, self.records = directory, []
@@ -203,7 +206,7 @@ class Rank:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """New model, optimizer and manager on the same groups, as a restarted process has them."""
+        """Create a new model, optimizer and manager on the same groups, as a restarted process does."""
         from megatron_ft.config.identity import JobIdentity
         from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 
@@ -247,7 +250,7 @@ class Rank:
         return state, result
 
     def digests(self) -> dict[str, str]:
-        from megatron_ft.mcore.state.digest import tensor_digests
+        from megatron_ft.mcore.state.tensors import tensor_digests
 
         return tensor_digests(self.engine.model_chunks, self.engine.optimizer)
 
@@ -322,12 +325,12 @@ def scenario_same(layout: str, directory: Path) -> dict[str, Any]:
 
 
 def scribble(rank: Rank) -> None:
-    """Overwrite every weight, master and moment at once, right after the call that saves them."""
+    """Overwrite every weight, master weight and moment directly after the call that saves them."""
     import random
 
     import torch
 
-    from megatron_ft.mcore.state.digest import named_state
+    from megatron_ft.mcore.state.tensors import named_state
 
     with torch.no_grad():
         for _, tensor in named_state(rank.engine.model_chunks, rank.engine.optimizer):
@@ -337,7 +340,8 @@ def scribble(rank: Rank) -> None:
 
 
 def scenario_reshard(saved: str, loaded: str, directory: Path) -> dict[str, Any]:
-    """Two worlds, one after the other: ``saved`` writes, ``loaded`` reads, writes again and compares."""
+    """Run two jobs in sequence: ``saved`` writes a checkpoint; ``loaded`` reads it, writes another one, and compares
+    both."""
     if not (directory / "checkpoints").exists() and os.environ["STAGE"] == "0":
         rank = Rank(saved, directory, hidden_dropout=0.0)
         rank.train(2)
@@ -366,7 +370,7 @@ def scenario_reshard(saved: str, loaded: str, directory: Path) -> dict[str, Any]
 
 
 def read_tensors(directory: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, whole, read with torch alone."""
+    """Read every tensor of a checkpoint completely, using only torch."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -392,7 +396,7 @@ def scenario_fault(name: str, directory: Path) -> dict[str, Any]:
 
 
 def break_writes(only_rank: int, at_call: int) -> list[int]:
-    """From now on the given write call of this process fails, once; returns the counter."""
+    """Make the given write call of this process fail once. Return the counter of write calls."""
     import errno
 
     from megatron_ft.snapshot.storage import files
@@ -536,7 +540,7 @@ def fault_retention(rank: Rank, folder: Path) -> dict[str, Any]:
 
 
 def fault_given_up(rank: Rank, folder: Path) -> dict[str, Any]:
-    """Storage stands still for rank 1 until the next save waits for it."""
+    """Block the storage of rank 1 until the next save waits for it."""
     import threading
     import time
 
@@ -645,7 +649,7 @@ def fork_rank(name: str, stage: int, directory: Path, rank: int, world: int, scr
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), STORE=f"{scratch}/store", STAGE=str(stage))
     try:
         outcome = run_rank(name, directory)
-    except BaseException:  # noqa: BLE001 - told to the parent, whatever it was
+    except BaseException:  # noqa: BLE001 - any failure is reported to the parent
         outcome = {"error": traceback.format_exc()}
         print(outcome["error"], file=sys.stderr, flush=True)
     Path(scratch, f"{rank}.tmp").write_text(json.dumps(outcome))

@@ -1,4 +1,5 @@
-"""A rank whose peer is killed in the middle of a payload leaves the operation, keeps its process, and ends at once."""
+"""Tests that a rank abandons an operation whose peer was killed in the middle of a payload, keeps its process, and
+exits at once."""
 
 import json
 import subprocess
@@ -11,14 +12,14 @@ from megatron_ft.testing.engines import REPOSITORY
 from tests.helpers.cut_payloads import FORGOTTEN, GROUP_TIMEOUT_SECONDS, OPERATIONS
 
 IN_TIME_SECONDS = GROUP_TIMEOUT_SECONDS / 3
-"""Far below the timeout of the group, which is what a rank without a second way out waits for."""
+"""Limit far below the timeout of the group. A rank that cannot abandon the operation waits for this timeout."""
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def survivors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the survivor of each operation saw."""
+    """Return what the survivor of each operation observed."""
     outcome = tmp_path_factory.mktemp("cut") / "outcome.json"
     command = [sys.executable, "-m", "tests.helpers.cut_payloads", str(outcome)]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=170)
@@ -45,6 +46,6 @@ def test_an_operation_that_gloo_forgets_is_abandoned(survivors: dict[str, Any], 
 
 
 def test_the_group_of_an_abandoned_collective_is_held(survivors: dict[str, Any]) -> None:
-    """Its destructor would wait for the thread that is blocked."""
+    """The destructor of the group would wait for the blocked thread."""
     assert survivors["broadcast"]["num_held"] == 1
     assert survivors["backward_pass"]["num_held"] == 1

@@ -1,4 +1,5 @@
-"""A machine that dies while ranks connect to each other refuses nothing: the others are told, and wait no longer."""
+"""Tests that ranks stop waiting for a machine that dies while they connect to it. A dead machine does not refuse
+connections."""
 
 import os
 import secrets
@@ -24,11 +25,11 @@ pytestmark = [
 
 HERE, THERE, NOBODY = "10.88.0.1", "10.88.0.2", "10.88.0.3"
 BEHIND = "1.88.0.2"
-"""Where the other machine says that its rank listens. Of two ranks the one with the higher address connects."""
+"""Address at which the rank of the other machine listens. Of two ranks, the one with the higher address connects."""
 FORM = """
 import datetime, sys, threading
 import torch.distributed as dist
-from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.runtime.transport.abort import Opening
 
 opening = Opening()
 
@@ -55,9 +56,10 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def another_machine() -> Iterator[list[str]]:
-    """A network namespace that is reached at ``THERE``, and whose ``BEHIND`` is not reached; what runs a command in it.
+    """Create a network namespace whose address ``THERE`` can be reached and whose address ``BEHIND`` cannot. Yield a
+    function that runs a command in it. Packets to ``BEHIND`` are lost without an answer.
 
-    Packets for ``BEHIND`` go to a machine that is not there and, as long as nobody has noticed, never come back.
+    Packets for ``BEHIND`` go to an address without a machine, and no host reports this to the sender.
     """
     name, cables = f"mft{secrets.token_hex(3)}", ("eth0", "eth1")
     with ExitStack() as ending:
@@ -87,17 +89,17 @@ def rank(number: int, port: int, interface: str, through: Sequence[str] = ()) ->
 
 
 def unanswered(process: "subprocess.Popen[str]") -> list[str]:
-    """Addresses that it asks for a connection."""
+    """Return the addresses to which a process tries to connect."""
     connections = psutil.Process(process.pid).net_connections("tcp")
     return [found.raddr.ip for found in connections if found.status == psutil.CONN_SYN_SENT]
 
 
-def test_ranks_that_are_told_stop_connecting_to_a_machine_that_has_died() -> None:
+def test_ranks_that_are_informed_stop_connecting_to_a_machine_that_has_died() -> None:
     with (
         another_machine() as there,
         rank(1, port := free_port(HERE), "eth1", there),
         rank(0, port, f"{there[-1]}0") as here,
     ):
         wait_until("it connects to the rank that is not there", lambda: unanswered(here) == [BEHIND], seconds=60)
-        said, _ = here.communicate("\n", timeout=30)
-    assert said == "broken\n"
+        output, _ = here.communicate("\n", timeout=30)
+    assert output == "broken\n"

@@ -1,4 +1,4 @@
-"""Ranks are lost, the others train on in their processes: the same bits as a run that is given the same history."""
+"""Tests that jobs which lose ranks have the same bits as jobs in which the same nodes leave by schedule."""
 
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,13 @@ BF16 = {"precision.params_dtype": "bf16"}
 BEFORE_THE_BALLOT = ("forward", "dispatch", "backward", "grad_sync", "vote_before")
 PHASES = (*BEFORE_THE_BALLOT, "vote_inside", "vote_after", "update", "gather")
 OTHER_PHASES = ("forward", "dispatch", "grad_sync", "vote_before", "vote_after")
-"""Each is like one of the other phases: another test kills in it as well, or nothing lies between the two."""
+"""Phases that are like one of the other phases: another test kills ranks in them, or they differ in no operation."""
 SWAPPED = (
     "lose(nodes=[0,3],before_iteration=1)",
     "join(nodes=[3],before_iteration=3)",
     "change(lose=[1],join=[0],before_iteration=5)",
 )
-"""It begins with two nodes; the first rank, which serves the store, joins last."""
+"""Schedule of a job that begins with two nodes. The first rank, whose process has the store, joins last."""
 FRESH = (
     ("scripted", (0, 1, 3), 2),
     ("scripted", (1, 3), 4),
@@ -53,13 +53,13 @@ FRESH = (
     ("swapped", (0, 2, 3), 4),
     ("grown:bf16", (0, 1, 2, 3), 4),
 )
-"""(Scripted job, nodes that it has after an iteration, that iteration)."""
+"""(Scheduled job, nodes of a membership, iteration after which the membership begins)."""
 OTHER_FRESH = (FRESH[0], FRESH[2], FRESH[5])
-"""Repeat others: memberships after the same loss, and another precision."""
+"""Repetitions of other rows: memberships after the same loss, and another precision."""
 SAVING_EACH = {"checkpoint.save_interval_iterations": 1, "checkpoint.keep_last": 5}
-"""The save of an iteration is committed after the next one, at the latest when that is saved."""
+"""Save after every iteration. A save is committed at the latest when the next one begins."""
 TWO_LOSSES = [(2, 3), (0, 5)]
-"""(Node, first iteration without it)."""
+"""(Node, first iteration without the node)."""
 
 
 def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
@@ -121,7 +121,8 @@ def test_nodes_leave_as_the_schedule_says(outcomes: dict[str, Any]) -> None:
 def test_every_membership_trains_like_a_job_of_its_size(
     outcomes: dict[str, Any], membership: tuple[str, tuple[int, ...], int]
 ) -> None:
-    """One that starts from a dense checkpoint of the same iteration, with the same placement: to the bit."""
+    """The membership has the same bits as a new job of its size that starts from a dense checkpoint of the same
+    iteration with the same placement."""
     name, nodes, loaded = membership
     check_like_fresh(outcomes, name, f"fresh:{name}:{loaded}", nodes, loaded)
 
@@ -135,7 +136,8 @@ def test_nodes_come_and_go_as_the_schedule_says(outcomes: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("name", ["scripted", "grown", "swapped"])
 def test_every_size_reads_the_same_samples(outcomes: dict[str, Any], name: str) -> None:
-    """Global batch and order stay: the losses are those of a run that lost nobody, but for the order of sums."""
+    """Global batch and order of samples stay the same, so losses equal those of a run without losses up to the order of
+    sums."""
     undisturbed, found = figures(outcomes, "undisturbed"), figures(outcomes, name)
     for iteration in range(1, 7):
         mine, theirs = found[iteration], undisturbed[iteration]
@@ -149,7 +151,8 @@ def test_every_size_reads_the_same_samples(outcomes: dict[str, Any], name: str) 
 
 @pytest.mark.parametrize("phase", chosen(PHASES, OTHER_PHASES))
 def test_a_killed_rank_leaves_the_bits_of_its_history(outcomes: dict[str, Any], phase: str) -> None:
-    """Wherever in iteration 3 rank 2 dies: before the vote it is void, and where anybody has settled it, it is done."""
+    """Rank 2 is killed in every phase of iteration 3. The iteration is rolled back if no survivor has its complete
+    vote, and finished otherwise."""
     check_same(outcomes, f"killed:{phase}", f"lose:2:{_first_without(outcomes, phase)}")
     assert [record["kind"] for record in outcomes[f"killed:{phase}"]["ranks"][2]["records"]] == ["failpoint_hit"]
     (change,) = memberships(outcomes, f"killed:{phase}")
@@ -163,13 +166,13 @@ def test_an_iteration_without_every_ballot_is_void(outcomes: dict[str, Any], pha
 
 @pytest.mark.parametrize("phase", ["update", "gather"])
 def test_who_has_settled_a_vote_has_every_ballot(outcomes: dict[str, Any], phase: str) -> None:
-    """Whether or not anybody who lives has settled it as well."""
+    """This holds whether or not another survivor has the complete vote too."""
     positions = [broken["position"] for rank in outcomes[f"killed:{phase}"]["ranks"] for broken in rank["broken"]]
     assert [position["contributed"] >= 3 for position in positions] == [True] * 3
 
 
 def _first_without(outcomes: dict[str, Any], phase: str) -> int:
-    """The iteration that the others did next."""
+    """Return the first iteration that the remaining ranks completed without the lost rank."""
     outcome = outcomes[f"killed:{phase}"]
     assert "error" not in outcome, outcome["error"]
     (target,) = outcome["targets"]
@@ -177,7 +180,7 @@ def _first_without(outcomes: dict[str, Any], phase: str) -> int:
 
 
 def test_the_first_rank_is_lost(outcomes: dict[str, Any]) -> None:
-    """It served the store, and it was the one that reported."""
+    """The lost rank had the store and reported the metrics."""
     assert memberships(outcomes, "killed:rank 0") == [(1, [1, 2, 3], 2)]
     check_same(outcomes, "killed:rank 0", "lose:0:3")
 
@@ -195,7 +198,8 @@ def test_a_save_that_broke_is_made_again(outcomes: dict[str, Any]) -> None:
 
 
 def test_a_save_that_breaks_while_it_is_committed_is_reported_once_and_made_up_for(outcomes: dict[str, Any]) -> None:
-    """Rank 2 dies when iteration 2's save is committed, after iteration 3; another before iteration 4 is committed."""
+    """Rank 2 dies after iteration 3, while the save of iteration 2 is committed; another rank dies before iteration 4
+    is committed."""
     name = "killed:committing"
     assert [generation for generation, _, iteration in memberships(outcomes, name) if iteration == 3] == [1, 2]
     failed = records(outcomes, name, "checkpoint_failed")
@@ -209,7 +213,7 @@ def test_a_save_that_breaks_while_it_is_committed_is_reported_once_and_made_up_f
 
 
 def test_a_rank_that_is_behind_finishes_from_its_gradients(outcomes: dict[str, Any]) -> None:
-    """It broke before its update of iteration 3, the others did theirs."""
+    """One rank failed before its update of iteration 3, and the other ranks have completed theirs."""
     ranks = outcomes["left behind"]["ranks"]
     behind = ranks[3]["broken"][0]["position"]
     assert (behind["completed"], behind["contributed"]) == (2, 3)
@@ -219,7 +223,7 @@ def test_a_rank_that_is_behind_finishes_from_its_gradients(outcomes: dict[str, A
 
 
 def test_a_placement_without_a_committed_iteration_is_taken_back(outcomes: dict[str, Any]) -> None:
-    """It had taken over before the iteration that broke; loads that it was made from are kept."""
+    """The placement was introduced with the iteration that failed. The loads from which it was planned are kept."""
     reasons = [record["reason"] for record in records(outcomes, "rebalanced:killed", "placement_in_force")]
     assert reasons.index("membership") == 2, "another placement had taken over at the full size"
     check_same(outcomes, "rebalanced:killed", "rebalanced")

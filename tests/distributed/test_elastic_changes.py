@@ -1,4 +1,5 @@
-"""Nodes leave and join when asked to, die while a membership forms, and take snapshots all along: to the same bits."""
+"""Tests nodes that leave and join on request, ranks that die while a membership forms, and snapshots of elastic jobs,
+bit by bit."""
 
 from pathlib import Path
 from typing import Any
@@ -31,28 +32,28 @@ from tests.helpers.sharing import chosen, runs_extended
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # trains
 
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
-"""Generators of newcomers are those that a scripted history has."""
+"""Dropout, with which the random generators of joining ranks must be those of a scheduled job."""
 CHANGES = {"2": {"leave": [2]}, "4": {"join": [2]}}
 FORMING = ("reform_join", "reform_move", "reform_build")
 OTHER_PHASES = ("reform_join", "reform_build")
-"""Other tests of this module kill a rank in them."""
+"""Phases in which other tests of this module kill a rank."""
 SNAPSHOTS = {
     "snapshot.policy": {"_target_": "megatron_ft.planning.snapshot.sparse_window.SparseWindow"},
     "snapshot.num_peer_copies": 2,
     "snapshot.bandwidth_bytes_per_second": 1e9,
     "snapshot.iteration_seconds": 1.0,
 }
-"""A window is one slice, and one begins after every iteration as long as there is room."""
+"""Each window is one slice. A window begins after every iteration if a buffer is free."""
 
 
 TWO_COPIES = {"placement.num_slots_per_rank": 2}
-"""On four nodes each expert has two copies, on three some have one."""
+"""Each expert has two copies on four nodes. On three nodes, some experts have one."""
 LOST_ONCE = 'kill(rank=2, at_iteration=3, phase="backward", generation=0)'
 LOST_AFTER_A_JOIN = 'kill(rank=0, generation=2, phase="forward")'
 
 
 def wait_in(iteration: int) -> str:
-    """Time for copies to arrive of what was captured two iterations before: the next one's update waits for it."""
+    """Delay an iteration, so that copies of the slice captured two iterations before arrive in time."""
     return f'delay(rank=1, at_iteration={iteration}, phase="forward", seconds=2.0)'
 
 
@@ -72,8 +73,8 @@ def _jobs(folder: Path, *, extended: bool) -> dict[str, Any]:
             faults('kill(rank=2, at_iteration=4, phase="reform_build", generation=2)'), until=6, changes=CHANGES
         ),
         "newcomer": job(repeats("killed:newcomer"), until=6),
-        "stranger": job(faults(), until=6, changes=CHANGES, strangers=[2]),
-        "placed anew": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
+        "other_data": job(faults(), until=6, changes=CHANGES, other_data=[2]),
+        "placed again": job(script(GROWN[0], "change(lose=[],join=[],before_iteration=5)"), until=6),
         "killed:after a join": job({**faults(LOST_AFTER_A_JOIN), **DROPOUT, **TWO_COPIES}, until=6, changes=CHANGES),
         "after a join": job({**script(*GROWN, "lose(nodes=[0],before_iteration=5)"), **DROPOUT, **TWO_COPIES}, until=6),
         "killed:back at once": job({**faults(LOST_ONCE), **DROPOUT}, returns={"2": [2]}),
@@ -120,7 +121,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any]) -> None:
-    """The node that leaves ends well; another process of it joins later: the bits of the scripted history."""
+    """The leaving node ends without a failure, and a new process of it joins later. The bits equal those of a scheduled
+    job."""
     assert [rank["error"] for rank in outcomes["planned"]["ranks"]] == [None] * 5
     assert memberships(outcomes, "planned") == memberships(outcomes, "grown")
     assert digests(outcomes, "planned") == digests(outcomes, "grown")
@@ -128,7 +130,7 @@ def test_nodes_leave_and_join_when_asked_for(outcomes: dict[str, Any]) -> None:
 
 
 def test_experts_leave_a_node_before_it_does(outcomes: dict[str, Any]) -> None:
-    """Some had no other holder: they move while all ranks are there."""
+    """Some experts are only on the leaving node, so they are moved while all ranks are present."""
     assert [rank["error"] for rank in outcomes["evacuated"]["ranks"]] == [None] * 4
     reasons = [record["reason"] for record in records(outcomes, "evacuated", "placement_in_force")]
     assert reasons == ["first", "evacuation", "membership"]
@@ -140,7 +142,8 @@ def test_experts_leave_a_node_before_it_does(outcomes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("phase", chosen(FORMING, OTHER_PHASES))
 def test_a_rank_dies_while_the_survivors_of_another_form(outcomes: dict[str, Any], phase: str) -> None:
-    """The bits of the history that they tell of: of both losses at once unless all had formed between them."""
+    """The bits equal those of the recorded schedule. Both losses are in one entry unless all ranks had formed the
+    membership in between."""
     name = f"killed:{phase}"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert [rank["error"] for rank in outcomes[name]["ranks"]] == [None] * 4
@@ -153,7 +156,7 @@ def test_a_rank_dies_while_the_survivors_of_another_form(outcomes: dict[str, Any
 
 
 def test_the_first_rank_dies_before_it_serves_the_store_of_the_next_membership(outcomes: dict[str, Any]) -> None:
-    """Nobody waits for it as long as for one that is late."""
+    """The other ranks do not wait for it as long as for a late rank."""
     assert "error" not in outcomes["killed:server"], outcomes["killed:server"]["error"]
     assert memberships(outcomes, "killed:server") == [(2, [1, 3], 2)]
     assert schedules(outcomes, "killed:server") == [["lose(nodes=[0,2],before_iteration=3)"]]
@@ -161,7 +164,7 @@ def test_the_first_rank_dies_before_it_serves_the_store_of_the_next_membership(o
 
 
 def test_a_rank_with_state_dies_while_another_joins(outcomes: dict[str, Any]) -> None:
-    """The newcomer has not been given all state: it stays a newcomer."""
+    """The joining rank has not received all state, so it must join again."""
     name = "killed:stayer"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert memberships(outcomes, name)[-1] == (3, [0, 2, 3], 4)
@@ -169,26 +172,26 @@ def test_a_rank_with_state_dies_while_another_joins(outcomes: dict[str, Any]) ->
     check_same(outcomes, name, "stayer")
 
 
-def test_a_newcomer_dies_while_it_joins(outcomes: dict[str, Any]) -> None:
+def test_a_joining_node_dies_while_it_joins(outcomes: dict[str, Any]) -> None:
     name = "killed:newcomer"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert memberships(outcomes, name)[-1] == (3, [0, 1, 3], 4)
     check_same(outcomes, name, "newcomer")
 
 
-def test_a_newcomer_that_reads_other_data_does_not_join(outcomes: dict[str, Any]) -> None:
-    """It ends before anything moves, the others go on without it, and place their experts anew."""
-    assert "error" not in outcomes["stranger"], outcomes["stranger"]["error"]
-    assert memberships(outcomes, "stranger")[-1] == (3, [0, 1, 3], 4)
-    assert schedules(outcomes, "stranger")[-1] == ["change(lose=[],join=[],before_iteration=5)"]
-    check_same(outcomes, "stranger", "placed anew")
-    broken = [rank["broken"][-1]["error"] for rank in outcomes["stranger"]["ranks"] if rank["broken"]]
+def test_a_joining_node_that_reads_other_data_does_not_join(outcomes: dict[str, Any]) -> None:
+    """The joining rank ends before any state moves. The other ranks continue without it and plan a new placement."""
+    assert "error" not in outcomes["other_data"], outcomes["other_data"]["error"]
+    assert memberships(outcomes, "other_data")[-1] == (3, [0, 1, 3], 4)
+    assert schedules(outcomes, "other_data")[-1] == ["change(lose=[],join=[],before_iteration=5)"]
+    check_same(outcomes, "other_data", "placed again")
+    broken = [rank["broken"][-1]["error"] for rank in outcomes["other_data"]["ranks"] if rank["broken"]]
     different = "must be the same data on every rank, but rank 2 and rank 0 read different data"
     assert any(different in text for text in broken)
 
 
-def test_what_a_newcomer_was_given_counts_before_it_has_done_an_iteration(outcomes: dict[str, Any]) -> None:
-    """A node is lost in the first iteration after a join. Before the join it alone held an expert."""
+def test_what_a_joining_node_was_given_counts_before_it_has_done_an_iteration(outcomes: dict[str, Any]) -> None:
+    """A node is lost in the first iteration after a join. Before the join, it had the only copy of an expert."""
     name = "killed:after a join"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert [rank["error"] for rank in outcomes[name]["ranks"][1:]] == [None] * 4
@@ -200,7 +203,7 @@ def test_what_a_newcomer_was_given_counts_before_it_has_done_an_iteration(outcom
 
 
 def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[str, Any]) -> None:
-    """Its new ranks have nothing of the run, which a script can say."""
+    """Its new ranks have no state of the run. A schedule can express this."""
     name = "killed:back at once"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert memberships(outcomes, name) == memberships(outcomes, "back at once") == [(1, [0, 1, 2, 3], 2)]
@@ -211,7 +214,8 @@ def test_a_node_is_back_in_the_membership_that_follows_its_loss(outcomes: dict[s
 
 
 def test_a_rank_dies_while_the_others_build_the_model_for_another_placement(outcomes: dict[str, Any]) -> None:
-    """They cannot finish it without that rank: they go on from what they had before experts moved."""
+    """The other ranks cannot build the model without the lost rank. They continue with the state before the move of
+    experts."""
     name = "killed:moving"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert outcomes[name]["ranks"][2]["records"][-1]["phase"] == "migrate_build"
@@ -224,7 +228,7 @@ def test_a_rank_dies_while_the_others_build_the_model_for_another_placement(outc
 
 @pytest.mark.parametrize("phase", ["capture", "replicate"])
 def test_a_rank_dies_while_state_is_captured(outcomes: dict[str, Any], phase: str) -> None:
-    """The iteration before is committed; taking snapshots changes no bit of it or of what follows."""
+    """The previous iteration is committed. Capturing snapshots changes no bit of its result or of later results."""
     name = f"killed:{phase}"
     assert "error" not in outcomes[name], outcomes[name]["error"]
     (target,) = outcomes[name]["targets"]
@@ -232,8 +236,8 @@ def test_a_rank_dies_while_state_is_captured(outcomes: dict[str, Any], phase: st
     assert [record["kind"] for record in outcomes[name]["ranks"][2]["records"]][-1:] == ["failpoint_hit"]
 
 
-def test_windows_begin_anew_in_every_membership(outcomes: dict[str, Any]) -> None:
-    """Copies lie on the nodes that are there, newcomers included: they are known by what their ranks tell."""
+def test_windows_begin_again_in_every_membership(outcomes: dict[str, Any]) -> None:
+    """Copies are placed on the present nodes, including joining ones, whose addresses their ranks report."""
     assert [rank["error"] for rank in outcomes["captured"]["ranks"]] == [None] * 5
     assert digests(outcomes, "captured") == digests(outcomes, "history")
     assert [record["iteration"] for record in records(outcomes, "captured", "snapshot_planned")] == [1, 4, 7]
@@ -246,7 +250,8 @@ def test_windows_begin_anew_in_every_membership(outcomes: dict[str, Any]) -> Non
 
 
 def test_ranks_import_nothing_after_they_were_forked(outcomes: dict[str, Any]) -> None:
-    """An import in a recovery takes its time, and can fail: whatever ranks need is in the process they come from."""
+    """An import during a recovery would take time and could fail, so the process from which ranks are forked imports
+    all modules."""
     ended = {
         f"{name}, rank {number}": rank["imported"]
         for name, outcome in outcomes.items()
@@ -261,7 +266,7 @@ def test_ranks_import_nothing_after_they_were_forked(outcomes: dict[str, Any]) -
 
 
 def test_a_start_on_the_nodes_that_are_left(outcomes: dict[str, Any]) -> None:
-    """From the newest checkpoint, like a job of that size."""
+    """The ranks continue from the newest checkpoint, like a job of that size."""
     (decided,) = records(outcomes, "restarted", "recovery_started")
     assert (decided["generation"], decided["strategy"], decided["iteration"]) == (1, "checkpoint", 4)
     assert digests(outcomes, "restarted") == digests(outcomes, "fresh:saved")

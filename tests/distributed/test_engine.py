@@ -1,4 +1,4 @@
-"""The engine over several gloo ranks: same numbers in every layout, same bits in a second generation."""
+"""Tests the engine over several gloo ranks: equal numbers in every layout, and equal bits in a second generation."""
 
 import math
 from typing import Any
@@ -86,7 +86,7 @@ def outcomes() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_computes_the_same_iterations(outcomes: dict[str, list[Any]], layout: str) -> None:
-    """Losses, auxiliary losses, norms and loads of three iterations; all ranks know the same."""
+    """Losses, auxiliary losses, norms and loads of three iterations are equal, and all ranks have the same values."""
     expected = of_ranks(outcomes, "train:dp1")[0]
     ranks = of_ranks(outcomes, f"train:{layout}")
     assert ranks == [ranks[0]] * len(ranks)
@@ -145,13 +145,13 @@ def test_a_second_generation_in_the_same_process_is_like_the_first(outcomes: dic
 
 
 def test_an_experts_overflow_lowers_the_one_loss_scale(outcomes: dict[str, list[Any]]) -> None:
-    """Dense and expert parameters have a scaler each; they may not drift apart, on any rank."""
+    """Dense and expert parameters have separate loss scalers, whose scales must stay equal on all ranks."""
     for rank in of_ranks(outcomes, "overflow"):
         assert rank == {"action": "skip", "unchanged": True, "scales": [32.0, 32.0], "next_scale": 32.0}
 
 
 def test_a_rank_with_another_norm_is_named(outcomes: dict[str, list[Any]]) -> None:
-    """One unit in the last place is enough, and nothing has been updated by then."""
+    """A difference in the last bit is detected before any weight is updated."""
     for rank in of_ranks(outcomes, "disagree"):
         assert rank["error_type"] == "TrainingStopped"
         assert "grad_norm" in rank["said"] and "rank 1" in rank["said"]
@@ -160,7 +160,7 @@ def test_a_rank_with_another_norm_is_named(outcomes: dict[str, list[Any]]) -> No
 
 @pytest.mark.parametrize("layout", ["dp3", "ep2", "pp2"])
 def test_a_slow_rank_is_named_though_all_take_as_long(outcomes: dict[str, list[Any]], layout: str) -> None:
-    """Every rank's iterations are as long as the slow one's; only its own work tells it from those that wait."""
+    """All ranks' iterations take as long as the slow rank's. Only the time of its own work identifies the slow rank."""
     ranks = of_ranks(outcomes, f"pace:{layout}")
     assert all(rank == ranks[0] for rank in ranks), "everybody knows the same"
     first, *_, late, last = ranks[0]
@@ -181,7 +181,7 @@ def test_a_slow_rank_is_named_though_all_take_as_long(outcomes: dict[str, list[A
 def test_balancing_weighs_the_same_however_a_batch_is_cut(
     outcomes: dict[str, list[Any]], kind: str, layouts: tuple[str, ...]
 ) -> None:
-    """Where the loss is defined over the same tokens, its gradient and its reported value are the same."""
+    """Gradient and reported value of a loss are the same if it is defined over the same tokens."""
     expected = of_ranks(outcomes, f"balance:{kind}:whole")[0]
     assert expected["aux_loss"] > 0 and math.isfinite(expected["aux_loss"])
     for layout in layouts:
@@ -192,7 +192,7 @@ def test_balancing_weighs_the_same_however_a_batch_is_cut(
 
 
 def test_a_stop_writes_a_window_on_all_ranks_or_on_none(outcomes: dict[str, list[Any]]) -> None:
-    """Of the window that a recovery went back to, a replaced rank's part lies with peers."""
+    """The window is the one from which a recovery continued, so the replaced rank's part is only on peers."""
     first, second = of_ranks(outcomes, "stop")
     assert first["resumed"] == second["resumed"] == []
     (problem,) = [*first["problems"], *second["problems"]]

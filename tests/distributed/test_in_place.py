@@ -1,4 +1,5 @@
-"""The layout is kept: only the pipeline stages that lost a rank go back, and the job ends with the undisturbed bits."""
+"""Tests jobs that keep their layout: only stages that lost a rank replay, and the job ends with the bits of an
+undisturbed run."""
 
 from typing import Any
 
@@ -70,13 +71,13 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "pp4: the first two": ("pp4", [kill(0, 8, "backward"), kill(1, 7, "reform_move", 1)]),
     "pp4: side by side": ("pp4", [kill(1, 8, "backward"), kill(2, 7, "reform_move", 1)]),
 }
-"""Name to layout and faults: (rank, iteration, phase), and the generation where it is not the first."""
+"""Layout and faults by name. A fault is (rank, iteration, phase), and the generation if it is not 0."""
 SPARES: dict[str, dict[str, Any]] = {
     "pp2: a spare": {"spares": [4], "keepers_live": True},
     "pp2: a spare for a dead node": {"spares": [4]},
 }
 REPLAYED = {"pp1: dispatch": {0}, "pp2 tp2: vote_after": {0}, "pp4: apart": {0, 2}, "pp4: the first two": {0, 1}}
-"""Name to the stages that go back in the last recovery."""
+"""Stages that replay in the last recovery, by name."""
 
 
 def _jobs() -> dict[str, Any]:
@@ -96,7 +97,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
-    """Losses, and the state of every rank after every iteration."""
+    """Compare losses, and the state of every rank after every iteration."""
     reference, faults = FAULTS[name]
     assert "error" not in outcomes[name], outcomes[name]["error"]
     assert digests(outcomes, name) == digests(outcomes, reference)
@@ -107,7 +108,7 @@ def test_undisturbed_bits(outcomes: dict[str, Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_healthy_stages_compute_nothing(outcomes: dict[str, Any], name: str) -> None:
-    """Those that replay run every microbatch of every iteration since the window once, and nothing else."""
+    """Replaying stages run every microbatch since the window exactly once, and healthy stages run none."""
     shares = records(outcomes, name, "stage_recovery")
     last = max(share["generation"] for share in shares)
     assert len([share for share in shares if share["generation"] == last]) == 4
@@ -132,6 +133,6 @@ def test_only_the_stages_that_lost_a_rank_go_back(outcomes: dict[str, Any], name
 
 
 def test_a_stage_with_nothing_to_go_back_to_ends_the_job(outcomes: dict[str, Any]) -> None:
-    """Before the first window is committed this strategy declines, and says why."""
+    """Before the first window is committed, localized recovery is impossible, and the job reports the reason."""
     errors = [rank["error"] for rank in outcomes["too early"]["ranks"] if rank["error"] is not None]
     assert errors and all("localized: no window has been committed" in error for error in errors)

@@ -1,4 +1,5 @@
-"""The command on a job that trains: a node killed, brought back, held still for a moment; a trace replayed."""
+"""Tests the command that injects failures on a running job: a node is killed and started again, or stopped for a
+moment; a trace is replayed."""
 
 import json
 import signal
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def run_dir(tmp_path: Path, warm_forkserver: str) -> Iterator[Path]:
-    """Folder of a job of three nodes that trains until the test is over, and ends well then."""
+    """Yield the folder of a job of three nodes, which trains until the test ends and then stops without an error."""
     words = [*_WORDS, f"run.dir={tmp_path}", "run.name=live", f"launch.forkserver_socket={warm_forkserver}"]
     console = start([sys.executable, "pretrain_moe.py", *words])
     try:
@@ -54,7 +55,7 @@ def run_dir(tmp_path: Path, warm_forkserver: str) -> Iterator[Path]:
 
 
 def wait_for_changes(run_dir: Path, *memberships: list[int]) -> None:
-    """Wait until these memberships have begun, and no others, and the last has committed an iteration."""
+    """Wait until exactly these memberships have begun and the last one has committed an iteration."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         events, metrics = (read(run_dir / name) for name in ("events.jsonl", "metrics.jsonl"))
@@ -62,17 +63,17 @@ def wait_for_changes(run_dir: Path, *memberships: list[int]) -> None:
         found = [change["nodes"] for change in changes]
         if found == list(memberships) and metrics[-1]["iteration"] > changes[-1]["iteration"]:
             return
-        assert time.monotonic() < deadline and len(found) <= len(memberships), f"the job went on as {found}"
+        assert time.monotonic() < deadline and len(found) <= len(memberships), f"the memberships of the job are {found}"
         time.sleep(0.1)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of JSON lines."""
+    """Return the complete lines of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _failed_on_disk(event: dict[str, Any]) -> bool:
-    """Whether a save failed because its file could not grow; one can also fail because a node was lost."""
+    """Return whether a save failed because its file could not grow. A save can also fail because a node was lost."""
     return event["kind"] == "checkpoint_failed" and "File too large" in event["error"]
 
 
@@ -90,7 +91,7 @@ def test_nodes_are_killed_added_stopped_and_replayed(run_dir: Path, tmp_path: Pa
     trace.write_text("0,add,a\r\n0,add,b\r\n0,add,c\r\n1000,remove,a\r\n1000,add,ignored\r\n9000,add,d\r\n")
     assert inject("--trace", str(trace)) == 0
     memberships = [[0, 1], [0, 1, 2], [1, 2], [0, 1, 2]]
-    wait_for_changes(run_dir, *memberships)  # who stood still for a moment was not lost
+    wait_for_changes(run_dir, *memberships)  # a process that was stopped for a moment is not lost
 
     deadline, seconds = time.monotonic() + PATIENCE_SECONDS, 1
     while not any(map(_failed_on_disk, read(run_dir / "events.jsonl"))):

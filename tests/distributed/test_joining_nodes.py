@@ -1,4 +1,4 @@
-"""Whole jobs of dummy ranks that nodes join and leave, and that start again on the nodes that are left."""
+"""Tests whole jobs of dummy ranks in which nodes join and leave, or which restart on the remaining nodes."""
 
 import contextlib
 import json
@@ -21,23 +21,23 @@ LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes
 
 
 def start(runs: Path, *faults: str, iterations: int = 200, **overrides: Any) -> Any:
-    """A job on three nodes of two ranks that goes on with one."""
+    """Start a job on three nodes with two ranks each, which can continue with one node."""
     settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
     settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
 
 
 def waiting(runs: Path) -> list[int]:
-    """Nodes of the newcomers that have said so."""
+    """Return the joining nodes that have reported."""
     return [record["node"] for record in records(runs) if record["kind"] == "waiting"]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(runs: Path) -> None:
     job = start(runs, iterations=10000, num_spare_nodes=1)
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
-    assert not (runs / "dummy" / "decisions.jsonl").exists(), "it joins nobody yet"
+    assert not (runs / "dummy" / "decisions.jsonl").exists(), "the node has not joined yet"
     agent_process(runs, 0).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks continue")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)
     following = reformed(runs, 1)
@@ -46,7 +46,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(runs: Path) -> None:
     assert (decision["lost_nodes"], decision["joined_nodes"], decision["left_nodes"]) == ([0], [3], [])
 
 
-def told(runs: Path, generation: int) -> list[dict[str, Any]]:
+def reported(runs: Path, generation: int) -> list[dict[str, Any]]:
     reforms = [record for record in records(runs) if record["kind"] == "reformed"]
     return [record for record in reforms if record["next"]["generation"] == generation]
 
@@ -58,7 +58,7 @@ def test_a_lost_node_is_started_again_and_joins(runs: Path, lost: str) -> None:
     if lost == "agent":
         eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
         agent_process(runs, 1).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 2)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 2)) == 6, "six ranks continue")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)
     assert reformed(runs, 1).previous_ranks == (0, 1, 4, 5)
@@ -68,13 +68,13 @@ def test_a_lost_node_is_started_again_and_joins(runs: Path, lost: str) -> None:
     assert [death[:2] for death in failed(runs)] == ([(3, 1)] if lost == "rank" else [])
 
 
-def test_a_newcomer_that_dies_in_its_first_membership_is_lost_again(runs: Path) -> None:
+def test_a_joining_node_that_dies_in_its_first_membership_is_lost_again(runs: Path) -> None:
     faults = [
         'kill(rank=3, at_iteration=5, phase="forward", generation=0)',
         'kill(node=1, phase="build", generation=2)',
     ]
     job = start(runs, *faults, iterations=10000, restart_lost_nodes=True)
-    eventually(lambda: len(told(runs, 4)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 4)) == 6, "six ranks continue")
     job.send_signal(signal.SIGINT)
     finish(runs, job, 130)
     assert [NextMembership.from_json(found["next"]).nodes for found in decisions(runs)] == [
@@ -140,7 +140,7 @@ def test_operators_have_a_node_leave_and_join_again(runs: Path) -> None:
 
 
 def iterating(status: dict[str, Any]) -> dict[str, Any] | None:
-    """The status, once all nodes have said how far they are."""
+    """Return the job's status when all nodes have reported their progress."""
     return status if all(about["iteration"] for about in status["nodes"].values()) else None
 
 
@@ -151,7 +151,7 @@ def test_a_stopped_rank_is_found_and_the_others_go_on(runs: Path) -> None:
     fault = 'stop(rank=3, at_iteration=5, phase="forward", generation=0)'
     overrides = {**LAYOUT, **SOON, "recovery.min_nodes": 2, "testing.failpoints": [fault]}
     job = start_dummy_job(runs, "run_surviving", overrides={**overrides, "training.train_iterations": 10000})
-    eventually(lambda: len(told(runs, 1)) == 4, "four ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 4, "four ranks continue")
     hit = json.loads((runs / "dummy" / "failpoints.jsonl").read_text().splitlines()[0])
     (death,) = [record for record in records(runs) if record["kind"] == "rank_failed"]
     assert 1.0 < death["time_unix_seconds"] - hit["time_unix_seconds"] < 4.0
@@ -189,7 +189,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     agent = agent_process(runs, 1)
     agent.send_signal(signal.SIGSTOP)
-    eventually(lambda: len(told(runs, 1)) == 4, "four ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 4, "four ranks continue")
     agent.send_signal(signal.SIGCONT)
     eventually(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE, "it ends")
     log = (runs / "dummy" / "logs" / "node-001.log").read_text()
@@ -201,7 +201,7 @@ def test_a_stopped_node_process_is_a_lost_node_and_ends_by_itself_when_it_wakes(
 
 
 def rank_process(runs: Path, number: int) -> Any:
-    """A rank's process, by its log; None when it has ended."""
+    """Return the process of a rank, found by its log; None if it has ended."""
     for process in processes_of(runs):
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
             if Path(f"/proc/{process.pid}/fd/1").readlink().name == f"rank-{number:05d}.log":

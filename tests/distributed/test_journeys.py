@@ -1,4 +1,4 @@
-"""How many files of the package a recovery and a captured slice pass through, by what really runs.
+"""Count the package files whose code runs during a recovery and during the capture of a slice.
 
 ``tests/helpers/file_trace`` records in every process of a job when functions of which files run. The test cuts the
 recording by the times of the job's own records. The bounds are the numbers measured when they were last lowered: they
@@ -60,24 +60,24 @@ WINDOWS = (
 )
 ALL = "all of these"
 ROOM = 2
-"""Files that periodic work (heartbeats, writes of logs) may add to an interval, or not."""
+"""Number of files that periodic work (heartbeats, writes of logs) may add to an interval."""
 MOST_OF_A_RECOVERY = {"controller": 31, "agent": 11, "rank": 102, ALL: 131}
 MOST_OF_A_SLICE = {"rank": 106, "snapshot server": 15, ALL: 115}
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A job that has ended, and what its processes recorded."""
+    """Job that has ended, and the recordings of its processes."""
 
     job: JobResult
     trace: Path
 
     def event(self, kind: str, number: int = 0) -> dict[str, Any]:
-        """One event of a kind, counted from 0."""
+        """Return an event of one kind by its number, counted from 0."""
         return [event for event in self.job.records() if event["kind"] == kind][number]
 
     def reported(self, iteration: int, since: float = 0.0) -> float:
-        """When the first iteration from ``iteration`` on was reported, at ``since`` or later."""
+        """Return the time at which the first iteration from ``iteration`` on was reported, at ``since`` or later."""
         metrics = self.job.records("metrics.jsonl")
         return min(
             record["time_unix_seconds"]
@@ -86,7 +86,7 @@ class Traced:
         )
 
     def files(self, begin: float, end: float) -> dict[str, set[str]]:
-        """Role to the files whose functions ran between two times, in all processes of that role."""
+        """Return, by role, the files whose functions ran between two times, in all processes of the role."""
         first, last = int(begin / SLOT_SECONDS), int(end / SLOT_SECONDS)
         found: dict[str, set[str]] = {role: set() for role in PROGRAMS.values()}
         for path in self.trace.iterdir():
@@ -102,7 +102,7 @@ class Traced:
 
 @pytest.fixture(scope="module")
 def traced_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder that processes started from now on record to."""
+    """Set the folder to which processes started from now on write their recordings."""
     trace = tmp_path_factory.mktemp("trace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FILE_TRACE", str(trace))
@@ -113,7 +113,7 @@ def traced_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 @pytest.fixture(scope="module")
 def warm(traced_environment: Path) -> Iterator[str]:
-    """A fork server whose ranks record."""
+    """Yield a fork server whose ranks record which files they run."""
     with forkserver(*PRELOAD) as socket:
         yield socket
 
@@ -127,20 +127,21 @@ def train(folder: Path, warm: str, overrides: Sequence[str], fault: str) -> JobR
 
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory: pytest.TempPathFactory, traced_environment: Path, warm: str) -> Traced:
-    """A job of three nodes that continues without one."""
+    """Return a job of three nodes that continued without one of them."""
     fault = 'kill(rank=1,at_iteration=7,phase="backward",generation=0)'
     return Traced(train(tmp_path_factory.mktemp("replicas"), warm, REPLICAS, fault), traced_environment)
 
 
 @pytest.fixture(scope="module")
 def restored(tmp_path_factory: pytest.TempPathFactory, traced_environment: Path, warm: str) -> Traced:
-    """A job whose ranks all die and continue from a window in memory."""
+    """Return a job whose ranks all died and that continued from a window in memory."""
     fault = 'kill(at_iteration=11,phase="backward",generation=0)'
     return Traced(train(tmp_path_factory.mktemp("windows"), warm, WINDOWS, fault), traced_environment)
 
 
 def check(found: Mapping[str, set[str]], most: Mapping[str, int], usual: Mapping[str, set[str]]) -> None:
-    """Print the files of each role, a star for those that do not run in an undisturbed iteration; hold the bounds."""
+    """Print the files of each role, and compare their number with the bound. A star marks files that do not run in an
+    undisturbed iteration."""
     counts = {}
     for role in most:
         files = found[role] if role in found else set().union(*(found[name] for name in most if name in found))
@@ -154,20 +155,21 @@ def check(found: Mapping[str, set[str]], most: Mapping[str, int], usual: Mapping
 
 @pytest.fixture(scope="module")
 def usual(recovered: Traced) -> dict[str, set[str]]:
-    """Files of two undisturbed iterations of the job that keeps replicas and takes no snapshots."""
+    """Return the files of two undisturbed iterations of the job with replicas and without snapshots."""
     found = recovered.files(recovered.reported(3), recovered.reported(5))
     return {**found, ALL: set().union(*found.values())}
 
 
 def test_a_recovery_passes_through_few_files(recovered: Traced, usual: Mapping[str, set[str]]) -> None:
-    """From the death of a rank to the report of the next committed iteration."""
+    """The interval is from the death of a rank to the report of the next committed iteration."""
     death, change = recovered.event("rank_failed"), recovered.event("membership_changed")
     end = recovered.reported(change["iteration"] + 1, since=change["time_unix_seconds"])
     check(recovered.files(death["time_unix_seconds"], end), MOST_OF_A_RECOVERY, usual)
 
 
 def test_a_slice_passes_through_few_files(restored: Traced, usual: Mapping[str, set[str]]) -> None:
-    """From before the capture of the last slice of a window until that window is restored and ranks are ready."""
+    """The interval is from the capture of a window's last slice until the window is restored and the ranks are
+    ready."""
     recovery, ready = restored.event("recovery_started"), restored.event("ranks_ready", 1)
     assert recovery["source"] == "memory"
     begin = restored.reported(recovery["iteration"] - 1)

@@ -1,4 +1,5 @@
-"""Jobs that keep their layout, with real processes: who takes the places of lost nodes. Ranks have no model."""
+"""Tests which nodes take the places of lost nodes in jobs that keep their layout. Processes are real, but ranks have no
+model."""
 
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 from megatron_ft.errors import EXIT_INTERRUPTED, ControlError
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.testing.jobs import start_dummy_job
-from tests.distributed.test_joining_nodes import told, waiting
+from tests.distributed.test_joining_nodes import reported, waiting
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import agent_process, decisions, failed, finish, reformed
 from tests.helpers.keys import dotted
@@ -21,7 +22,7 @@ LAYOUT = {
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
-    """A job on three nodes of two ranks that keeps its layout."""
+    """Start a job on three nodes with two ranks each, which keeps its layout."""
     settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
     settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
@@ -31,10 +32,10 @@ def test_a_spare_takes_a_place_in_the_middle_and_the_lost_node_the_next(runs: Pa
     job = start(runs, iterations=10000, num_spare_nodes=1, restart_lost_nodes=True)
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 1).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks continue")
     eventually(lambda: waiting(runs) == [3, 3, 1, 1], "the lost node is back, as a spare")
     agent_process(runs, 0).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 2)) == 6, "six ranks go on again")
+    eventually(lambda: len(reported(runs, 2)) == 6, "six ranks continue again")
     job.send_signal(signal.SIGINT)
     finish(runs, job, EXIT_INTERRUPTED)
     first, second = reformed(runs, 1), reformed(runs, 2)
@@ -76,7 +77,7 @@ def test_a_place_that_nobody_can_take_ends_the_job_by_name(runs: Path) -> None:
     job = start(runs, iterations=10000, num_spare_nodes=1)
     eventually(lambda: waiting(runs) == [3, 3], "the spare waits")
     agent_process(runs, 0).send_signal(signal.SIGKILL)
-    eventually(lambda: len(told(runs, 1)) == 6, "six ranks go on")
+    eventually(lambda: len(reported(runs, 1)) == 6, "six ranks continue")
     agent_process(runs, 2).send_signal(signal.SIGKILL)
     finish(runs, job, ControlError.exit_code)
     assert decisions(runs)[1]["declined"] == (

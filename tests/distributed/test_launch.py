@@ -1,4 +1,4 @@
-"""Whole jobs of dummy ranks: start, end, death, interruption, and that nothing stays behind."""
+"""Tests whole jobs of dummy ranks: start, end, death, interruption, and that they leave nothing behind."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ LIMIT_SECONDS = 30
 
 
 def eventually(condition: Callable[[], Any], what: str, seconds: float = 15.0) -> Any:
-    """Wait for ``condition`` to be true; its value."""
+    """Wait until ``condition`` is true, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -36,7 +36,7 @@ def eventually(condition: Callable[[], Any], what: str, seconds: float = 15.0) -
 
 
 def processes_of(runs: Path) -> list[psutil.Process]:
-    """Everything that works for jobs below ``runs``: their consoles, node processes, fork servers and ranks."""
+    """Return all processes of jobs below ``runs``: launchers, node processes, fork servers and ranks."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
@@ -46,14 +46,14 @@ def processes_of(runs: Path) -> list[psutil.Process]:
 
 
 def _logs(process: psutil.Process) -> list[str]:
-    """Files behind standard output and error; none for a process that has ended."""
+    """Return the files behind standard output and error of a process; empty if it has ended."""
     with contextlib.suppress(OSError):
         return [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)]
     return []
 
 
 def rank_process(runs: Path, rank: int) -> psutil.Process:
-    """The process whose standard output is the log of ``rank``."""
+    """Return the process whose standard output is the log of ``rank``."""
     log = str(runs / "dummy" / "logs" / f"rank-{rank:05d}.log")
 
     def find() -> psutil.Process | None:
@@ -70,7 +70,8 @@ def records(runs: Path) -> list[dict[str, Any]]:
 
 
 def interrupt_twice(job: "subprocess.Popen[str]", runs: Path) -> float:
-    """Ctrl-C, and again once the first was taken; when the second was sent, on the monotonic clock."""
+    """Send Ctrl-C, and again when the first one was processed. Return the time of the second one on the monotonic
+    clock."""
     os.kill(job.pid, signal.SIGINT)
     eventually(lambda: any(record["kind"] == "stop_requested" for record in records(runs)), "the first is taken")
     assert job.poll() is None
@@ -111,7 +112,7 @@ def test_no_record_is_dropped_when_ranks_report_faster_than_the_sinks_write(runs
 
 
 def output_of_failure(runs: Path, failpoint: str) -> str:
-    """Output of a job on two nodes that a fault ends."""
+    """Return the output of a job on two nodes that a fault ends."""
     overrides = {**TWO_NODES, "training.train_iterations": 1000, "testing.failpoints": [failpoint]}
     job = start_dummy_job(runs, overrides=overrides)
     output = wait(job, LIMIT_SECONDS)
@@ -153,7 +154,7 @@ def test_an_error_of_the_project_passes_its_exit_code_on(runs: Path) -> None:
 
 
 def started(runs: Path) -> dict[int, list[dict[str, Any]]]:
-    """What ranks were started with, by generation."""
+    """Return the arguments with which ranks were started, by generation."""
     found: dict[int, list[dict[str, Any]]] = {}
     for record in records(runs):
         if record["kind"] == "started":
@@ -174,10 +175,10 @@ def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
     assert first["resume_from"] is None
     assert second["resume_from"] == str(runs / "dummy" / "checkpoints")
     assert first["master_port"] != second["master_port"]
-    told = [record for record in records(runs) if record["kind"] in ("rank_failed", "ranks_restarted")]
-    assert [record["kind"] for record in told] == ["rank_failed", "ranks_restarted"]
-    assert (told[0]["rank"], told[0]["signal"], told[0]["iteration"]) == (1, "SIGKILL", 5)
-    assert (told[1]["generation"], told[1]["failed_ranks"], told[1]["num_restarts_left"]) == (1, [1], 0)
+    reported = [record for record in records(runs) if record["kind"] in ("rank_failed", "ranks_restarted")]
+    assert [record["kind"] for record in reported] == ["rank_failed", "ranks_restarted"]
+    assert (reported[0]["rank"], reported[0]["signal"], reported[0]["iteration"]) == (1, "SIGKILL", 5)
+    assert (reported[1]["generation"], reported[1]["failed_ranks"], reported[1]["num_restarts_left"]) == (1, [1], 0)
     assert records(runs)[-1] == {"kind": "closed", "exit_code": 0, "reason": "all ranks have finished"}
     log = (runs / "dummy" / "logs" / "rank-00001.log").read_text()
     assert log == "rank 1 of 4 on node 0\n" * 2, "logs append"
@@ -185,7 +186,7 @@ def test_all_ranks_start_again_after_one_was_killed(runs: Path) -> None:
 
 
 def test_faults_that_are_apart_never_use_the_restarts_up(runs: Path) -> None:
-    """Each generation gets further than the one before; the ranks that die and how they die change."""
+    """Each generation fails later than the previous one. The failing ranks and the kinds of their failures change."""
     faults = [
         'kill(rank=0, at_iteration=2, phase="forward", generation=0)',
         'raise(rank=3, at_iteration=4, phase="backward", generation=1)',
@@ -225,7 +226,7 @@ def test_an_error_of_the_project_is_not_tried_again(runs: Path) -> None:
 
 
 def start_with_service(runs: Path, manner: str = "", **overrides: Any) -> "subprocess.Popen[str]":
-    """A job on two nodes whose ranks ask the service of their node."""
+    """Start a job on two nodes whose ranks call the service of their node."""
     settings = {**TWO_NODES, "training.train_iterations": 8, **overrides}
     sidecars = {"dummy": "megatron_ft.testing.dummy_sidecar"}
     environment = {"DUMMY_SERVICE": manner}
@@ -352,7 +353,8 @@ def test_nothing_outlives_a_killed_console(runs: Path) -> None:
 
 
 def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(runs: Path, short_tmpdir: Path) -> None:
-    """A node's agent left its sockets behind; who survives the console removes them, and what grants access."""
+    """An agent that was killed left its sockets behind. The last process of the job removes them, and the files that
+    contain the token."""
     before = set(os.listdir("/dev/shm"))
     overrides = {**TWO_NODES, "recovery.min_nodes": 1, "training.train_iterations": 100000}
     job = start_dummy_job(
@@ -361,7 +363,7 @@ def test_nothing_is_left_of_a_killed_console_whose_nodes_had_been_killed_before(
     eventually(lambda: len(started(runs).get(0, [])) == 4, "all ranks run")
     node = next(found for found in processes_of(runs) if any("node-001.log" in name for name in _logs(found)))
     node.kill()
-    eventually(lambda: any(record["kind"] == "reformed" for record in records(runs)), "the other node goes on")
+    eventually(lambda: any(record["kind"] == "reformed" for record in records(runs)), "the other node continues")
     assert (runs / "dummy" / "controller.json").exists() and list(short_tmpdir.glob("megatron-ft-*"))
     os.kill(job.pid, signal.SIGKILL)
     wait(job, LIMIT_SECONDS)

@@ -1,4 +1,5 @@
-"""Whole jobs of dummy ranks that lose nodes: who goes on, from where, and when the job ends instead."""
+"""Tests whole jobs of dummy ranks that lose nodes: which ranks continue, after which iteration, and when the job ends
+instead."""
 
 import contextlib
 import json
@@ -26,7 +27,7 @@ LAYOUT = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "recovery.min_nodes
 
 
 def start(runs: Path, *faults: str, iterations: int = 100, **overrides: Any) -> Any:
-    """A job on three nodes of two ranks that goes on with one."""
+    """Start a job on three nodes with two ranks each, which can continue with one node."""
     settings = {"training.train_iterations": iterations, "testing.failpoints": list(faults)}
     settings |= dotted(**overrides)
     return start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
@@ -45,18 +46,18 @@ def decisions(runs: Path) -> list[dict[str, Any]]:
 
 
 def reformed(runs: Path, generation: int) -> NextMembership:
-    """The membership that all its ranks, and no others, were told of, and that is on disk."""
-    told = [record for record in records(runs) if record["kind"] == "reformed"]
-    told = [record for record in told if record["next"]["generation"] == generation]
+    """Return the membership that exactly its ranks have received and that is on disk."""
+    reported = [record for record in records(runs) if record["kind"] == "reformed"]
+    reported = [record for record in reported if record["next"]["generation"] == generation]
     (decided,) = [found["next"] for found in decisions(runs) if found["generation"] == generation - 1]
-    assert all(record["next"] == decided for record in told)
+    assert all(record["next"] == decided for record in reported)
     following = NextMembership.from_json(decided)
-    assert sorted((record["rank"], record["node"]) for record in told) == list(enumerate(following.nodes))
+    assert sorted((record["rank"], record["node"]) for record in reported) == list(enumerate(following.nodes))
     return following
 
 
 def failed(runs: Path) -> list[tuple[int, int, int | None]]:
-    """(rank, node, iteration) of every death in the events."""
+    """Return (rank, node, iteration) of every death in the events."""
     events = [record for record in records(runs) if record["kind"] == "rank_failed"]
     return [(event["rank"], event["node"], event["iteration"]) for event in events]
 
@@ -67,7 +68,7 @@ def test_the_others_go_on_without_the_node_of_a_killed_rank(runs: Path) -> None:
     assert (following.previous_ranks, following.nodes) == ((0, 1, 4, 5), (0, 0, 2, 2))
     assert following.target.iteration == LAST_COMPLETED
     assert following.reason == "rank 3 was killed by SIGKILL"
-    assert failed(runs) == [(3, 1, 5)], "its neighbour was killed with it, the others went on"
+    assert failed(runs) == [(3, 1, 5)], "its neighbour was killed with it, the others continued"
     (decision,) = decisions(runs)
     assert decision["lost_nodes"] == [1]
     assert [position["rank"] for position in decision["positions"]] == [0, 1, 4, 5]
@@ -112,7 +113,7 @@ def test_an_error_without_a_death_ends_the_job_with_the_rank_that_had_it(runs: P
     assert RankFailed.exit_code == 7
     assert "RANK 2 FAILED FIRST (node 1, iteration 3, phase replay)" in output
     assert "raised megatron_ft.failpoints.InjectedFault: injected fault (rank 2, iteration 3, forward)" in output
-    assert "does not continue in this process" not in output, "what it waited for in vain is not its failure"
+    assert "does not continue in this process" not in output, "a wait for a lost rank is not a failure of this rank"
     (decision,) = decisions(runs)
     assert (decision["declined"], decision["lost_nodes"]) == ("rank 2 raised", [])
 
@@ -128,7 +129,7 @@ def test_a_lost_node_process_is_a_lost_node(runs: Path) -> None:
 
 
 def agent_process(runs: Path, node: int) -> psutil.Process:
-    """The node's own process, by its log."""
+    """Return the process of a node's agent, found by its log."""
 
     def find() -> psutil.Process | None:
         for process in processes_of(runs):
@@ -166,12 +167,16 @@ def test_ranks_that_do_not_speak_in_time_end_the_job(runs: Path) -> None:
     (decision,) = decisions(runs)
     assert decision["declined"] == "recovery.reconfigure_timeout_seconds=1: timed out waiting for ranks [4]"
     logs = [(runs / "dummy" / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(6)]
-    told = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
-    assert [rank for rank in range(6) if told in logs[rank]] == [0, 1, 5], "the rest of the lost node was killed first"
+    reported = f"{ControlError.__name__}: training does not continue in this process: {decision['declined']}"
+    assert [rank for rank in range(6) if reported in logs[rank]] == [0, 1, 5], (
+        "the rest of the lost node was killed first"
+    )
 
 
 def test_ctrl_c_stops_a_job_that_has_lost_a_node(runs: Path) -> None:
     job = start(runs, 'kill(rank=3, at_iteration=5, phase="forward", generation=0)', iterations=10000)
-    eventually(lambda: len([record for record in records(runs) if record["kind"] == "reformed"]) == 4, "they go on")
+    eventually(
+        lambda: len([record for record in records(runs) if record["kind"] == "reformed"]) == 4, "the ranks continue"
+    )
     job.send_signal(signal.SIGINT)
     finish(runs, job, EXIT_INTERRUPTED)

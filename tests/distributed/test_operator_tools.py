@@ -1,4 +1,4 @@
-"""The operators' commands on a job that trains: asked, drained, brought back, judged."""
+"""Tests the operators' commands on a running job: status, drain, add, and the prediction of a loss."""
 
 import json
 import signal
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def run_dir(tmp_path: Path, warm_forkserver: str) -> Iterator[Path]:
-    """Folder of a job of three nodes that trains until the test is over."""
+    """Yield the folder of a job of three nodes that trains until the test ends."""
     words = [*_WORDS, f"run.dir={tmp_path}", "run.name=live", f"launch.forkserver_socket={warm_forkserver}"]
     console = start([sys.executable, "pretrain_moe.py", *words])
     try:
@@ -65,14 +65,14 @@ def test_a_node_is_drained_comes_back_and_is_judged_meanwhile(
         return found
 
     def judged(lost: str) -> tuple[int, dict[str, Any]]:
-        """The answer, once the placement of the membership that status tells is written."""
+        """Return the answer of ``can_recover`` when the placement of the current membership is written."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (code := can_recover.main([str(run_dir), "--lose", lost, "--json"])) == DataError.exit_code:
             assert "try again" in capsys.readouterr().err and time.monotonic() < deadline
             time.sleep(0.1)
-        said = capsys.readouterr()
-        assert said.out, said.err
-        return code, json.loads(said.out)
+        output = capsys.readouterr()
+        assert output.out, output.err
+        return code, json.loads(output.out)
 
     assert asked()["members"] == [0, 1, 2]
     code, answer = judged("2")

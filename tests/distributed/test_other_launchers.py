@@ -1,6 +1,6 @@
-"""The training loop under launchers of others: torchrun, and NVRx's ft_launcher where it is installed.
+"""Tests the training loop under other launchers: torchrun and, if it is installed, NVRx's ft_launcher.
 
-``pip install --no-deps nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml`` is enough for it to run on a CPU.
+``pip install --no-deps nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml`` installs enough of it for a CPU.
 """
 
 import json
@@ -31,7 +31,7 @@ SMALL = [
 
 @pytest.fixture(params=LAUNCHERS)
 def launcher(request: pytest.FixtureRequest) -> str:
-    """A launcher's module."""
+    """Return the module of a launcher."""
     module = LAUNCHERS[request.param]
     package = module.partition(".")[0]
     if find_spec(package) is None:
@@ -49,7 +49,7 @@ def begin(launcher: str, runs: Path, *overrides: str, max_restarts: int = 2) -> 
 
 
 def losses(run_dir: Path) -> dict[int, set[float]]:
-    """Each loss that an iteration has been reported with."""
+    """Return all losses that were reported for each iteration."""
     path, found = run_dir / "metrics.jsonl", {}
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
@@ -59,20 +59,20 @@ def losses(run_dir: Path) -> dict[int, set[float]]:
 
 
 def starts(run_dir: Path) -> list[dict[str, object]]:
-    """What ranks said once all were ready, at each start."""
+    """Return what ranks reported at each start when all of them were ready."""
     records = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return [record for record in records if record["kind"] == "ranks_ready"]
 
 
 def rank_of(job: "subprocess.Popen[str]", rank: int) -> psutil.Process:
-    """The process of a rank."""
+    """Return the process of a rank."""
     below = psutil.Process(job.pid).children(recursive=True)
     (found,) = [one for one in below if "pretrain_moe.py" in one.cmdline() and one.environ().get("RANK") == str(rank)]
     return found
 
 
 def test_a_killed_rank_costs_iterations_and_no_bit(launcher: str, tmp_path: Path, warm_forkserver: str) -> None:
-    """The run's name is given where the launcher keeps no store in which the ranks of the next start find it."""
+    """The job has a run name if the launcher has no store through which restarted ranks find the run."""
     named = [] if launcher == LAUNCHERS["torchrun"] else ["run.name=moe_micro-001", "run.resume=auto"]
     job = begin(launcher, tmp_path / "killed", *named)
     run_dir = tmp_path / "killed" / "moe_micro-001"
@@ -92,7 +92,7 @@ def test_a_killed_rank_costs_iterations_and_no_bit(launcher: str, tmp_path: Path
 
 
 def test_a_start_that_would_not_find_its_run_again_is_refused(tmp_path: Path) -> None:
-    """torchrun remembers which folder its ranks took; ft_launcher does not."""
+    """torchrun's store keeps the name of the run's folder over a restart, and ft_launcher's does not."""
     if find_spec("nvidia_resiliency_ext") is None:
         pytest.skip("needs nvidia-resiliency-ext, see the top of this file")
     job = begin(LAUNCHERS["ft_launcher"], tmp_path, "training.train_iterations=2", max_restarts=1)
@@ -102,7 +102,7 @@ def test_a_start_that_would_not_find_its_run_again_is_refused(tmp_path: Path) ->
 
 
 def test_what_there_is_no_control_plane_for_is_refused(launcher: str, tmp_path: Path) -> None:
-    """The other keys: ``tests/unit/config/test_launchers.py``."""
+    """Other keys are tested in ``tests/unit/config/test_launchers.py``."""
     job = begin(launcher, tmp_path, "recovery.max_restarts=1", "run.name=refused", "run.resume=auto", max_restarts=0)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode != 0

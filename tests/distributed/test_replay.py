@@ -1,8 +1,8 @@
-"""Sparse to dense, bit for bit: all state is lost, a window is loaded and replayed, and the run goes on.
+"""Tests that a replayed window gives the same bits after all state was lost.
 
-Every scenario trains, captures a window in random order on the way, builds a second engine whose weights, masters,
-moments, step counts, buffers and random numbers are scrambled, recovers, and compares everything at every iteration
-with the run that was never disturbed. Nothing may differ by a bit.
+Every scenario trains and captures a window in random order. It then builds a second engine whose weights, masters,
+moments, step counts, buffers and random numbers are scrambled, restores and replays the window, and compares everything
+in every iteration with the undisturbed run. No bit may differ.
 """
 
 from typing import Any
@@ -84,7 +84,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "computed": (1, {"overrides": BF16, "skip_frozen": False}),
 }
 EXTENDED = ("dp2", "vpp2", "ep2", "ep2_pp2", "fp32", "tied", "tied_tp2", "parts_plain", "dense", "recompute_pp2")
-"""Of what each of them has, another one has all, and more."""
+"""Scenarios whose features another scenario also has."""
 DAMAGES: dict[str, str] = {
     "weight": "the replay of iteration 3 had other results than the logged vote",
     "random_numbers": "the replay of iteration 3 had other results than the logged vote: loss=",
@@ -138,7 +138,7 @@ def test_a_replay_ends_with_the_same_bits_for_every_model(models: dict[str, list
 
 
 def test_replayed_iterations_were_what_their_scenarios_are_about(models: dict[str, list[Any]]) -> None:
-    """A skip, an overflow and clipping lie among the iterations that run again: 3 and 4."""
+    """Iterations 3 and 4, which are replayed, contain a skip, an overflow and clipping."""
     assert of_ranks(models, "fp16_overflow")[0]["overflows"] == [4]
     assert of_ranks(models, "skipped")[0]["losses"]["3"] == "nan"
     assert {3, 4} <= set(of_ranks(models, "bias_and_clipping")[0]["clipped"])
@@ -146,6 +146,6 @@ def test_replayed_iterations_were_what_their_scenarios_are_about(models: dict[st
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_replay_that_cannot_be_exact_says_so(damaged: dict[str, list[Any]], damage: str) -> None:
-    """On every rank alike, whichever rank's state is wrong."""
+    """All ranks report the error, whichever rank has the wrong state."""
     for rank in of_ranks(damaged, damage):
         assert DAMAGES[damage] in rank["refused"]

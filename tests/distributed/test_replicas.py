@@ -1,4 +1,5 @@
-"""Training with expert replicas on gloo ranks: copies agree, moves change nothing, checkpoints fit any placement."""
+"""Tests training with expert replicas over gloo: copies stay equal, moves change no bit, checkpoints fit any
+placement."""
 
 import math
 from pathlib import Path
@@ -42,7 +43,7 @@ LOADS = (("replicas_2", "plain_1"), ("plain_1", "replicas_2"), ("replicas_2", "r
 
 
 def _of_model(overrides: dict[str, Any]) -> dict[str, Any]:
-    """What changes the numbers: neither layout nor placement nor kernels."""
+    """Return the settings that change the numbers: not layout, placement or kernels."""
     return {key: value for key, value in overrides.items() if key.split(".")[0] in ("model", "precision")}
 
 
@@ -61,7 +62,7 @@ def _scenarios(folder: Path) -> dict[str, Any]:
 
 
 def _checkpoint_scenarios(folder: Path) -> dict[str, Any]:
-    """Saves first: scenarios run in order."""
+    """Return the scenarios, those that save first, because scenarios run in this order."""
     layouts = {"replicas_2": (2, True), "plain_1": (1, False), "replicas_3": (3, True)}
     jobs = {}
     for name, save in [("replicas_2", True), ("plain_1", True)]:
@@ -81,13 +82,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 def _plain(outcomes: dict[str, list[Any]], layout: str) -> dict[str, Any]:
-    """The run of a layout's model on one rank, without replicas."""
+    """Return the run of a layout's model on one rank without replicas."""
     return of_ranks(outcomes, f"plain:{_of_model(LAYOUTS[layout][1])}")[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replicas_compute_what_one_rank_computes(outcomes: dict[str, list[Any]], layout: str) -> None:
-    """Losses, auxiliary losses, norms, loads and biases of two iterations, a move, two more; and a validation."""
+    """Compare losses, auxiliary losses, norms, loads and biases of two iterations, two more after a move, and an
+    evaluation."""
     expected, ranks = _plain(outcomes, layout), of_ranks(outcomes, f"moved:{layout}")
     assert (sum(rank["moved"] for rank in ranks) > 0) == (len(ranks) > 1)
     for rank in ranks:
@@ -100,7 +102,7 @@ def test_replicas_compute_what_one_rank_computes(outcomes: dict[str, list[Any]],
 
 @pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world > 1])
 def test_copies_end_equal(outcomes: dict[str, list[Any]], layout: str) -> None:
-    """Weights, masters and moments of every holder, to the bit."""
+    """Compare weights, masters and moments of all ranks that have an expert, bit by bit."""
     digests: dict[str, list[str]] = {}
     for rank in of_ranks(outcomes, f"moved:{layout}"):
         for name, digest in rank["experts"].items():
@@ -124,7 +126,7 @@ def test_gradients_of_copies_are_one_sum(outcomes: dict[str, list[Any]]) -> None
 
 
 def test_the_norm_counts_each_expert_once(outcomes: dict[str, list[Any]]) -> None:
-    """Dense gradients are sharded by the optimizer: their squares come from the norm of the run without replicas."""
+    """The optimizer shards dense gradients. Their sum of squares is taken from the norm of the run without replicas."""
     ranks = of_ranks(outcomes, "gradients")
     once: dict[str, float] = {}
     every = 0.0
@@ -142,7 +144,7 @@ def test_the_norm_counts_each_expert_once(outcomes: dict[str, list[Any]]) -> Non
 
 @pytest.mark.parametrize("kind", MOVES)
 def test_a_move_changes_no_bit(outcomes: dict[str, list[Any]], kind: str) -> None:
-    """Three moves in a row: weights, masters, moments, buffers; random states, loss scale, learning rate."""
+    """Make three moves, and compare weights, masters, moments, buffers, random states, loss scale and learning rate."""
     ranks = of_ranks(outcomes, f"moves:{kind}")
     assert max(moved for rank in ranks for moved in rank["moved"]) > 0
     experts: dict[str, set[str]] = {}
@@ -163,7 +165,8 @@ def test_a_move_changes_no_bit(outcomes: dict[str, list[Any]], kind: str) -> Non
 
 @pytest.mark.parametrize(("saved", "loaded"), LOADS)
 def test_checkpoints_fit_any_placement(outcomes: dict[str, list[Any]], saved: str, loaded: str) -> None:
-    """With copies, without, on other ranks: the same weights, and training goes on alike."""
+    """A checkpoint is loaded with copies, without copies and on other ranks. Weights are the same, and later iterations
+    too."""
     before, after = of_ranks(outcomes, f"save:{saved}"), of_ranks(outcomes, f"load:{saved}:{loaded}")
     weights = {name: digest for rank in before for name, digest in rank["weights"].items()}
     found = [pair for rank in after for pair in rank["weights"].items()]
@@ -174,7 +177,7 @@ def test_checkpoints_fit_any_placement(outcomes: dict[str, list[Any]], saved: st
 
 
 def test_resuming_after_a_move_is_bitwise(outcomes: dict[str, list[Any]]) -> None:
-    """The placement that had taken over is taken up again."""
+    """The resumed job uses the placement that was introduced by the move."""
     before, after = of_ranks(outcomes, "save:replicas_2"), of_ranks(outcomes, "load:replicas_2:same")
     for saved, loaded in zip(before, after, strict=True):
         assert loaded["placement_differs"]

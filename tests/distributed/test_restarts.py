@@ -1,4 +1,4 @@
-"""Jobs that train a real model and whose ranks are started again after a fault."""
+"""Tests jobs that train a real model and whose ranks are restarted after a fault."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,14 +28,14 @@ MODEL = (
 
 
 def train(runs: Path, forkserver: str, faults: Sequence[str] = (), *overrides: str) -> JobResult:
-    """A job to its end; both ranks suffer ``faults``."""
+    """Run a job to its end. Both ranks get the failpoints ``faults``."""
     quoted = ", ".join(f"'{fault}'" for fault in faults)
     words = [*MODEL, f"testing.failpoints=[{quoted}]", *overrides]
     return run_job(words, forkserver=forkserver, runs=runs)
 
 
 def digests(job: JobResult) -> set[tuple[int, tuple[str, ...]]]:
-    """Iterations and digests of all ranks' states after them, whichever generation reported them."""
+    """Return the digests of all ranks' states after each iteration, from whichever generation reported them."""
     events = [event for event in job.records() if event["kind"] == "state_digest"]
     return {(event["iteration"], tuple(event["digests"])) for event in events}
 

@@ -1,4 +1,5 @@
-"""Whole jobs of dummy ranks whose nodes are killed from outside, their sidecars too: each node is back afterwards."""
+"""Tests whole jobs of dummy ranks whose nodes are killed from outside, including sidecars. Each node returns
+afterwards."""
 
 import signal
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import pytest
 from megatron_ft.errors import EXIT_INTERRUPTED
 from megatron_ft.failures.processes import processes_of as processes_of_nodes
 from megatron_ft.testing.jobs import start_dummy_job
-from tests.distributed.test_joining_nodes import told
+from tests.distributed.test_joining_nodes import reported
 from tests.distributed.test_launch import eventually, records, started
 from tests.distributed.test_lost_nodes import finish
 from tests.helpers.keys import dotted
@@ -25,7 +26,7 @@ WHOLE_NODE = ["node-001.log", "node-001-dummy.log", "rank-00002.log", "rank-0000
 
 
 def start(runs: Path, layout: dict[str, Any], *, manner: str = "", **overrides: Any) -> Any:
-    """A job on three nodes of two ranks and one service, whose lost nodes are started again."""
+    """Start a job on three nodes with two ranks and one service each. Lost nodes are started again."""
     settings: dict[str, Any] = {"launch.num_nodes": 3, "launch.ranks_per_node": 2, "nodes.restart_lost_nodes": True}
     settings |= {**layout, "training.train_iterations": 100000}
     settings |= dotted(**overrides)
@@ -34,7 +35,7 @@ def start(runs: Path, layout: dict[str, Any], *, manner: str = "", **overrides: 
 
 
 def kill(runs: Path, logs: Sequence[str]) -> None:
-    """SIGKILL at one instant to the processes of node 1 that write to ``logs``."""
+    """Send SIGKILL at one instant to the processes of node 1 that write to ``logs``."""
     with processes_of_nodes(runs / "dummy", [1], ranks_per_node=2) as found:
         victims = [process for process in found[1] if process.log in logs]
         assert sorted(process.log for process in victims) == sorted(logs)
@@ -43,16 +44,16 @@ def kill(runs: Path, logs: Sequence[str]) -> None:
 
 
 def num_memberships(runs: Path) -> int:
-    """Memberships of all three nodes whose six ranks have all said that they are in it; the first is one."""
+    """Return the number of memberships of all three nodes that all six ranks have reported, the first one included."""
     generations = {record["next"]["generation"] for record in records(runs) if record["kind"] == "reformed"}
-    return 1 + sum(len(told(runs, generation)) == 6 for generation in generations)
+    return 1 + sum(len(reported(runs, generation)) == 6 for generation in generations)
 
 
 @pytest.mark.parametrize("layout", [REPLICAS, IN_PLACE], ids=["replicas", "in_place"])
 def test_a_killed_node_is_back_whatever_of_it_was_killed(
     runs: Path, short_tmpdir: Path, layout: dict[str, Any]
 ) -> None:
-    """No first try fails: the node has one more start than it had deaths, and none is left for another."""
+    """No start fails: node 1 is started once more than it has died, and no other node is started again."""
     job = start(runs, layout, max_node_restarts=3)
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     for number, logs in enumerate((WHOLE_NODE[:1], WHOLE_NODE[:2], WHOLE_NODE), start=2):
@@ -67,8 +68,8 @@ def test_a_killed_node_is_back_whatever_of_it_was_killed(
     assert failed_starts(runs) == []
 
 
-def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_told(runs: Path) -> None:
-    """Its service finds no memory from the second start on, until there is some again for the fourth."""
+def test_a_node_whose_starts_fail_is_tried_again_and_each_failure_is_reported(runs: Path) -> None:
+    """From the second start on, the node's service gets no memory; it gets memory again at the fourth start."""
     job = start(runs, REPLICAS, manner="fails_if_full", max_node_restarts=4)
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
     full = runs / "dummy" / "logs" / "full"
@@ -97,5 +98,5 @@ def test_a_node_that_can_never_start_is_given_up(runs: Path) -> None:
 
 
 def failed_starts(runs: Path) -> list[dict[str, Any]]:
-    """What was told of nodes that did not come back."""
+    """Return the reported failed starts of nodes."""
     return [record for record in records(runs) if record["kind"] == "node_start_failed"]

@@ -1,4 +1,4 @@
-"""Whole jobs of dummy ranks whose run folder is full or gone when a rank dies."""
+"""Tests whole jobs of dummy ranks whose run folder is full or missing when a rank dies."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ SMALL_BYTES = 32768
 
 @pytest.fixture
 def small_disk(runs: Path) -> Iterator[Path]:
-    """A file system of a few pages where a job keeps its journal."""
+    """Create a file system of a few pages for the journal of a job."""
     folder = runs / "dummy" / FOLDER
     folder.mkdir(parents=True, mode=0o700)
     mounted = subprocess.run(
@@ -40,7 +40,7 @@ def small_disk(runs: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Take all room that is left; the file to remove for there to be some again."""
+    """Fill the file system. Return the file whose removal frees space again."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"\0" * 512):
@@ -53,7 +53,7 @@ def kinds(runs: Path) -> list[str]:
 
 
 def resume(runs: Path, iterations: int) -> "subprocess.Popen[str]":
-    """A job that takes the folder there is; its nodes are lost when they say nothing for half a second."""
+    """Start a job that resumes the run in its folder. Nodes without a heartbeat for half a second are lost."""
     settings = {"recovery.position_timeout_seconds": 0.5, "training.train_iterations": iterations, "run.resume": "auto"}
     job = start_dummy_job(runs, "run_surviving", overrides={**LAYOUT, **settings})
     eventually(lambda: len(started(runs).get(0, [])) == 6, "all ranks run")
@@ -65,13 +65,13 @@ def test_a_recovery_waits_for_room_on_a_full_disk_and_loses_nobody_else(runs: Pa
     filler = fill(small_disk)
     rank_process(runs, 3).kill()
     eventually(lambda: "controller_waits" in kinds(runs), "it says why it does nothing")
-    time.sleep(1.0)  # longer than anybody may be silent
+    time.sleep(1.0)  # longer than any heartbeat timeout
     filler.unlink()
-    eventually(lambda: "controller_goes_on" in kinds(runs), "it goes on")
+    eventually(lambda: "controller_goes_on" in kinds(runs), "the controller continues")
     finish(runs, job)
     (waits,) = [record["problem"] for record in records(runs) if record["kind"] == "controller_waits"]
     assert "No space left on device" in waits
-    assert (reformed(runs, 1).nodes, len(decisions(runs))) == ((0, 0, 2, 2), 1), "nobody else was lost"
+    assert (reformed(runs, 1).nodes, len(decisions(runs))) == ((0, 0, 2, 2), 1), "no other node was lost"
     assert "controller_replaced" not in kinds(runs)
     lines = (small_disk / JOURNAL).read_text().splitlines()
     assert [json.loads(line)["order"]["op"] for line in lines if "order" in line][1:] == ["break", "reform", "end"]
@@ -88,20 +88,22 @@ def test_ctrl_c_twice_ends_a_job_that_waits_for_room(runs: Path, small_disk: Pat
     finish(runs, job, EXIT_INTERRUPTED)
 
 
-def test_a_deleted_run_folder_is_told_and_the_next_death_ends_the_job_with_that_reason(runs: Path) -> None:
+def test_a_deleted_run_folder_is_reported_and_the_next_death_ends_the_job_with_that_reason(runs: Path) -> None:
     job = resume(runs, 100000)
     rank = rank_process(runs, 3)
-    told = (runs / "dummy" / "records.jsonl").open()
+    reported = (runs / "dummy" / "records.jsonl").open()
     gone = (runs / "dummy").rename(runs / "gone")  # at once: deleting file by file races with who writes there
     shutil.rmtree(gone, ignore_errors=True)
     # A decision that was still to be written has ended the job by itself, for the same reason and before the event.
-    eventually(lambda: "run_folder_missing" in told.read() or job.poll() is not None, "it is told, or the job ends")
+    eventually(
+        lambda: "run_folder_missing" in reported.read() or job.poll() is not None, "it is reported, or the job ends"
+    )
     begin = time.monotonic()
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.kill()
     output = wait(job, LIMIT_SECONDS)
     seconds = time.monotonic() - begin
-    told.close()
+    reported.close()
     assert job.returncode == ControlError.exit_code, output
     assert f"THE JOB FAILED: the run's folder {runs / 'dummy'} was deleted or moved away while the job ran" in output
     assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""Host memory of a real save on two data-parallel ranks, against what the plan says."""
+"""Compares the host memory of a real save on two data-parallel ranks with the plan."""
 
 import json
 import subprocess
@@ -12,9 +12,9 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.testing.jobs import REPOSITORY
 
 TOLERANCE = 0.03
-"""Of the predicted growth."""
+"""Relative tolerance of the predicted growth."""
 KEPT_BYTES = 120_000_000
-"""Most that glibc keeps of freed blocks: those of up to 32 MiB need not go back to the system."""
+"""Largest amount of freed memory that glibc keeps: blocks of up to 32 MiB may not return to the system."""
 OVERRIDES = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -49,13 +49,13 @@ def test_a_save_takes_what_the_plan_says(layout: tuple[str, ...], tmp_path: Path
 
 
 def _memory(name: str) -> int:
-    """A figure of ``/proc/self/status`` in bytes: ``VmRSS``, or ``VmHWM``, the largest since it was reset."""
+    """Return a figure of ``/proc/self/status`` in bytes: ``VmRSS``, or ``VmHWM``, its maximum since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _measure(config: JobConfig, rank: Any) -> int:
-    """Growth of this rank's resident memory at its peak in a save, over what it was before."""
+    """Return the largest growth of this rank's resident memory during a save."""
     from megatron_ft.testing.ranks import join
 
     trainer, _ = join(config, rank)
@@ -67,8 +67,8 @@ def _measure(config: JobConfig, rank: Any) -> int:
 
 
 def main(folder: Path, overrides: list[str]) -> None:
-    """Measure, and plan the same."""
-    from megatron_ft.corpus.check import check_data
+    """Measure the growth, and compute the plan of the same job."""
+    from megatron_ft.corpus.samples import check_data
     from megatron_ft.planning.job import JobPlan
     from megatron_ft.testing.ranks import compose, run_ranks
 

@@ -1,4 +1,4 @@
-"""Jobs that take snapshots, die, and go on from them to the same bits."""
+"""Tests jobs that capture snapshots, die, and continue from the snapshots with the same bits."""
 
 import dataclasses
 import json
@@ -12,9 +12,8 @@ import pytest
 
 from megatron_ft.errors import CheckpointError, RecoveryError
 from megatron_ft.mcore.snapshot.local_window import VOTE
-from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow
 from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name, write_window
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder
 from megatron_ft.testing.jobs import JobResult, run_job
 
 pytestmark = pytest.mark.slow
@@ -172,7 +171,7 @@ def test_memory_beyond_the_limit_is_refused_before_anything_starts(tmp_path: Pat
 
 
 def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forkserver: str) -> None:
-    """A loss scale that overflows: no update waits for the slices of those iterations."""
+    """The loss scale overflows in some iterations. No update of these iterations waits for the slices."""
     skipping = [
         *LAYOUT,
         "precision=fp16",
@@ -191,7 +190,8 @@ def test_skipped_iterations_are_captured_and_replayed(tmp_path: Path, warm_forks
 def test_a_window_that_is_replayed_to_something_else_is_not_chosen_again(
     tmp_path: Path, warm_forkserver: str, undisturbed: JobResult
 ) -> None:
-    """With another logged loss nothing is damaged, and still the replay differs: an older source is next."""
+    """The logged loss of the window is changed. The window is undamaged, but its replay differs, so an older source is
+    used."""
     persisting = [*LAYOUT, *SNAPSHOTS, "snapshot.persist_interval_windows=1", "checkpoint.save_interval_iterations=4"]
     died = train(tmp_path, warm_forkserver, *persisting, faults=['kill(at_iteration=13,phase="forward",rank=1)'])
     assert died.exit_code != 0 and died.records("failpoints.jsonl")
@@ -238,7 +238,7 @@ def test_a_job_whose_only_window_was_refused_stops_and_does_not_start_over(
 
 
 def alter_vote(path: Path) -> None:
-    """Let a sound file say another loss of the first iteration that a replay of it runs."""
+    """Change the loss of the first iteration that a replay runs, in an otherwise valid file."""
     with WindowFile.open(path) as opened:
         window, payload = opened.window, [opened.read_slice(index) for index in range(opened.window.num_slices)]
     slices = list(window.slices)

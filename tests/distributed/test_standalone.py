@@ -1,4 +1,4 @@
-"""Ranks that torchrun or srun started agree on one run folder and report through rank 0."""
+"""Tests that ranks started by torchrun or srun agree on one run folder and report through rank 0."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_a_restart_by_torchrun_continues_in_the_same_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", [None, "first"])
 def test_a_restart_without_a_store_that_lasts_needs_the_runs_name(tmp_path: Path, name: str | None) -> None:
-    """ft_launcher keeps no store over its restarts, and torchrun none that is told not to."""
+    """ft_launcher has no store that survives its restarts, and torchrun has none if its option excludes it."""
     failpoint = 'raise(rank=1, at_iteration=3, phase="forward")'
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | ({} if name is None else {"RUN_NAME": name})
     job = start([*torchrun("--max-restarts=1"), str(tmp_path), "5", failpoint], environment=variables)
@@ -80,7 +80,7 @@ def srun_environment(rank: int, port: int) -> dict[str, str]:
 
 
 def ft_launcher_environment(rank: int, port: int, attempt: int) -> dict[str, str]:
-    """Of a node with one rank, as ft_launcher 0.4.1 sets it."""
+    """Return the environment of a node with one rank, as ft_launcher 0.4.1 sets it."""
     return {
         "FT_RANK_MONITOR_IPC_SOCKET": "none",
         "LOCAL_RANK": "0",
@@ -109,7 +109,8 @@ def test_a_rank_that_comes_late_finds_the_store_of_one_that_is_done(tmp_path: Pa
 
 
 def test_nodes_that_count_starts_apart_start_together(tmp_path: Path) -> None:
-    """A spare of ft_launcher that takes part for the first time counts none, the others each that there has been."""
+    """A spare of ft_launcher that takes part for the first time has counted no start, while the other nodes have
+    counted all."""
     port = free_port("127.0.0.1")
     ranks = [
         start([*RANK_COMMAND, str(tmp_path), "2"], environment=ft_launcher_environment(rank, port, attempt))

@@ -1,4 +1,5 @@
-"""Whole jobs of dummy ranks whose controller is killed, stopped or doubled: they do what they would have done."""
+"""Tests whole jobs of dummy ranks whose controller is killed, stopped or started twice. The job makes the same
+decisions."""
 
 import json
 import os
@@ -25,7 +26,7 @@ KILL = 'kill(rank=3, at_iteration=5, phase="forward", generation=0)'
 
 
 def journal(runs: Path) -> list[dict[str, Any]]:
-    """What controllers have taken in, whole lines only."""
+    """Return the inputs in the controllers' journal, complete lines only."""
     path = runs / "dummy" / FOLDER / JOURNAL
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -44,7 +45,7 @@ def access(runs: Path) -> dict[str, Any]:
 
 
 def signal_controller_when(runs: Path, condition: Callable[[], bool], what: str, number: int = signal.SIGKILL) -> int:
-    """Send a signal to the controller as soon as ``condition`` holds; its process id."""
+    """Send a signal to the controller as soon as ``condition`` is true. Return its process id."""
     process_id = int(access(runs)["process_id"])
     deadline = time.monotonic() + 20
     while not condition():
@@ -60,7 +61,7 @@ def replaced(runs: Path) -> list[str]:
 def test_a_controller_killed_while_survivors_are_asked_is_replaced_and_the_next_one_decides(runs: Path) -> None:
     slow = 'delay(rank=0, seconds=2, phase="replay", generation=0)'  # it says late how far it is
     job = start(runs, KILL, slow, iterations=200)
-    killed = signal_controller_when(runs, lambda: "break" in orders(runs), "ranks are told of the loss")
+    killed = signal_controller_when(runs, lambda: "break" in orders(runs), "ranks receive the loss")
     at_death = orders(runs)
     eventually(lambda: access(runs)["process_id"] != killed, "another one serves", seconds=LIMIT_SECONDS)
     assert access(runs)["epoch"] == 2
@@ -73,7 +74,8 @@ def test_a_controller_killed_while_survivors_are_asked_is_replaced_and_the_next_
 
 @pytest.mark.parametrize("lengths", [(1, 5, 12), (3, 9, 14), (6, 15, 16), (11, 13, 18)])
 def test_a_controller_killed_again_and_again_changes_nothing(runs: Path, lengths: tuple[int, ...]) -> None:
-    """Once so many lines are in the journal. Each order is given once, each death told once, nothing is lost."""
+    """The controller is killed when the journal reaches certain lengths. Each order is given once, each death is
+    reported once, nothing is lost."""
     job = start(runs, KILL, 'kill(rank=2, phase="forward", generation=1)', iterations=1500)
     killed = 0
     for length in lengths:
@@ -85,14 +87,16 @@ def test_a_controller_killed_again_and_again_changes_nothing(runs: Path, lengths
     finish(runs, job, EXIT_INTERRUPTED)
     assert [found["generation"] for found in decisions(runs)] == [0, 1]
     assert orders(runs) == ["start", "break", "reform", "break", "reform", "stop", "end"]
-    told = [(record["rank"], record["next"]["generation"]) for record in records(runs) if record["kind"] == "reformed"]
-    assert len(told) == len(set(told)) == 4 + 2
+    reported = [
+        (record["rank"], record["next"]["generation"]) for record in records(runs) if record["kind"] == "reformed"
+    ]
+    assert len(reported) == len(set(reported)) == 4 + 2
     assert len([record for record in records(runs) if record["kind"] == "rank_failed"]) == 2
 
 
 def test_a_stopped_controller_is_replaced_and_not_obeyed_when_it_would_wake(runs: Path) -> None:
     job = start(runs, KILL, iterations=1500)
-    stopped = signal_controller_when(runs, lambda: "reform" in orders(runs), "survivors go on", signal.SIGSTOP)
+    stopped = signal_controller_when(runs, lambda: "reform" in orders(runs), "survivors continue", signal.SIGSTOP)
     eventually(lambda: replaced(runs), "it gives no sign", seconds=LIMIT_SECONDS)
     assert not psutil.pid_exists(stopped), "two never live at a time"
     eventually(lambda: access(runs)["epoch"] == 2, "another one serves", seconds=LIMIT_SECONDS)
@@ -104,7 +108,7 @@ def test_a_stopped_controller_is_replaced_and_not_obeyed_when_it_would_wake(runs
 def test_a_second_controller_started_by_mistake_does_not_begin(runs: Path) -> None:
     job = start(runs, KILL, iterations=1500)
     about = access(runs)
-    eventually(lambda: "reform" in orders(runs), "survivors go on")
+    eventually(lambda: "reform" in orders(runs), "survivors continue")
     before = journal(runs)
     second = second_controller(runs, about["token"])
     assert second.returncode == ControlError.exit_code
@@ -117,7 +121,7 @@ def test_a_second_controller_started_by_mistake_does_not_begin(runs: Path) -> No
     finish(runs, job, EXIT_INTERRUPTED)
     assert journal(runs)[: len(before)] == before
     assert not replaced(runs)
-    assert not (runs / "dummy" / "controller.json").exists(), "nobody can be called any more"
+    assert not (runs / "dummy" / "controller.json").exists(), "no controller can be reached any more"
 
 
 def second_controller(runs: Path, token: str) -> "subprocess.CompletedProcess[str]":
@@ -149,7 +153,7 @@ def test_controllers_that_get_nowhere_end_the_job(runs: Path) -> None:
     job = start(runs, iterations=1500)
     folder = runs / "dummy" / FOLDER
     about = access(runs)
-    eventually(lambda: records(runs), "ranks speak")
+    eventually(lambda: records(runs), "ranks report")
     with (folder / JOURNAL).open("a") as file:
         file.write("damaged\n{}\n")
     os.kill(about["process_id"], signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Forced routing over several gloo ranks: every layout routes every token of the global batch alike."""
+"""Tests routing by recorded loads over several gloo ranks: every layout routes every token of the global batch in the
+same way."""
 
 import json
 from pathlib import Path
@@ -33,7 +34,7 @@ def _scenario(world_size: int, layout: dict[str, Any], path: Path) -> tuple[str,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_routes_alike(outcomes: dict[str, list[Any]], layout: str) -> None:
-    """Losses, norms and evaluation are those of one rank, which another assignment of tokens would change."""
+    """Losses, norms and evaluation equal those of one rank. Another assignment of tokens would change them."""
     expected, ranks = of_ranks(outcomes, "one")[0], of_ranks(outcomes, layout)
     assert ranks == [ranks[0]] * len(ranks)
     for key in ("losses", "grad_norms", "aux_losses"):

@@ -1,7 +1,8 @@
-"""A sink, a launcher and an event from outside of the package: one file each, one YAML each for the first two.
+"""Tests a sink, a launcher and an event that are not part of the package, each in one file; the first two also have a
+YAML file.
 
-A job uses all three, with nothing else added or changed. The sink and the launcher are rows of
-``tests/contract/test_sink.py`` and ``test_launcher.py`` as well.
+A job uses all three, and nothing else is added or changed. The sink and the launcher are also rows of
+``tests/contract/test_sink.py`` and ``test_launcher.py``.
 """
 
 import shutil
@@ -20,13 +21,13 @@ ADDED = {
     "telemetry/counting.yaml": HELPERS / "counting_sink.yaml",
     "launch/wrapped.yaml": HELPERS / "wrapped_launcher.yaml",
 }
-"""File of ``conf/`` to its content. Each names a class in a file of its own."""
+"""Content of each additional file of ``conf/``, by its path. Each names a class in a separate file."""
 NUM_ITERATIONS = 3
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The entry point and ``conf/`` as they are, and the YAML of each addition."""
+    """Create a copy of the entry point and ``conf/``, with the YAML file of each addition."""
     shutil.copy(REPOSITORY / "pretrain_moe.py", tmp_path)
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     for name, source in ADDED.items():

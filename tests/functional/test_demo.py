@@ -1,4 +1,4 @@
-"""The README's demo: a rank that the terminal names is killed, and the others go on without losing an iteration."""
+"""Tests the README's demo: a rank whose process id the terminal shows is killed, and no iteration is lost."""
 
 import json
 import os
@@ -21,7 +21,7 @@ KILLED_RANK = 2
 
 
 def demo() -> list[str]:
-    """The command's arguments, as README.md has them."""
+    """Return the arguments of the command in README.md."""
     (words,) = [c.words for c in commands_of(REPOSITORY / "README.md") if "experiment=survive_a_kill" in c.words]
     assert words[:2] == ("python", "pretrain_moe.py")
     return list(words[2:])

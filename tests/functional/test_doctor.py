@@ -1,4 +1,4 @@
-"""``python -m tools.doctor`` as people use it: its answer, its exit codes, and that it starts and imports nothing."""
+"""Tests ``python -m tools.doctor``: its output, its exit codes, and that it starts and imports nothing."""
 
 import json
 import socket
@@ -67,7 +67,7 @@ def test_a_job_that_is_refused_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_without_its_packages_it_names_them(tmp_path: Path) -> None:
-    """A Python that has none of the packages: nothing of them is needed to say so."""
+    """The command runs in a Python without any of the required packages."""
     command = [sys.executable, "-S", "-m", "tools.doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
     assert done.returncode == 2, done.stderr

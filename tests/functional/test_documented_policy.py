@@ -1,4 +1,4 @@
-"""The policy of docs/testing.md and its tests, which a page's reader would copy, are run as they stand there."""
+"""Runs the policy in docs/testing.md and its tests exactly as a reader of the page would copy them."""
 
 import os
 import re

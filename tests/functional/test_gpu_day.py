@@ -1,4 +1,4 @@
-"""A GPU day without a GPU: every stage runs its code on the CPU, and one that is broken is reported as broken."""
+"""Tests a GPU day without a GPU: every stage runs its code on the CPU, and a broken stage is reported."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ MIN_SHARE = 0.85
 
 @dataclass(frozen=True)
 class Ran:
-    """What is left of both calls and of the broken one."""
+    """Results of both calls and of the broken one."""
 
     out: Path
     output: str
@@ -32,14 +32,14 @@ class Ran:
     trace: Path
 
     def stages(self, name: str) -> dict[str, dict[str, Any]]:
-        """Lines of a call by stage."""
+        """Return the lines of a call by stage."""
         lines = (self.out / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         return {entry["stage"]: entry for entry in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """All of it in one command, so that what stages import is imported once."""
+    """Run all calls in one command, so that the packages of the stages are imported once."""
     out = tmp_path_factory.mktemp("day")
     trace = out / "lines.txt"
     environment = {
@@ -47,7 +47,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "PYTHONPATH": os.pathsep.join([str(TRACE), str(ROOT)]),
         "LINE_TRACE": str(trace),
         "LINE_TRACE_FOLDER": str(ROOT.resolve() / "tools" / "gpu"),  # gpu_day.py as well
-        "PYTEST_ADDOPTS": "-k no_such_test",  # of somebody's terminal: stages that run tests must not see it
+        "PYTEST_ADDOPTS": "-k no_such_test",  # set in a terminal: stages that run tests must not see it
     }
     environment.pop("MEGATRON_FT_GPU_DAY", None)
     done = subprocess.run(
@@ -105,7 +105,7 @@ def test_a_broken_stage_is_reported_and_stops_no_other(ran: Ran) -> None:
 
 
 def is_running(process_id: int) -> bool:
-    """Whether a process has not ended; who was to wait for it may not have."""
+    """Return whether a process has not ended. A zombie counts as ended."""
     try:
         return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -144,6 +144,6 @@ def test_what_measures_claims_runs_on_the_cpu(tmp_path: Path) -> None:
 
 
 def lines_of(path: Path) -> set[int]:
-    """Numbers of the lines at which statements begin."""
+    """Return the numbers of the lines at which statements begin."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {statement.lineno for block in blocks(tree) for statement in block if does_something(statement)}

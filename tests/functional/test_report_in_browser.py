@@ -1,4 +1,5 @@
-"""A run's page in a real browser: whole, readable in light and dark, and it asks no network for anything."""
+"""Tests the report page of a run in a real browser: it is complete, readable in light and dark mode, and makes no
+network request."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ SECTIONS = ["Alerts", "Loss", "Goodput", "Recoveries", "Expert load", "Placement
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a made-up run that has something in every part."""
+    """Return the page of a made-up run that has content in every section."""
     run = MadeUpRun(tmp_path_factory.mktemp("runs") / "trial-001")
     elastic(run)
     assert report.main([str(run.path)]) == 0
@@ -32,12 +33,12 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 
 def requests(tab: Tab) -> list[str]:
-    """What the page asked for."""
+    """Return the requests that the page made."""
     return [request["request"]["url"] for request in tab.events_named("Network.requestWillBeSent")]
 
 
 def complaints(tab: Tab) -> list[object]:
-    """What the browser found wrong with the page."""
+    """Return the errors that the browser reported for the page."""
     entries = [entry["entry"]["text"] for entry in tab.events_named("Log.entryAdded")]
     return [*entries, *tab.events_named("Runtime.exceptionThrown"), *tab.events_named("Runtime.consoleAPICalled")]
 

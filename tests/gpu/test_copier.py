@@ -1,4 +1,5 @@
-"""What a window's copies hold: what the device's queue held before them, and what the host held when they began."""
+"""Tests which values the copies of a window contain: those queued on the device, and those on the host, when the copy
+began."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ft.snapshot.capture.copier import CopyBatch, _StreamCopier, capture_bandwidth, pin, unpin
+from megatron_ft.snapshot.capture.capture import CopyBatch, _StreamCopier, capture_bandwidth, pin, unpin
 
 NUM_BYTES = 64 << 20
 SLEEP_CYCLES = 200_000_000
-"""About a tenth of a second: whatever is queued behind it has not run when the host goes on."""
+"""Cycles of about a tenth of a second. Operations queued behind them have not run when the host continues."""
 
 
 @pytest.fixture
 def target() -> Iterator[torch.Tensor]:
-    """Pinned as a window's memory is, not by torch."""
+    """Return pinned host memory, pinned in the same way as a window's memory and not by torch."""
     memory = torch.zeros(NUM_BYTES, dtype=torch.uint8)
     pin(memory)
     yield memory
@@ -24,7 +25,7 @@ def target() -> Iterator[torch.Tensor]:
 
 
 def copied_after_a_queued_write(target: torch.Tensor, cuda: Any) -> int:
-    """What a batch holds that begins while the write of its source waits in the queue."""
+    """Return the content of a batch that begins while the write of its source is still queued."""
     source = torch.zeros(NUM_BYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     copier = _StreamCopier(source.device, cuda)
@@ -37,7 +38,7 @@ def copied_after_a_queued_write(target: torch.Tensor, cuda: Any) -> int:
 
 
 class Unordered(torch.cuda.Stream):
-    """A stream that waits for no other."""
+    """Stream that waits for no other stream."""
 
     def wait_stream(self, stream: torch.cuda.Stream) -> None:
         """Do nothing."""
@@ -48,7 +49,7 @@ def test_a_batch_comes_after_what_the_computing_stream_has_queued(target: torch.
 
 
 def test_without_the_order_the_same_batch_comes_before(target: torch.Tensor) -> None:
-    """Shows that the test above can fail."""
+    """Shows that the previous test can fail."""
     names = ("Event", "current_stream", "stream")
     cuda = SimpleNamespace(Stream=Unordered, **{name: getattr(torch.cuda, name) for name in names})
     assert copied_after_a_queued_write(target, cuda) == 0

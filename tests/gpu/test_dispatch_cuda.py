@@ -1,4 +1,5 @@
-"""What only a CUDA device shows about the dispatch; that it equals the reference is in ``tests/contract``."""
+"""Tests dispatch behaviour that only a CUDA device shows. ``tests/contract`` compares the results with the
+reference."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A rank's pace on a GPU is the time of its work there, not of the calls that start it."""
+"""Tests that the measured time of a rank on a GPU is the time of the work on the device, not of the calls that start
+it."""
 
 import time
 
@@ -8,7 +9,7 @@ from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, StragglerTimer,
 
 
 class Products(torch.nn.Module):
-    """So many products of large matrices, one after the other."""
+    """Layer with a number of products of large matrices in sequence."""
 
     def forward(self, matrix: torch.Tensor, count: int) -> torch.Tensor:
         for _ in range(count):
@@ -20,11 +21,11 @@ def timer_of(matrix: torch.Tensor, count: int) -> float:
     work = Products()
     pace = StragglerTimer(_StreamClock())
     pace.time(work)
-    said = 0.0
+    output = 0.0
     for _ in range(2 * MIN_ITERATIONS):
         work(matrix, count)
-        said = pace.end_iteration()
-    return said
+        output = pace.end_iteration()
+    return output
 
 
 def test_it_is_the_time_on_the_stream() -> None:

@@ -1,4 +1,5 @@
-"""Layouts over several ranks on one GPU, over NCCL: the numbers of one rank on the CPU, and the same bits twice."""
+"""Tests layouts over several ranks on one GPU with NCCL: the numbers of one rank on the CPU, and the same bits
+twice."""
 
 from typing import Any
 
@@ -17,7 +18,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def job(world_size: int, parallel: dict[str, Any]) -> dict[str, Any]:
-    """Of a layout."""
+    """Return the job of a layout."""
     config = ranks.config_for(DEVICE_TYPE, {**MODEL, **parallel}, world_size=world_size)
     return {"config": config, "world_size": world_size, "environments": TRANSPORT.environments(world_size)}
 
@@ -30,7 +31,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """What the ranks of every layout computed, twice."""
+    """Return the results of the ranks of every layout, from two runs."""
     jobs = {name: job(*layout) for name, layout in LAYOUTS.items()}
     first, again = (
         ranks.run_apart(jobs, folder=tmp_path_factory.mktemp(name), seconds=SECONDS, sees_gpu=True)

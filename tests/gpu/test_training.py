@@ -1,4 +1,5 @@
-"""A short run of one rank on a GPU: the numbers of the CPU in every variant of the model, bit for bit again."""
+"""Tests a short run of one rank on a GPU: the numbers of the CPU in every variant of the model, and the same bits
+twice."""
 
 from typing import Any
 
@@ -14,7 +15,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def jobs(device_type: str) -> dict[str, Any]:
-    """One rank for each variant; the CPU's are in fp32."""
+    """Return a job with one rank for each variant. The jobs on the CPU are in fp32."""
     wanted = {name: overrides if device_type != "cpu" else fp32(overrides) for name, (overrides, _) in VARIANTS.items()}
     return {
         name: {"config": ranks.config_for(device_type, {**MODEL, **overrides}), "world_size": 1}
@@ -29,7 +30,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """Twice."""
+    """Return the results of two runs on the GPU."""
     first, again = (
         ranks.run_apart(jobs(DEVICE_TYPE), folder=tmp_path_factory.mktemp(name), seconds=SECONDS, sees_gpu=True)
         for name in ("first", "again")

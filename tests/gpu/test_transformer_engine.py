@@ -1,6 +1,5 @@
-"""Transformer Engine's layers on one GPU: the numbers of the local layers, and weights that do not depend on who
-builds them.
-"""
+"""Tests Transformer Engine's layers on one GPU: the numbers of the local layers, and weights that do not depend on the
+layout."""
 
 from typing import Any
 
@@ -31,9 +30,9 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "latent attention, TP=2": (2, {**LATENT, "parallel.tensor_model_parallel_size": 2}),
     "EP=2": (2, {"parallel.expert_model_parallel_size": 2}),
 }
-"""Configurations by name: number of ranks and overrides."""
+"""Number of ranks and overrides of each configuration, by name."""
 TOLERANCE = 2e-2
-"""Of bf16 against fp32, over all iterations."""
+"""Relative tolerance of bf16 compared with fp32, over all iterations."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +80,8 @@ def test_the_same_bits_again(trained: dict[str, list[dict[str, Any]]]) -> None:
 def test_weights_that_tensor_parallel_ranks_share_are_those_of_one_rank(
     trained: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """Latent attention duplicates two projections over such ranks: drawn apart, the first loss is another."""
+    """With latent attention, two projections are duplicated over tensor-parallel ranks. If their weights differed, the
+    first loss would differ."""
     two, one = trained["latent attention, TP=2"], trained["latent attention"][0]
     assert two[0]["losses"] == two[1]["losses"]
     assert two[0]["losses"][0] == pytest.approx(one["losses"][0], rel=1e-3)

@@ -1,8 +1,8 @@
-"""The log of tensors sent from a GPU: what it keeps is what was sent, whatever happens to the tensor afterwards."""
+"""Tests that the log of tensors sent from a GPU contains the sent values, even if the tensors change afterwards."""
 
 import torch
 
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 DEVICE = torch.device("cuda")
@@ -33,7 +33,7 @@ def sleep() -> None:
 
 
 def run(log: UpstreamLog, iteration: int) -> None:
-    """Send tensors that are computed behind a queue, written over and freed as soon as they are logged."""
+    """Send tensors that are computed behind a queue, and that are overwritten and freed as soon as they are logged."""
     log.begin(iteration, 0)
     sleep()
     for direction, order in SENDS.items():
@@ -48,7 +48,7 @@ def run(log: UpstreamLog, iteration: int) -> None:
 
 
 def values(log: UpstreamLog, iteration: int, direction: str) -> list[list[float]]:
-    """Distinct values of each tensor that is kept."""
+    """Return the distinct values of each logged tensor."""
     return [kept.unique().tolist() for _, kept in log.entries(iteration, direction)]  # type: ignore[arg-type]
 
 

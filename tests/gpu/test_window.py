@@ -1,4 +1,4 @@
-"""A window in a snapshot server's memory that is pinned here: other processes read what the GPU wrote there."""
+"""Tests a window in pinned memory of a snapshot server: other processes read what the GPU wrote."""
 
 import json
 import subprocess
@@ -8,8 +8,7 @@ import pytest
 import torch
 import xxhash
 
-from megatron_ft.snapshot.capture.capture import WindowMemory
-from megatron_ft.snapshot.capture.copier import CopyBatch, open_copier
+from megatron_ft.snapshot.capture.capture import CopyBatch, WindowMemory, open_copier
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from megatron_ft.testing.snapshot_servers import PAGE, Cluster, begin, cluster, find, slice_of, wait_replicated
 
@@ -32,7 +31,7 @@ client.close()
 
 @pytest.fixture
 def keepers() -> "object":
-    """One node that makes no copies elsewhere."""
+    """Yield one node whose snapshot server makes no copies on other nodes."""
     with cluster(1) as started:
         yield started
 
@@ -62,7 +61,7 @@ def test_another_process_reads_what_the_gpu_wrote(keepers: Cluster) -> None:
 
 
 def test_memory_is_pinned_again_by_the_next_process(keepers: Cluster) -> None:
-    """A rank that is started again finds its window and captures into the same memory."""
+    """A restarted rank finds its window and captures into the same memory."""
     for value in (1, 2):
         client = keepers.client(1, node=0, peer_nodes=[])
         memory = WindowMemory(client.allocate(NUM_BYTES), DEVICE)
@@ -81,7 +80,7 @@ def test_memory_is_pinned_again_by_the_next_process(keepers: Cluster) -> None:
 
 
 def read_in_another_process(keepers: Cluster) -> str:
-    """Digest of the window as a process reads it that has nothing of this one."""
+    """Return the digest of the window as read by a separate process."""
     about = [keepers.nodes[0].socket_path, keepers.hello(2, node=0, peer_nodes=[])]
     command = [sys.executable, "-c", READER, json.dumps(about)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

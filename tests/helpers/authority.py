@@ -8,7 +8,7 @@ _CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
 
 
 def make_authority(folder: Path) -> Callable[[str], str]:
-    """A function from a name to a folder with ``ca.pem``, ``cert.pem`` (for 127.0.0.1) and ``key.pem``."""
+    """Return a function that maps a name to a folder with ``ca.pem``, ``cert.pem`` (for 127.0.0.1) and ``key.pem``."""
     folder.mkdir()
     authority, secret = folder / "ca.pem", folder / "ca.key"
     _openssl("req", "-x509", *_CURVE, "-subj", "/CN=authority", "-keyout", secret, "-out", authority)

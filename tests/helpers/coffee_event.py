@@ -1,4 +1,4 @@
-"""An event from outside of the package."""
+"""Defines an event as another package would."""
 
 from dataclasses import dataclass
 

@@ -8,7 +8,7 @@ from megatron_ft.config.serialize import from_dict
 
 
 def main() -> None:
-    """Read a JSON list of model sections from stdin; print a list of counts."""
+    """Read a JSON list of model sections from standard input, and print a list of counts."""
     import torch.distributed as dist
 
     from megatron_ft.mcore.device.install import install
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def count(config, implementation, pg_collection) -> dict[str, int]:  # type: ignore[no-untyped-def]
-    """Parameters of each kind of operator, told apart by their names in Megatron."""
+    """Return the number of parameters of each kind of operator. Kinds are recognised by Megatron's names."""
     import torch
 
     from megatron_ft.mcore.model.build import build_model
@@ -52,7 +52,7 @@ def count(config, implementation, pg_collection) -> dict[str, int]:  # type: ign
 
 
 def kind(name: str) -> str:
-    """Kind of operator a Megatron parameter belongs to."""
+    """Return the kind of operator to which a parameter of Megatron belongs."""
     if ".local_experts." in name:
         return "expert"
     if ".router." in name:

@@ -1,4 +1,4 @@
-"""A sink from outside of the package: it counts records, and reports an event from outside of the package."""
+"""Defines a sink as another package would. It counts records, and reports an event of another package."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Two gloo ranks per operation, of which one is killed in the middle of the payload that the other receives.
+"""Runs operations of two gloo ranks, of which one is killed in the middle of the payload that the other receives.
 
-``python -m tests.helpers.cut_payloads OUTCOME`` imports torch once, forks the ranks of one operation after the other
-and writes what the survivor of each saw. Rank 1, the victim, sends slowly (the kernel paces its sockets), so that its
-death comes in the middle of a payload for certain: rank 0 says when it has received some of it.
+``python -m tests.helpers.cut_payloads OUTCOME`` imports torch once, forks the ranks of one operation after the other,
+and writes what each survivor observed. Rank 1 sends slowly, because the kernel limits the rate of its sockets. It is
+killed when rank 0 reports that it has received a part of the payload.
 """
 
 import json
@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.control.ports import free_port
-from megatron_ft.runtime.transport import held_groups, waits
-from megatron_ft.runtime.transport.hang_up import SocketId, Transports, open_sockets
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import SocketId, Transports, open_sockets
 
 NUM_ELEMENTS = 16 << 20
-"""Of float32 in each direction: 64 MiB."""
+"""Number of float32 elements in each direction: 64 MiB."""
 GROUP_TIMEOUT_SECONDS = 30.0
 _PACE_BYTES_PER_SECOND = 16 << 20
 _CUT_BYTES = 1 << 20
-"""Received by the survivor when the victim is killed."""
+"""Number of bytes that the survivor has received when the victim is killed."""
 _SO_MAX_PACING_RATE = 47
 _BYTES_RECEIVED = slice(128, 136)
-"""In ``tcp_info``. Source: ``linux/tcp.h``."""
+"""Position of the number of received bytes in ``tcp_info``. Source: ``linux/tcp.h``."""
 
 
 def _all_reduce() -> None:
@@ -88,7 +88,7 @@ def _async_receive() -> None:
 
 
 class _BroadcastBackward(torch.autograd.Function):
-    """Broadcasts in its backward pass; each node of its graph refers to the group."""
+    """Broadcasts in its backward pass. Each node of its graph refers to the process group."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, is_last: bool) -> torch.Tensor:
@@ -103,7 +103,7 @@ class _BroadcastBackward(torch.autograd.Function):
 
 
 def _backward_pass() -> None:
-    """Of the survivor; nodes are queued behind the one that broadcasts."""
+    """Run the backward pass of the survivor. Nodes are queued behind the node that broadcasts."""
     if dist.get_rank() == 1:
         _broadcast()
         return
@@ -112,7 +112,7 @@ def _backward_pass() -> None:
 
 
 FORGOTTEN = ("broadcast", "receive", "async_receive", "backward_pass")
-"""Operations with nothing queued beside the payload that is cut: gloo never reports the cut to them."""
+"""Operations without other queued operations. Gloo never reports an error to these operations after the cut."""
 OPERATIONS: dict[str, Callable[[], None]] = {
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
@@ -128,7 +128,7 @@ OPERATIONS: dict[str, Callable[[], None]] = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """What the survivor of operation ``name`` saw."""
+    """Return what the survivor of operation ``name`` observed."""
     port = free_port("127.0.0.1")
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -154,7 +154,7 @@ def run(name: str) -> dict[str, Any]:
 
 def _be(rank: int, port: int, name: str, parent: Connection) -> None:
     warnings.simplefilter("ignore")
-    waits.install()
+    abort.install()
     before = open_sockets()
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=30))
     timeout = timedelta(seconds=GROUP_TIMEOUT_SECONDS)
@@ -188,9 +188,9 @@ def _be(rank: int, port: int, name: str, parent: Connection) -> None:
     left = time.monotonic()
     watching.join()
     groups = list(dist.distributed_c10d._world.pg_map)
-    held_groups.drop_broken_graph()
+    abort.drop_broken_graph()
     dist.destroy_process_group()
-    held = held_groups.release(groups)
+    held = abort.release(groups)
     released = time.monotonic()
     torch.ones(1, requires_grad=True).sum().backward()
     seen = {
@@ -206,7 +206,7 @@ def _be(rank: int, port: int, name: str, parent: Connection) -> None:
 
 
 def _received(sockets: frozenset[SocketId]) -> int:
-    """Bytes that have come in on the busiest of ``sockets``."""
+    """Return the number of received bytes of the socket in ``sockets`` that received most."""
 
     def count(one: socket.socket) -> int:
         about = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

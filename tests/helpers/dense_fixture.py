@@ -1,7 +1,7 @@
 """Writes ``tests/fixtures/checkpoints/dense.tar.xz``, a dense checkpoint that later versions must read bit for bit.
 
-``python -m tests.helpers.dense_fixture`` has written it with the last code that had no ``TrainState`` in checkpoints.
-It is never written again: a new format adds another file.
+The file was written by ``python -m tests.helpers.dense_fixture`` with the last code whose checkpoints contained no
+``TrainState``. It is not written again: a new format adds another file.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
+from megatron_ft.config.job import CheckpointConfig
 from megatron_ft.testing import engines
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
@@ -35,12 +35,13 @@ CONFIG = {
 
 
 def config() -> Any:
-    """The job whose state is saved: FP16, for a loss scale, with a router bias."""
+    """Return the configuration of the job whose state is saved: FP16, so that there is a loss scale, and a router
+    bias."""
     return engines.micro_config(CONFIG)
 
 
 def open_manager(engine: Any, run_dir: Path) -> Any:
-    """The manager that saves and loads for ``engine``."""
+    """Return the manager that saves and loads for ``engine``."""
     from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 
     return CheckpointManager(
@@ -55,7 +56,7 @@ def open_manager(engine: Any, run_dir: Path) -> Any:
 
 
 def digests(engine: Any) -> dict[str, str]:
-    """Digest of every tensor, and of every field of the state besides tensors."""
+    """Return the digest of every tensor, and of every other field of the state."""
     record = engine.train_state().to_json()
     record["rng"].pop("cuda", None)
     record |= {f"rng.{name}": value for name, value in record.pop("rng").items()}

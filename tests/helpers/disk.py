@@ -1,4 +1,4 @@
-"""In which order files come to the disk."""
+"""Records the order in which files are written to disk."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 
 def note_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done from now on, in order: ``fsync NAME`` of a file or folder, ``rename NAME`` to a name.
+    """Record later steps in order: ``fsync NAME`` of a file or folder, ``rename NAME`` to a name. The suffix of
+    temporary names, which begins with ``.tmp``, is left out.
 
     Of a temporary file it is the name without what ``.tmp`` begins.
     """

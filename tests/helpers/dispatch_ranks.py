@@ -1,7 +1,7 @@
-"""Real gloo ranks for dispatch tests: ``python -m tests.helpers.dispatch_ranks BACKEND RANKS OUT.json``.
+"""Runs gloo ranks for dispatch tests: ``python -m tests.helpers.dispatch_ranks BACKEND RANKS OUT.json``.
 
-One process imports torch and forks the ranks; each sends its tokens to identity experts, gets them back, and
-writes what it found.
+One process imports torch and forks the ranks. Each rank sends its tokens to experts that return them unchanged,
+receives the results, and writes what it measured.
 """
 
 import json
@@ -23,7 +23,7 @@ JOIN_SECONDS = 90
 
 
 def run_rank(backend_name: str, rank: int, num_ranks: int, folder: str) -> None:
-    """One round trip, forward and backward, in float64 and bfloat16."""
+    """Run one exchange forward and backward, in float64 and bfloat16."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
@@ -33,7 +33,7 @@ def run_rank(backend_name: str, rank: int, num_ranks: int, folder: str) -> None:
 
 
 def round_trip(backend_name: str, rank: int, num_ranks: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What one rank sees: deviation of values and gradients from the exact ones, and bytes."""
+    """Return the results of one rank: deviation of values and gradients from the exact ones, and bytes."""
     group = dist.group.WORLD
     backend = open_backend(backend_name)
     tokens_of_ranks = [23, 0, 41, 8][:num_ranks]
@@ -73,13 +73,13 @@ def round_trip(backend_name: str, rank: int, num_ranks: int, dtype: torch.dtype)
 
 
 def deviation(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
-    """Largest absolute difference."""
+    """Return the largest absolute difference."""
     assert found is not None
     return float((found.detach().double() - wanted).abs().max()) if wanted.numel() else 0.0
 
 
 def main(backend_name: str, num_ranks: int, outcome: str) -> None:
-    """Fork the ranks and collect what they found."""
+    """Fork the ranks and collect their results."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="megatron-ft-") as folder:
         ranks = [

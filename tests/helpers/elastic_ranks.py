@@ -1,7 +1,7 @@
-"""Jobs of forked ranks that can lose some of them, and a controller as small as it can be.
+"""Runs jobs of forked ranks that can lose ranks, with a minimal controller.
 
-``python -m tests.helpers.elastic_ranks SPEC OUTCOME`` is the runner behind ``run_jobs``: it imports Megatron once,
-forks the ranks of one job after the other and is their control plane: it sees deaths, breaks the membership, collects
+``python -m tests.helpers.elastic_ranks SPEC OUTCOME`` is the program behind ``run_jobs``. It imports Megatron once,
+forks the ranks of one job after the other, and is their control plane: it observes deaths, ends memberships, collects
 positions, chooses the target and forms the next membership.
 """
 
@@ -26,10 +26,9 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import MembershipOrder, RankContext
 from megatron_ft.control.ports import free_port
-from megatron_ft.control.run_id import RUN_ID_NAME
+from megatron_ft.control.rundir import RUN_ID_NAME
 from megatron_ft.corpus.indexed import IndexedWriter
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, choose_target
+from megatron_ft.planning.recovery.membership import NextMembership, Position, choose_target
 from megatron_ft.testing.engines import REPOSITORY, be_ready_to_fork, micro_config
 from megatron_ft.testing.snapshot_servers import TOKEN, Cluster, cluster
 
@@ -51,11 +50,11 @@ BASE = {
 
 
 def run_jobs(jobs: Mapping[str, Mapping[str, Any]], folder: Path, *, timeout_seconds: float) -> dict[str, Any]:
-    """What each job did: ``ranks`` (records and error of each rank it started with) and ``targets`` of its losses.
+    """Return the outcome of each job: ``ranks`` (records and error of each first rank) and ``targets`` of its losses.
 
     Args:
-        jobs: by name: the arguments of ``Job``, and ``num_keepers`` of nodes that have one; they run in order, each in
-            a folder of its own name.
+        jobs: arguments of ``Job`` by the job's name, and ``num_keepers``, the number of nodes with a snapshot server.
+            Jobs run in this order, each in a folder with its name.
     """
     spec, outcome = folder / "spec.json", folder / "outcome.json"
     for name, seed in (("tokens", 7), ("others", 8)):
@@ -78,10 +77,10 @@ def run_jobs(jobs: Mapping[str, Mapping[str, Any]], folder: Path, *, timeout_sec
 
 
 class PipeClient:
-    """A rank's worker client over two pipes: one is read by a thread, for what cannot wait.
+    """Worker client of a rank over two pipes. A thread reads one of them, for messages that must be handled at once.
 
     Args:
-        orders: leaving nodes by the iteration after which the job's first rank is told that its membership changes.
+        orders: leaving nodes by the iteration after which the job's first rank receives the order to change.
     """
 
     def __init__(self, calls: Connection, breaks: Connection, orders: Mapping[int, Sequence[int]]) -> None:
@@ -160,15 +159,17 @@ class Job:
     """One job from its start to the end of its last rank.
 
     Args:
-        changes: by the iteration (as text) after which a membership changes: ``leave`` and ``join``, lists of nodes.
-        keepers: those of its nodes, numbered from 0; None where it takes no snapshots.
-        spares: nodes whose keepers run, and whose ranks take the places of lost ones where the layout is kept; without
-            any left, ranks are started again on their own nodes, whose keepers have lived on.
-        returns: nodes that join, with new ranks, in the membership that follows a loss after an iteration (as text).
-        keepers_live: the keepers of lost nodes live on where spares take their places, too: only ranks have died.
-        strangers: nodes whose newcomers read other data, in a run folder that others do not see.
-        present: nodes that it is started on again, from the checkpoints of the job ``resumes``; None starts on all.
-        dies_committing: by node, the iteration whose checkpoint is written when its rank dies, before all know that.
+        changes: lists ``leave`` and ``join`` of nodes, by the iteration (as text) after which the membership changes.
+        keepers: snapshot servers of the nodes, by node number; None without snapshots.
+        spares: nodes with a snapshot server whose ranks take the places of lost ranks in a kept layout. If no spare is
+            left, ranks are started again on their own nodes, whose snapshot servers are alive.
+        returns: nodes that join with new ranks in the membership after a loss, by the iteration (as text) of the loss.
+        keepers_live: whether the snapshot servers of lost nodes also live if spares take their places, so that only
+            ranks have died.
+        other_data: nodes whose joining ranks read other data, with a run folder that other nodes do not see.
+        present: nodes on which the job continues from the checkpoints of the job ``resumes``; None for all nodes.
+        dies_committing: iteration whose checkpoint is written when the rank of a node dies, by node. The other ranks
+            do not know yet that the checkpoint is written.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Job:
         keepers: Cluster | None = None,
         present: Sequence[int] | None = None,
         resumes: str | None = None,
-        strangers: Sequence[int] = (),
+        other_data: Sequence[int] = (),
         spares: Sequence[int] = (),
         keepers_live: bool = False,
         returns: Mapping[str, Sequence[int]] | None = None,
@@ -216,14 +217,14 @@ class Job:
         self.members = list(range(len(present)))
         """Process of each present rank."""
         self.left: list[int] = []
-        self.newcomers = {
-            node: self._start_stranger(node) if node in strangers else self._start(node, is_joining=True)
+        self.joining_ranks = {
+            node: self._start_with_other_data(node) if node in other_data else self._start(node, is_joining=True)
             for joining in (*(change.get("join", ()) for change in self.changes.values()), *self.returns.values())
             for node in joining
         }
 
     def run(self) -> dict[str, Any]:
-        """Be the control plane until all ranks are gone."""
+        """Act as the control plane until no rank is left."""
         try:
             while self.members:
                 self._one_membership()
@@ -236,7 +237,7 @@ class Job:
                 process.join()
         return {"ranks": self.outcomes, "targets": self.targets}
 
-    def _start_stranger(self, node: int) -> int:
+    def _start_with_other_data(self, node: int) -> int:
         own = self.folder.with_name(f"{self.folder.name}-{node}")
         own.mkdir()
         _name_run(own)
@@ -248,7 +249,7 @@ class Job:
 
     def _start(self, node: int, **about: Any) -> int:
         fork = multiprocessing.get_context("fork")
-        (mine, theirs), (told, telling) = fork.Pipe(), fork.Pipe(duplex=False)
+        (mine, theirs), (reported, telling) = fork.Pipe(), fork.Pipe(duplex=False)
         context = {**_context(self.folder, node, self.port), **about}
         if self.keepers is not None:
             is_alone = about.get("is_joining") and not self.config.recovery.keep_layout
@@ -258,10 +259,10 @@ class Job:
             context["sidecars"] = {"keeper": service}
         orders = {iteration: change.get("leave", ()) for iteration, change in self.changes.items()}
         dies = self.dies_committing.get(node)
-        process = fork.Process(target=_be, args=(self.config, context, theirs, told, orders, dies))
+        process = fork.Process(target=_be, args=(self.config, context, theirs, reported, orders, dies))
         process.start()
         theirs.close()
-        told.close()
+        reported.close()
         self.calls.append(mine)
         self.breaks.append(telling)
         self.processes.append(process)
@@ -270,7 +271,7 @@ class Job:
         return len(self.processes) - 1
 
     def _one_membership(self) -> None:
-        """Until all members have ended well, or those that are left have formed another membership."""
+        """Run until all members have ended normally, or until the remaining members have formed another membership."""
         positions: dict[int, Position] = {}
         dead: set[int] = set()
         gone: set[int] = set()
@@ -279,7 +280,7 @@ class Job:
             ready = wait(list(open_calls), timeout=LIMIT_SECONDS)
             if not ready:
                 errors = [self.outcomes[process]["broken"][-1]["error"] for process in sorted(positions)]
-                raise RuntimeError(f"nothing heard for {LIMIT_SECONDS} s; {sorted(positions)} have said: {errors}")
+                raise RuntimeError(f"no message for {LIMIT_SECONDS} s; {sorted(positions)} reported: {errors}")
             for call in ready:
                 self._hear(open_calls[call], positions, dead, gone)
         if not positions:
@@ -288,12 +289,12 @@ class Job:
         self._reform(positions, is_planned=not dead)
 
     def _can_go_on(self, positions: dict[int, Position], dead: set[int]) -> bool:
-        """Somebody has died, or all have ended, or all stand at a boundary that was ordered."""
+        """Return whether a member has died, all members have ended, or all members wait at an ordered boundary."""
         planned = [self.outcomes[process]["broken"][-1]["error"] is None for process in positions]
         return bool(dead) or all(planned)
 
     def _hear(self, process: int, positions: dict[int, Position], dead: set[int], gone: set[int]) -> bool:
-        """Take one message; False where there will be none any more."""
+        """Receive one message. Return False if no further message can come."""
         try:
             message = self.calls[process].recv()
         except (EOFError, ConnectionResetError):
@@ -321,7 +322,7 @@ class Job:
         return True
 
     def _substitute(self, process: int) -> int:
-        """A process in the place of one that has died."""
+        """Start a process in the place of a dead one."""
         node = self.spares.pop(0) if self.spares else self.nodes[process]
         return self._start(node, is_joining=True, generation=self.generation - 1)
 
@@ -329,7 +330,7 @@ class Job:
         try:
             self.breaks[process].send((self.generation, reason))
         except BrokenPipeError:
-            return  # it is ending, which its calls will tell
+            return  # the rank is ending, and its calls will show it
 
     def _reform(self, positions: dict[int, Position], *, is_planned: bool) -> None:
         target = choose_target(list(positions.values()))
@@ -338,7 +339,7 @@ class Job:
         change = self.changes.pop(target.iteration) if is_planned else {}
         leaving = [process for process in positions if self.nodes[process] in change.get("leave", ())]
         coming = change.get("join", ()) if is_planned else self.returns.pop(target.iteration, ())
-        joining = [self.newcomers[node] for node in coming]
+        joining = [self.joining_ranks[node] for node in coming]
         if self.config.recovery.keep_layout:
             members = [process if process in positions else self._substitute(process) for process in self.members]
         else:
@@ -364,12 +365,12 @@ class Job:
 
 
 def _name_run(folder: Path) -> None:
-    """All jobs are one run, so that one can continue what another has saved."""
+    """Give all jobs the same run name, so that one job can continue what another one has saved."""
     (folder / RUN_ID_NAME).write_text(json.dumps({"run_id": "ab" * 16, "is_older": False}))
 
 
 def _context(folder: Path, node: int, port: int) -> dict[str, Any]:
-    """What is alike for ranks of a start and for newcomers, which learn the rest later."""
+    """Return the fields of the context that are equal for all ranks. Joining ranks receive the other fields later."""
     return {
         "rank": node,
         "world_size": 0,
@@ -411,7 +412,7 @@ def _be(
 
 
 def _die_committing(iteration: int) -> None:
-    """Kill this process where it would agree with the others that the checkpoint of ``iteration`` is written."""
+    """Kill this process at the moment at which ranks agree that the checkpoint of ``iteration`` is written."""
     from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 
     complete: Callable[..., None] = CheckpointManager._complete
@@ -433,7 +434,7 @@ def _run(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(outcome: dict[str, Any]) -> list[str]:
-    """The script of the memberships that a job's ranks have told of: of each iteration those of the last."""
+    """Return the schedule of the memberships that a job's ranks reported, using the last report of each iteration."""
     records = [record for rank in outcome["ranks"] for record in rank["records"]]
     changed = [record for record in records if record["kind"] == "membership_changed"]
     entries = {record["iteration"]: record["schedule"] for record in sorted(changed, key=lambda found: found["number"])}

@@ -1,4 +1,4 @@
-"""What ranks do in ``tests/distributed/test_engine.py``: each function is one scenario and returns JSON."""
+"""Scenarios that ranks run for ``tests/distributed/test_engine.py``. Each function is one scenario and returns JSON."""
 
 import contextlib
 import os
@@ -13,27 +13,26 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_ft.events import Record
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.groups import Groups, dissolve_groups
-from megatron_ft.mcore.model.names import named_parameters, unwrap
-from megatron_ft.mcore.optimizer.commit import grad_scalers
+from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups
+from megatron_ft.mcore.model.parameters import named_parameters, unwrap
+from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.training.reporting import metrics_record
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.helpers.volatile import volatile_state
 from tests.unit.snapshot.server.served import Served
 
 SLOW_SECONDS = 0.02
-"""What a slow rank's attention takes longer: many times what it takes, on a busy machine, too."""
+"""Additional time of a slow rank's attention: many times its usual time, even on a busy machine."""
 SHARDED_BY_ROWS_IN_TWO = "linear_fc1."
 
 
 def train(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], iterations: int = 3, multiple: int = 0
 ) -> dict[str, Any]:
-    """Losses, auxiliary losses and gradient norms of the first iterations; the counted expert load."""
+    """Return losses, auxiliary losses and gradient norms of the first iterations, and the expert load."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         if multiple:
@@ -56,7 +55,8 @@ def train(
 def pace(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], slow_rank: int, iterations: int
 ) -> list[dict[str, float]]:
-    """What this rank would report of everybody's pace after each iteration, while one rank's attention is slow."""
+    """Return the slowest-rank metrics that this rank would report after each iteration, while one rank's attention is
+    slow."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         attention = unwrap(engine.model_chunks[0]).decoder.layers[0].self_attention.core_attention  # type: ignore[union-attr, operator]
@@ -70,7 +70,7 @@ def pace(
 
 
 def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Every initial tensor by global name, whole: parts of tensor-parallel ranks are put together first."""
+    """Return every initial tensor by global name. Parts of tensor-parallel ranks are concatenated first."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         tp = engine.pg.tp
@@ -92,7 +92,7 @@ def weights(*, rank: int, world_size: int, store: dist.Store, overrides: dict[st
 
 
 def _open_sockets() -> int:
-    """Sockets this process holds: a process group that anything still refers to keeps its connections."""
+    """Return the sockets of this process. A process group that is still referenced keeps its connections."""
     targets = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -101,7 +101,7 @@ def _open_sockets() -> int:
 
 
 def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Train, tear down, build on a new generation in the same process, train again; then an engine of its own."""
+    """Train, tear down, build a new generation in the same process and train again; then build another engine."""
     config = engines.micro_config(overrides, world_size=world_size)
 
     def on_new_groups(engine: Any, generation: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def build_again(*, rank: int, world_size: int, store: dist.Store, overrides: dic
 
 
 def overflow_of_experts(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
-    """An expert's gradient overflows on the last rank: what becomes of the loss scales and the weights."""
+    """Let an expert's gradient overflow on the last rank. Return the resulting loss scales and weights."""
     overrides = {
         "precision.params_dtype": "fp16",
         "precision.initial_loss_scale": 64.0,
@@ -169,7 +169,7 @@ def overflow_of_experts(*, rank: int, world_size: int, store: dist.Store) -> dic
 
 
 def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Norm of each router's gradient in the first iteration: what the auxiliary losses act on."""
+    """Return the norm of each router's gradient in the first iteration, on which auxiliary losses act."""
     config = engines.micro_config(overrides, world_size=world_size)
     with engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine:
         vote = engine.vote(engine.prepare(1))
@@ -179,7 +179,7 @@ def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[
 
 
 def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
-    """One rank computes another gradient norm."""
+    """Let one rank compute another gradient norm."""
     import dataclasses
 
     config = engines.micro_config(world_size=world_size)
@@ -194,14 +194,15 @@ def disagree(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]
         except Exception as error:  # noqa: BLE001 - its kind is the outcome
             return {
                 "error_type": type(error).__name__,
-                "said": str(error),
+                "output": str(error),
                 "unchanged": engines.digests(engine) == before,
             }
     return {}
 
 
 def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
-    """Go back to a window whose part is in memory of rank 0's node alone, and persist it; then one captured since.
+    """Continue from a window whose part is only in the memory of rank 0's node, and persist it; then persist a window
+    captured later.
 
     Returns:
         Names of the files after each of the two, and what was reported.
@@ -213,7 +214,7 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
         "snapshot.bandwidth_bytes_per_second": 1e9,
         "snapshot.iteration_seconds": 0.1,
     }
-    config, said = engines.micro_config(overrides, world_size=world_size), list[Record]()
+    config, output = engines.micro_config(overrides, world_size=world_size), list[Record]()
     with (
         tempfile.TemporaryDirectory() as folder,
         engines.engine_of(config, store=store, rank=rank, world_size=world_size) as engine,
@@ -227,7 +228,7 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
             client = served.client(rank, generation=generation, **about)
             assignment = PeerAssignment.of(["node0"], 0)
             header = {"client": client, "assignment": assignment, "node": rank, "header": lambda index: {}}
-            return client, Snapshotter(config, engine, report=said.append, **header)
+            return client, Snapshotter(config, engine, report=output.append, **header)
 
         def train(client: Any, snapshots: Snapshotter) -> None:
             for _ in range(3):
@@ -258,5 +259,5 @@ def stop_after_resuming(*, rank: int, world_size: int, store: dist.Store) -> dic
         of_a_new_one = persisted(after)
         after.close()
         served.close()
-        problems = [record.to_record() for record in said if record.kind == "snapshot_problem"]
+        problems = [record.to_record() for record in output if record.kind == "snapshot_problem"]
         return {"resumed": of_the_resumed, "new": of_a_new_one, "problems": problems}

@@ -1,4 +1,4 @@
-"""An example of every kind of record, made from the types of its fields."""
+"""Makes an example of every kind of record from the types of its fields."""
 
 import dataclasses
 import types
@@ -8,7 +8,7 @@ from megatron_ft.events import Record
 
 
 def example_of(kind: type[Record]) -> Record:
-    """A record of ``kind`` with a value in each field."""
+    """Return a record of ``kind`` with a value in each field."""
     hints = typing.get_type_hints(kind)
     return kind(**{field.name: _example(hints[field.name]) for field in dataclasses.fields(kind)})
 

@@ -1,4 +1,5 @@
-"""A file system of fsspec whose client fails as clients of object stores do: with errors that are no OSError."""
+"""Defines a file system of fsspec whose client fails like clients of object stores, with errors that are not
+OSErrors."""
 
 from typing import Any, ClassVar
 
@@ -6,11 +7,11 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 
 class ClientError(Exception):
-    """An error of a client's own, as botocore has them: no OSError."""
+    """Error class of a client, like those of botocore; not an OSError."""
 
 
 class FailingFile(MemoryFile):  # type: ignore[misc]
-    """A file of a store that can refuse."""
+    """File of a store that can refuse calls."""
 
     def write(self, data: bytes) -> int:
         FailingStore.reach("write")
@@ -22,7 +23,7 @@ class FailingFile(MemoryFile):  # type: ignore[misc]
 
 
 class FailingStore(MemoryFileSystem):  # type: ignore[misc]
-    """A store in memory that refuses the calls named in ``refused``."""
+    """Store in memory that refuses the calls named in ``refused``."""
 
     protocol = "failing"
     store: ClassVar[dict[str, Any]] = {}
@@ -35,7 +36,7 @@ class FailingStore(MemoryFileSystem):  # type: ignore[misc]
 
     @classmethod
     def reach(cls, call: str) -> None:
-        """Raise where ``call`` is refused."""
+        """Raise an error if ``call`` is refused."""
         if call in cls.refused:
             raise ClientError(f"{call}: the token has expired")
 

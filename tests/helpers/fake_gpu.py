@@ -1,8 +1,9 @@
-"""A process whose PyTorch takes ``cuda`` for a device, whose tensors have no content: ``FakeTensorMode`` with autograd.
+"""Runs scenarios in a process whose PyTorch treats ``cuda`` as a device with tensors that have no content
+(``FakeTensorMode`` with autograd).
 
-A build of PyTorch without CUDA has neither a device guard nor hooks for it, which autograd asks for streams. A library
-of a few lines offers both; it has to be loaded before PyTorch. So scenarios run in a process of their own:
-``python -m tests.helpers.fake_gpu LIBRARY MODULE:FUNCTION ARGUMENTS``, which prints what the function returns as JSON.
+A build of PyTorch without CUDA has no device guard and no hooks for this device, which autograd needs for streams. A
+small library provides both, and must be loaded before PyTorch. Scenarios therefore run in a separate process: ``python
+-m tests.helpers.fake_gpu LIBRARY MODULE:FUNCTION ARGUMENTS`` prints the result of the function as JSON.
 """
 
 import ctypes
@@ -61,7 +62,7 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into ``folder``; takes about two seconds."""
+    """Compile the library into ``folder``, which takes about two seconds."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "PyTorch is installed"
     root, source, library = Path(spec.origin).parent, folder / "fake_gpu.cpp", folder / "fake_gpu.so"
@@ -79,7 +80,7 @@ def build(folder: Path) -> Path:
 
 
 def run(library: Path, entry: str, arguments: dict[str, Any] | None = None, *, timeout_seconds: float = 300.0) -> Any:
-    """What ``entry`` (``module:function``), called with keyword ``arguments`` in such a process, returns as JSON.
+    """Run ``entry`` (``module:function``) with keyword ``arguments`` in such a process, and return its result as JSON.
 
     Raises:
         AssertionError: it raised; its traceback is in the message.
@@ -103,8 +104,8 @@ def run(library: Path, entry: str, arguments: dict[str, Any] | None = None, *, t
         check=False,
     )
     # PyTorch lists all kernels of an operation that it lacks for a device.
-    told = "\n".join(line for line in done.stderr.splitlines() if " registered at /" not in line)
-    assert done.returncode == 0, told[-6000:]
+    reported = "\n".join(line for line in done.stderr.splitlines() if " registered at /" not in line)
+    assert done.returncode == 0, reported[-6000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     return json.loads(line.removeprefix(_MARK))
 

@@ -1,8 +1,8 @@
-"""Stands in for the streams and events of ``torch.cuda``: vector clocks record what is ordered before what.
+"""Replaces the streams and events of ``torch.cuda`` by vector clocks, which record the order of operations.
 
-Each stream and the host count their own operations. An operation's clock has, for each of them, how many operations
-come before it or are it. Operation ``number`` of ``actor`` comes before another one if that one's clock has at least
-``number`` at ``actor``; else the two may run in any order, which for a write and a copy of the same memory is a race.
+Each stream and the host count their own operations. The clock of an operation has, for each stream and the host, the
+number of their operations that are ordered before it. Two operations of which neither is ordered before the other may
+run in any order. For a write and a copy of the same memory this is a race.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ HOST = "host"
 
 
 def joined(one: Clock, other: Clock) -> Clock:
-    """The clock of what comes after both."""
+    """Return the clock of an operation that is ordered after both clocks."""
     return {actor: max(one.get(actor, 0), other.get(actor, 0)) for actor in one.keys() | other.keys()}
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A write or a copy of the memory at ``address``."""
+    """Write or copy of the memory at ``address``."""
 
     kind: str
     address: int
@@ -32,51 +32,51 @@ class Operation:
     clock: Clock
 
     def comes_before(self, other: "Operation") -> bool:
-        """Whether it has ended whenever ``other`` begins."""
+        """Return whether this operation has always ended when ``other`` begins."""
         return other.clock.get(self.actor, 0) >= self.number
 
 
 class FakeStream:
-    """A queue of operations."""
+    """Queue of operations."""
 
     def __init__(self, cuda: "FakeCuda", name: str) -> None:
         self._cuda, self.name = cuda, name
         self.clock: Clock = {}
 
     def wait_stream(self, other: "FakeStream") -> None:
-        """What is queued from now on comes after what ``other`` has in its queue."""
+        """Order all later operations of this stream after the operations that are queued in ``other``."""
         if "wait_stream" not in self._cuda.ignored:
             self.clock = joined(self.clock, other.clock)
 
     def wait_event(self, event: "FakeEvent") -> None:
-        """What is queued from now on comes after ``event``."""
+        """Order all later operations of this stream after ``event``."""
         if "wait_event" not in self._cuda.ignored:
             self.clock = joined(self.clock, event.clock)
 
 
 class FakeEvent:
-    """A point in a queue."""
+    """Point in a queue."""
 
     def __init__(self, cuda: "FakeCuda") -> None:
         self._cuda = cuda
         self.clock: Clock = {}
 
     def record(self) -> None:
-        """Take the place behind all that the current stream has in its queue."""
+        """Mark the point after all operations that are queued in the current stream."""
         self.clock = dict(self._cuda.current.clock)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Let the host wait for the point."""
         if "synchronize" not in self._cuda.ignored:
             self._cuda.host = joined(self._cuda.host, self.clock)
 
     def elapsed_time(self, end: "FakeEvent") -> float:
-        """Milliseconds; nothing here takes time."""
+        """Return the milliseconds between two events, always 0."""
         return 0.0
 
 
 class FakeCuda:
-    """What ``StreamCopier`` uses of ``torch.cuda``.
+    """The functions of ``torch.cuda`` that ``StreamCopier`` uses.
 
     Args:
         ignored: names of methods that order nothing, to show that a test notices.
@@ -110,7 +110,8 @@ class FakeCuda:
         self.current = before
 
     def queue(self, kind: str, address: int) -> None:
-        """Queue an operation on the current stream. It comes after all that the host has waited for."""
+        """Queue an operation on the current stream. It is ordered after all operations for which the host has
+        waited."""
         self.host = joined(self.host, {HOST: self.host.get(HOST, 0) + 1})
         stream = self.current
         stream.clock = joined(stream.clock, self.host)
@@ -118,14 +119,14 @@ class FakeCuda:
         self.operations.append(Operation(kind, address, stream.name, number, dict(stream.clock)))
 
     def device_tensor(self, values: torch.Tensor) -> "DeviceTensor":
-        """``values`` as a tensor that says it is on a GPU; copies of it go to the current stream's queue."""
+        """Return ``values`` as a tensor that claims to be on a GPU. Copies of it are queued on the current stream."""
         tensor = values.clone().as_subclass(DeviceTensor)
         tensor.cuda_of_test = self
         return tensor
 
 
 class DeviceTensor(torch.Tensor):
-    """Host memory that says it is a GPU's."""
+    """Host memory that claims to be on a GPU."""
 
     cuda_of_test: FakeCuda
 
@@ -136,7 +137,7 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note copies and keep the name of the GPU on views."""
+        """Record copies, and let views claim to be on the GPU too."""
         own = next(each for each in args if isinstance(each, DeviceTensor))
         if function is torch.Tensor.copy_:
             own.cuda_of_test.queue("copy", own.data_ptr())

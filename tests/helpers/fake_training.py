@@ -1,4 +1,5 @@
-"""Iterations, and copies, on a GPU whose tensors have no content: where devices mix, and where the host waits."""
+"""Runs iterations and copies on a GPU whose tensors have no content, to find operations that mix devices or make the
+host wait."""
 
 import collections
 import contextlib
@@ -25,15 +26,15 @@ _aten = torch.ops.aten
 
 
 class Waits:
-    """Where the host waits for the device, or begins a copy that it need not wait for: ``what at file:function`` -> how
-    often."""
+    """Counts the operations that make the host wait for the device, and copies that begin without a wait, by ``what at
+    file:function``."""
 
     def __init__(self) -> None:
         self.counted: collections.Counter[str] = collections.Counter()
         self.is_counting = False
 
     def count(self, what: str) -> None:
-        """One more, in the newest call of this project's or of Megatron's."""
+        """Count one operation, at the newest call in this project or in Megatron."""
         if not self.is_counting:
             return
         for frame in reversed(traceback.extract_stack()):
@@ -48,7 +49,7 @@ def _is_on_gpu(tensor: Any) -> bool:
 
 
 def _communicate(function: Any, args: Any) -> Any:
-    """What a collective of one rank returns over NCCL, which takes tensors of a GPU only."""
+    """Return the result of a collective of one rank over NCCL, which only accepts tensors on a GPU."""
     devices = {str(each.device) for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
     assert devices <= {str(GPU)}, f"NCCL is given tensors on {sorted(devices)}: {function}"
     work = FakeWork().boxed()
@@ -56,16 +57,16 @@ def _communicate(function: Any, args: Any) -> Any:
 
 
 class NoDeviceMode(FakeTensorMode):
-    """``FakeTensorMode`` that touches no device, whatever ``torch.cuda`` says."""
+    """``FakeTensorMode`` that never uses the device."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """Always."""
+        """Always return true."""
         return True
 
 
 class CountWaits(TorchDispatchMode):
-    """Counts operations whose result the host needs, and goes on with a result that could be.
+    """Counts operations whose result the host needs, and continues with a possible result.
 
     Args:
         share: of the entries of a mask that are set.
@@ -98,7 +99,7 @@ class CountWaits(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _look_at_copy(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Count a copy between host and device, which waits unless it may not and the host's memory is pinned."""
+        """Count a copy between host and device. It waits unless it is non-blocking and the host memory is pinned."""
         if function is _aten.copy_.default:
             target, source = args[:2]
             is_asynchronous = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
@@ -118,7 +119,7 @@ class CountWaits(TorchDispatchMode):
 
 
 def made_of_numbers(waits: Waits) -> Any:
-    """``torch.tensor``, which reads tensors in a list one by one, past all modes: counted, with made-up numbers."""
+    """Count ``torch.tensor`` of a list of tensors, which would read them one by one, and return made-up numbers."""
     make = torch.tensor
 
     def read(value: Any) -> Any:
@@ -135,7 +136,7 @@ def made_of_numbers(waits: Waits) -> Any:
 
 
 def listed(waits: Waits, num_tokens: int) -> Any:
-    """``tolist``, counted: the order that ``keep_order`` has put down, or tokens dealt evenly."""
+    """Count ``tolist``, and return the order that ``keep_order`` recorded, or an even distribution of tokens."""
 
     def tolist(tensor: torch.Tensor) -> list[int]:
         if _is_on_gpu(tensor):
@@ -146,7 +147,7 @@ def listed(waits: Waits, num_tokens: int) -> Any:
 
 
 def keep_order(model_chunks: list[torch.nn.Module]) -> None:
-    """Put down what is in the tensors by which Megatron's dispatcher sorts parts by their experts, on one rank."""
+    """Record the order by which Megatron's dispatcher sorts chunks by expert, on one rank."""
     for chunk in model_chunks:
         for module in chunk.modules():
             dispatcher = getattr(module, "token_dispatcher", None)
@@ -157,39 +158,39 @@ def keep_order(model_chunks: list[torch.nn.Module]) -> None:
 
 
 class Stream:
-    """A stream in which everything is in order."""
+    """Stream whose operations are always in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def wait_stream(self, other: Any) -> None:
-        """At once."""
+        """Return at once."""
 
     def wait_event(self, event: Any) -> None:
-        """At once."""
+        """Return at once."""
 
     def record_event(self) -> "Event":
-        """The point that has been come to."""
+        """Return an event that is already complete."""
         return Event()
 
 
 class Event:
-    """A point that has been come to."""
+    """Event that is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Take the place."""
+        """Do nothing."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds."""
+        """Return the milliseconds between two events."""
         return 1.0
 
 
 @contextlib.contextmanager
 def gpu(waits: Waits) -> Iterator[None]:
-    """``torch.cuda`` of one GPU."""
+    """Replace ``torch.cuda`` by that of a machine with one GPU."""
     cuda = torch.cuda
 
     def wait(*args: Any) -> None:
@@ -223,12 +224,12 @@ def gpu(waits: Waits) -> Iterator[None]:
 
 
 def gather_alone(gathered: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
-    """``all_gather_object`` of one rank: bytes of tensors without content say nothing."""
+    """Replace ``all_gather_object`` for one rank, because tensors without content have no bytes."""
     gathered[0] = value
 
 
 def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """``Module.to``, which cannot give a tensor without content another device in place."""
+    """Replace ``Module.to``, which cannot move a tensor without content to another device in place."""
     for each in module.modules():
         for name, parameter in each._parameters.items():
             if parameter is not None:
@@ -244,7 +245,7 @@ def move(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
-    """A built engine of one rank."""
+    """Return a built engine of one rank."""
     fake = NoDeviceMode(allow_non_fake_inputs=True)
     with gpu(waits), mock.patch.object(torch, "compile", lambda function=None, **kwargs: function):
         from megatron_ft.mcore.device import common
@@ -294,9 +295,9 @@ def engine_on_gpu(overrides: dict[str, Any], waits: Waits) -> Iterator[Any]:
 
 
 def iterate(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Two whole iterations, of which the second is counted: where the host waits, and what became of them.
+    """Run two iterations, and return the waits of the host in the second one, and its result.
 
-    Each has two microbatches of padding. The vote is that of this rank alone.
+    Each iteration has two padding microbatches. The vote contains only this rank's ballot.
     """
     waits, actions = Waits(), []
     with engine_on_gpu(overrides, waits) as engine:
@@ -312,9 +313,10 @@ def iterate(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches() -> dict[str, Any]:
-    """Three microbatches on their way to the GPU: copies, shapes, devices, and how far samples had been read."""
+    """Return copies, shapes and devices of three microbatches on their way to the GPU, and the number of samples
+    read."""
     from megatron_ft.mcore.data.batches import BatchReader
-    from megatron_ft.planning.batch import BatchPlan
+    from megatron_ft.planning.iteration import BatchPlan
 
     class Samples(engines.MadeUpSamples):
         num_read = 0
@@ -340,7 +342,8 @@ def batches() -> dict[str, Any]:
 
 
 def scenarios() -> dict[str, Any]:
-    """All, and those of ``message_devices``, in one process: most of its time it imports."""
+    """Run all scenarios, including that of ``message_devices``, in one process, because imports take most of the
+    time."""
     from tests.helpers import message_devices
 
     return {"messages": message_devices.scenario(), "batches": batches(), "iterations": iterate({})}

@@ -32,54 +32,54 @@ ABSENT = Stage(name="absent", entry="tools.gpu.no_such_module:run", seconds=60.0
 
 
 def raises(day: Day) -> None:
-    """Find something, then raise."""
+    """Report a figure, then raise an exception."""
     day.record(found=1)
     raise ValueError("broken on purpose")
 
 
 def reports(day: Day) -> None:
-    """Report a problem, and what comes after it."""
+    """Report a problem, and then a figure."""
     day.check(False, "a wrong number")
     day.record(after=2)
 
 
 def dies(day: Day) -> None:
-    """Die as after a wrong access to memory."""
+    """Die like a process that accessed invalid memory."""
     day.record(before=3)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def exits(day: Day) -> None:
-    """End the process with a status of its own."""
+    """End the process with an exit code."""
     os._exit(7)
 
 
 def hangs(day: Day) -> None:
-    """Never come back, nor let a child come back."""
+    """Never return, and never let a child process return."""
     day.record(child=subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
     signal.pause()
 
 
 def leaves(day: Day) -> None:
-    """Come back without a child that goes on."""
+    """Return, and leave a child process behind."""
     day.record(child=subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 
 
 def skips(day: Day) -> None:
-    """Run a test of GPUs, which skips itself here, as on a machine that has one."""
+    """Run a GPU test that skips itself, as if the machine had a GPU."""
     os.environ[GPU_DAY] = "1"
     suites.run_tests(day, ("tests/gpu/test_pace.py",))
 
 
 def wait_or_raise(place: ranks.Place, pipe: Connection) -> None:
-    """Be rank 1, which raises, or rank 0, which waits for it."""
+    """Act as rank 1, which raises an exception, or as rank 0, which waits for it."""
     if place.rank == 1:
         raise ValueError("broken on purpose")
     signal.pause()
 
 
 def main(out: Path) -> int:
-    """Run both calls, the broken stages in the first: 0 when only the call with them has failed."""
+    """Run both calls. Return 0 if only the first call, which contains the broken stages, has failed."""
     results = out / "results"
     whole = [gpu_day.main([call, "--out", str(out), "--results", str(results)]) for call in ("nccl", "first")]
     stages.CALLS = {"first": (*BROKEN, ABSENT)}

@@ -1,4 +1,4 @@
-"""Keys of the groups about nodes, named by their last parts."""
+"""Names the keys of the groups about nodes by their last parts."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""A job's needs and a machine that has all of them, for tests that take one thing away."""
+"""Provides the needs of a job and a machine that meets all of them, for tests that take one thing away."""
 
 from collections.abc import Sequence
 
@@ -88,5 +88,5 @@ SOFTWARE = SoftwareFacts(
 
 
 def judged(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that are more than facts."""
+    """Return the findings that are errors or warnings."""
     return [finding for finding in findings if finding.level != "info"]

@@ -1,4 +1,5 @@
-"""What goes to ``torch.distributed`` from stages on a GPU: ``tests/unit/mcore/test_fake_gpu.py``."""
+"""Records which tensors pipeline stages on a GPU pass to ``torch.distributed``, for
+``tests/unit/mcore/test_fake_gpu.py``."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +19,14 @@ GPU = torch.device("cuda", 0)
 
 
 class Pair:
-    """A pipeline group of two ranks that this process is the first of."""
+    """Pipeline group of two ranks, of which this process is the first."""
 
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks of the group."""
         return 2
 
     def rank(self) -> int:
-        """Place in the group."""
+        """Return the rank in the group."""
         return 0
 
     def __repr__(self) -> str:
@@ -33,27 +34,28 @@ class Pair:
 
 
 class Done:
-    """A request that is done."""
+    """Request that is complete."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 class Log:
-    """One tensor of each iteration, in host memory."""
+    """Log with one tensor for each iteration, in host memory."""
 
     def entries(self, iteration: int, direction: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """As ``UpstreamLog.entries``."""
+        """Return entries like ``UpstreamLog.entries``."""
         yield iteration, torch.ones(SHAPE)
 
 
 def config() -> Any:
-    """Of a pipeline."""
+    """Return the configuration of a pipeline."""
     return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, pipeline_dtype=torch.float32)
 
 
 def exchanged(*, waits: bool) -> dict[str, list[str]]:
-    """Devices of what one exchange with both neighbours gives to gloo, and of what the model receives."""
+    """Return the devices of the tensors that an exchange with both neighbours passes to gloo, and of those that the
+    model receives."""
     given: list[str] = []
 
     def begin(**tensors: Any) -> dict[str, Done]:
@@ -82,7 +84,8 @@ def exchanged(*, waits: bool) -> dict[str, list[str]]:
 
 
 def logged(backend: str) -> dict[str, Any]:
-    """By direction: group, tag and device of logged tensors, which both sides must name alike."""
+    """Return group, tag and device of logged tensors by direction. Sender and receiver must use the same group and
+    tag."""
     seen: list[list[Any]] = []
 
     def send(tensor: torch.Tensor, dst: int, group: Any, tag: int) -> Done:
@@ -113,7 +116,7 @@ def logged(backend: str) -> dict[str, Any]:
 
 
 def scenario() -> dict[str, Any]:
-    """All of it, on tensors without content."""
+    """Run the whole scenario with tensors without content."""
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(dist, "get_global_rank", lambda group, rank: rank),

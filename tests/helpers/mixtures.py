@@ -1,4 +1,4 @@
-"""One MoE layer twice, over the same weights: Megatron's, and the one with replica slots."""
+"""Builds one MoE layer twice with the same weights: Megatron's layer, and the layer with replica slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megatron_ft.runtime.dispatch.backend import open_backend
 
 
 def submodules_of(config: TransformerConfig) -> MoESubmodules:
-    """Megatron's parts of an MoE layer, with the project's router."""
+    """Return Megatron's submodules of an MoE layer, with the project's router."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     return replace(block.layer_specs[-1].submodules.mlp.submodules, router=PaddingAwareRouter)
 
@@ -26,7 +26,7 @@ def submodules_of(config: TransformerConfig) -> MoESubmodules:
 def pair(
     job: JobConfig, pg_collection: ProcessGroupCollection, slots: Sequence[Sequence[int]], backend: str = "reference"
 ) -> tuple[MoELayer, ReplicaMixtureLayer]:
-    """(Megatron's layer, ours over ``slots``) on one rank, weights drawn and equal."""
+    """Return (Megatron's layer, this project's layer for ``slots``) on one rank, with equal random weights."""
     config = build_transformer_config(job, "local")
     torch.manual_seed(5)
     theirs = MoELayer(config, submodules_of(config), layer_number=1, pg_collection=pg_collection)
@@ -49,7 +49,8 @@ def pair(
 
 
 def run(layer: torch.nn.Module, tokens: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output, gradient of the tokens and of every parameter by name, for tokens and ``grad`` [sequence, batch, H]."""
+    """Return output, gradient of the tokens and gradient of every parameter by name, for tokens and ``grad`` [sequence,
+    batch, H]."""
     tokens = tokens.detach().requires_grad_()
     output, _ = layer(tokens)
     output.backward(grad)

@@ -1,11 +1,11 @@
-"""Programs that stand in for others: what a machine lacks, or what cannot be had to fail when a test wants it."""
+"""Writes programs that replace others, which a machine lacks or which do not fail when a test needs it."""
 
 import stat
 from pathlib import Path
 
 
 def write_program(folder: Path, name: str, script: str) -> None:
-    """Put a bash script into a folder that is, or will be, first on somebody's ``PATH``."""
+    """Write a bash script into a folder that is, or will be, first in a ``PATH``."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/bash\n{script}\n")

@@ -1,4 +1,5 @@
-"""What ranks do in ``tests/distributed/test_replay.py``: capture a window, lose everything, replay it."""
+"""Scenarios that ranks run for ``tests/distributed/test_replay.py``: capture a window, lose all state, replay the
+window."""
 
 import dataclasses
 import itertools
@@ -13,33 +14,32 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.optimizer.masters import masters
-from megatron_ft.mcore.recovery.replay import Replayer, _CapturedSlice
+from megatron_ft.mcore.optimizer.adamw import masters
+from megatron_ft.mcore.snapshot.local_window import Replayer, _CapturedSlice, carry_out
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.train_state import _encode
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.planning.commit import History, Vote
+from megatron_ft.planning.iteration import History, Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan
-from megatron_ft.planning.snapshot.pieces import slice_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.runtime.execute.replay import carry_out
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, slice_bytes
 from megatron_ft.testing import engines
 from tests.helpers.replica_scenarios import config_of, job_of
 from tests.helpers.volatile import volatile_state
 
 START = 2
-"""The window starts at the state after this iteration."""
+"""Iteration after which the window starts."""
 
 
 def view_of(engine: TrainingEngine) -> OperatorView:
-    """The view of a built engine."""
+    """Return the operator view of a built engine."""
     return OperatorView(
         engine.model_chunks, engine.optimizer, groups=engine.groups, num_layers=engine.config.model.num_layers
     )
 
 
 def random_window(view: OperatorView, num_slices: int, num_parts: Mapping[str, int], seed: int = 7) -> WindowPlan:
-    """All operators of the job in random order, cut into slices; ``num_parts`` of an operator, 1 where not named."""
+    """Return a window with all operators of the job in random order. ``num_parts`` is the number of parts of an
+    operator, by default 1."""
     operators = {shard.operator for shards in view.shards_by_rank for shard in shards}
     units = []
     for operator in sorted(operators, key=str):
@@ -54,7 +54,7 @@ def random_window(view: OperatorView, num_slices: int, num_parts: Mapping[str, i
 
 
 def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index: int) -> _CapturedSlice:
-    """Copy slice ``index`` out of the present state."""
+    """Copy slice ``index`` of the present state."""
     pieces = view.pieces(plan, index)
     payload = bytearray(slice_bytes(pieces))
     for piece in pieces:
@@ -66,8 +66,8 @@ def capture(engine: TrainingEngine, view: OperatorView, plan: WindowPlan, index:
 
 
 def scramble(engine: TrainingEngine) -> None:
-    """Make every weight, master, moment, step count, buffer and random state something else."""
-    from megatron_ft.mcore.state.digest import named_state
+    """Change every weight, master weight, moment, step count, buffer and random state."""
+    from megatron_ft.mcore.state.tensors import named_state
 
     generator = torch.Generator().manual_seed(99)
     list(masters(engine.model_chunks, engine.optimizer))
@@ -80,7 +80,7 @@ def scramble(engine: TrainingEngine) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class Recorded:
-    """An undisturbed run: votes, losses and digests by iteration, and the window captured on the way."""
+    """Undisturbed run: votes, losses and digests by iteration, and the captured window."""
 
     plan: WindowPlan | None = None
     slices: list[_CapturedSlice] = dataclasses.field(default_factory=list)
@@ -89,7 +89,7 @@ class Recorded:
 
 
 def record(engine: TrainingEngine, num_slices: int, num_parts: Mapping[str, int], last: int) -> Recorded:
-    """Train to iteration ``last`` and capture a window on the way."""
+    """Train to iteration ``last``, and capture a window meanwhile."""
     found = Recorded()
     view = None
     while engine.iteration < last:
@@ -119,7 +119,7 @@ def replay(
     poisoned: int = 0,
     damage: str = "",
 ) -> dict[str, Any]:
-    """What differs after a replay and after each iteration that follows, by iteration; what the run was like.
+    """Return the differences after the replay and after each later iteration, by iteration, and facts about the run.
 
     Args:
         poisoned: an iteration whose loss is NaN.
@@ -167,7 +167,7 @@ def replay(
 
 
 def spoil(found: Recorded, damage: str, rank: int) -> None:
-    """Put one thing out of order, on rank 0 only where it is a rank's own."""
+    """Damage one thing; on rank 0 only if it belongs to one rank."""
     first = found.slices[0]
     if damage == "weight" and rank == 0:
         content = bytearray(first.payload)
@@ -187,12 +187,12 @@ def spoil(found: Recorded, damage: str, rank: int) -> None:
 
 
 def state_of(engine: TrainingEngine) -> dict[str, str]:
-    """Digests of all state, what is volatile, and what earlier votes left behind."""
+    """Return the digests of all state, the volatile state, and values of earlier votes."""
     return {**engines.digests(engine), **volatile_state(engine), "history": repr(engine.history)}
 
 
 def compare(engine: TrainingEngine, expected: Mapping[str, str]) -> list[str]:
-    """Names of what is not as expected."""
+    """Return the names of the values that differ from the expected ones."""
     now = state_of(engine)
     return sorted(name for name in set(now) | set(expected) if now.get(name) != expected.get(name))
 

@@ -1,4 +1,5 @@
-"""What ranks do in ``tests/distributed/test_replicas.py``: each function is one scenario and returns JSON."""
+"""Scenarios that ranks run for ``tests/distributed/test_replicas.py``. Each function is one scenario and returns
+JSON."""
 
 import contextlib
 import dataclasses
@@ -14,24 +15,22 @@ from megatron_ft.config.identity import JobIdentity
 from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
-from megatron_ft.mcore.model.names import named_parameters
-from megatron_ft.mcore.moe.migration import migrate
+from megatron_ft.mcore.model.parameters import named_parameters
 from megatron_ft.mcore.moe.placement_manager import PlacementManager
-from megatron_ft.mcore.optimizer.commit import grad_scalers
-from megatron_ft.mcore.state.digest import tensor_digest, tensor_digests
-from megatron_ft.mcore.state.tensors import take_state
-from megatron_ft.mcore.training.engine import routers
+from megatron_ft.mcore.optimizer.adamw import grad_scalers
+from megatron_ft.mcore.state.tensors import take_state, tensor_digest, tensor_digests
+from megatron_ft.mcore.training.engine import _routers
 from megatron_ft.testing import engines
 from megatron_ft.topology import Topology
 from tests.helpers.volatile import volatile_state
 
 SPREAD = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
 OTHER_LOADS = (20.0, 9.0, 3.0, 1.0)
-"""Loads that ask for another placement than even ones."""
+"""Loads for which another placement is planned than for even loads."""
 
 
 def config_of(overrides: Mapping[str, Any], world_size: int, *, replicas: bool = True) -> JobConfig:
-    """A small job, a node for each rank, as it is carried out; with replica slots unless told otherwise."""
+    """Return the derived configuration of a small job with one rank per node, by default with replica slots."""
     nodes = {"launch.num_nodes": world_size}
     slots = {
         "placement.algorithm": SPREAD,
@@ -43,20 +42,20 @@ def config_of(overrides: Mapping[str, Any], world_size: int, *, replicas: bool =
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """One rank's engine and the placement it is built for; ``keeper`` is None without replicas."""
+    """Engine of one rank and the placement for which it is built. ``keeper`` is None without replicas."""
 
     engine: Any
     keeper: PlacementManager | None
     manager: CheckpointManager
 
     def save(self) -> None:
-        """Save the state as it is."""
+        """Save the current state."""
         extra = {} if self.keeper is None else {"placement": self.keeper.to_json()}
         self.manager.save(self._training_state(extra), self.engine.iteration)
         self.manager.finish()
 
     def load(self, source: Path) -> None:
-        """Take over a checkpoint."""
+        """Load a checkpoint."""
         state = self._training_state({})
         self.manager.load(state, source)
         self.engine.restore(state.host)
@@ -72,22 +71,22 @@ class Job:
         )
 
     def train(self, until: int) -> list[float]:
-        """Losses of the iterations up to ``until``."""
+        """Train up to iteration ``until``, and return the losses."""
         losses = []
         while self.engine.iteration < until:
             losses.append(self.engine.run_iteration(self.engine.iteration + 1).vote.loss)
         return losses
 
     def move(self, loads: tuple[float, ...] = OTHER_LOADS) -> int:
-        """Move to the placement that ``loads`` ask for; transfers of this rank's stage."""
+        """Move to the placement for ``loads``. Return the transfers of this rank's stage."""
         assert self.keeper is not None, "only replicas move"
         self.keeper.loads = [[list(loads) for _ in plan.layer_numbers] for plan in self.keeper.plans]
         migration = self.keeper.adopt(self.keeper.propose())
-        migrate(self.engine, self.keeper.replicas(), migration)
+        self.engine.migrate(self.keeper.replicas(), migration)
         return len(migration.transfers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Main gradient of every parameter of this rank by global name."""
+        """Return the main gradient of every parameter of this rank by global name."""
         return {
             name: parameter.main_grad
             for chunk in self.engine.model_chunks
@@ -95,11 +94,11 @@ class Job:
         }
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything this rank has, by global name."""
+        """Return the whole state of this rank by global name."""
         return take_state(self.engine.model_chunks, self.engine.optimizer)
 
     def of_experts(self) -> dict[str, str]:
-        """Digests of all expert state."""
+        """Return the digests of all state of experts."""
         return {name: tensor_digest(value) for name, value in self.state().items() if ".local_experts." in name}
 
 
@@ -107,7 +106,8 @@ class Job:
 def job_of(
     config: JobConfig, *, rank: int, world_size: int, store: dist.Store, directory: str = "", source: Path | None = None
 ) -> Iterator[Job]:
-    """A built engine, with replicas where the configuration has an algorithm; loaded from ``source`` if given."""
+    """Return a built engine, with replicas if the configuration has a placement algorithm. Load ``source`` if it is
+    given."""
     keeper = None
     if config.placement.algorithm is not None:
         stage = Topology.of(config.parallel, world_size).coordinates(rank).pp
@@ -143,7 +143,7 @@ def job_of(
 def train(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], replicas: bool
 ) -> dict[str, Any]:
-    """Four iterations; replicas move after the second."""
+    """Train four iterations. Experts move after the second one."""
     config = config_of(overrides, world_size, replicas=replicas)
     with job_of(config, rank=rank, world_size=world_size, store=store) as job:
         votes = [job.engine.run_iteration(iteration).vote for iteration in (1, 2)]
@@ -156,7 +156,7 @@ def train(
             "aux_losses": [vote.aux_loss for vote in votes],
             "load": (load + job.engine.expert_load()).tolist(),
             "num_padding": job.engine.batch.num_padding_microbatches,
-            "bias": [r.expert_bias.tolist() for r in routers(job.engine.model_chunks) if r.enable_expert_bias],
+            "bias": [r.expert_bias.tolist() for r in _routers(job.engine.model_chunks) if r.enable_expert_bias],
             "moved": moved,
             "experts": job.of_experts(),
             "evaluation": job.engine.evaluate(),
@@ -164,7 +164,7 @@ def train(
 
 
 def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of all copies before and after their sum, and the norm that is voted on."""
+    """Return the gradients of all copies before and after they are summed, and the gradient norm in the vote."""
     with job_of(config_of(overrides, world_size), rank=rank, world_size=world_size, store=store) as job:
         engine, before = job.engine, {}
         summing = engine.replica_gradients.sum
@@ -186,7 +186,8 @@ def gradients(*, rank: int, world_size: int, store: dist.Store, overrides: dict[
 
 
 def moves(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Digests of all state before a move, after it, and after the move back; loss scale and random state too."""
+    """Return the digests of all state before a move, after it, and after the move back, with loss scale and random
+    state."""
     with job_of(config_of(overrides, world_size), rank=rank, world_size=world_size, store=store) as job:
         job.train(3)
         digests, volatile, moved = [], [], []
@@ -215,7 +216,7 @@ def checkpoints(
     directory: str,
     save: bool,
 ) -> dict[str, Any]:
-    """Save after two iterations, with a move between them, and train on; or load that and train on."""
+    """Save after two iterations with a move between them and train on, or load this checkpoint and train on."""
     config = config_of(overrides, world_size, replicas=replicas)
     source = None if save else Path(directory, "checkpoints", "iter_0000002")
     first = PlacementManager(config, world_size=world_size, stage=0).plans if replicas else None
@@ -242,7 +243,8 @@ def checkpoints(
 def history(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], directory: str
 ) -> dict[str, Any]:
-    """Six iterations that rebalance themselves, then the same from the placements they wrote; states of both."""
+    """Run six iterations with rebalancing, then the same iterations from the stored placements. Return the states of
+    both."""
     folder, rebalancing = Path(directory), {"placement.rebalance_interval_iterations": 2}
     eager = {"placement.rebalance_min_gain": 0.0, "placement.rebalance_bytes_per_token": 1e12}
     own = _with_changes(config_of({**overrides, **rebalancing, **eager}, world_size), rank, world_size, store, folder)
@@ -255,7 +257,8 @@ def history(
 def _with_changes(
     config: JobConfig, rank: int, world_size: int, store: dist.Store, folder: Path | None
 ) -> list[dict[str, str]]:
-    """Digests after each iteration; placements are written to ``folder`` before the iteration they hold from."""
+    """Return the digests after each iteration. Placements are written to ``folder`` before the first iteration that
+    uses them."""
     with job_of(config, rank=rank, world_size=world_size, store=store) as job:
         assert job.keeper is not None, "there is a placement to change"
         states = []
@@ -263,7 +266,7 @@ def _with_changes(
             change = None if iteration == 1 else job.keeper.change_before(iteration)
             if change is not None:
                 migration = job.keeper.adopt(change)
-                migrate(job.engine, job.keeper.replicas(), migration)
+                job.engine.migrate(job.keeper.replicas(), migration)
             if folder is not None and rank == 0 and (change is not None or iteration == 1):
                 job.keeper.write(folder / f"placement-{iteration}.json")
             job.engine.run_iteration(iteration)

@@ -1,7 +1,7 @@
-"""How several workers of ``pytest -n`` share the tests of a run: in whole groups, the longest first.
+"""Distributes the tests of a run over several workers of ``pytest -n``, in whole groups, the longest first.
 
-A group is a module, so that its fixtures are made once. A claim is a group, unless it is counted in the jobs of another
-one, and so is a test on a Slurm cluster, which has a cluster of its own.
+A group is a module, so that its fixtures are made once. A claim is also a group, unless it is counted in the jobs of
+another claim. A test on a Slurm cluster is a group, because it has its own cluster.
 """
 
 from collections.abc import Collection, Iterable
@@ -21,20 +21,20 @@ LONGEST = (
     "tests/distributed/",
     "tests/contract/",
 )
-"""Beginnings of test ids in the order in which their tests are run; the others, which are short, come last."""
+"""Beginnings of test ids in the order in which their tests run. All other tests are short and run last."""
 _CLAIMS = "benchmarks/tests/test_claims_quick.py::"
 _ONE_JOURNAL = {"recomputed-iterations": "localized-bitwise"}
-"""A claim that is counted in the jobs of another one, by id."""
+"""Claims that are counted in the jobs of another claim, by id."""
 
 
 def place(test: str) -> tuple[int, str]:
-    """Where the test with this id comes in the order of a run: by its group, those of ``LONGEST`` first."""
+    """Return the position of a test in the order of the run, by its group; groups of ``LONGEST`` come first."""
     mine = group(test)
     return next((number for number, start in enumerate(LONGEST) if mine.startswith(start)), len(LONGEST)), mine
 
 
 def group(test: str) -> str:
-    """The group of the test with this id: all its tests are run by one worker, one after the other."""
+    """Return the group of a test. One worker runs all tests of a group, one after the other."""
     if test.startswith(_CLAIMS):
         claim = test.partition("[")[2].rstrip("]")
         return f"{_CLAIMS}{_ONE_JOURNAL.get(claim, claim)}"
@@ -42,18 +42,20 @@ def group(test: str) -> str:
 
 
 def runs_extended(request: pytest.FixtureRequest) -> bool:
-    """Whether tests marked ``extended`` of the fixture's module are run, so that it has to train for them as well."""
+    """Return whether tests marked ``extended`` of the fixture's module run, so that the fixture must prepare them
+    too."""
     mine = [item for item in request.session.items if item.path == request.path]
     return any(item.get_closest_marker("extended") for item in mine)
 
 
 def chosen(names: Iterable[Any], extended: Collection[Any]) -> list[Any]:
-    """Parameters for ``pytest.mark.parametrize``: all of ``names``, those in ``extended`` marked so."""
+    """Return parameters for ``pytest.mark.parametrize``: all of ``names``, with the mark ``extended`` on those in
+    ``extended``."""
     return [pytest.param(name, marks=pytest.mark.extended) if name in extended else name for name in names]
 
 
 def make_scheduler(config: Any, log: Any) -> Any:
-    """A scheduler of pytest-xdist that gives a worker one group after the other."""
+    """Return a scheduler of pytest-xdist that gives a worker one group after the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):

@@ -1,4 +1,4 @@
-"""Pipelines whose messages go through host memory, as with gloo on CUDA: ``mcore/pipeline/test_staged.py``."""
+"""Runs pipelines whose messages go through host memory, as with gloo on CUDA, for ``mcore/pipeline/test_staged.py``."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,14 +16,14 @@ from tests.helpers.volatile import volatile_state
 
 
 class Witness:
-    """Counts messages, and those that go from or to the memory of a tensor with a gradient."""
+    """Counts messages, and those sent from or received into the memory of a tensor with a gradient."""
 
     def __init__(self) -> None:
         self.num_messages = 0
         self.num_direct = 0
 
     def watch(self, function: Any) -> Any:
-        """``function``, with which Megatron begins to send and to receive, watched."""
+        """Return ``function``, with which Megatron begins to send and receive, with counting added."""
 
         def begin(**about: Any) -> Any:
             tensors = [each for name, each in about.items() if name.startswith("tensor_") and each is not None]
@@ -37,7 +37,7 @@ class Witness:
 def train(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], is_staged: bool
 ) -> dict[str, Any]:
-    """Three iterations; digests of the state, losses, and how many messages were not staged."""
+    """Run three iterations. Return digests of the state, losses, and the number of messages that were not staged."""
     config, witness = engines.micro_config(overrides, world_size=world_size), Witness()
     with (
         mock.patch.object(communicator, "_sends_host_memory_only", lambda group: is_staged),
@@ -56,7 +56,7 @@ def train(
 
 
 def send_and_free(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any]) -> int:
-    """Send an output whose memory the schedule frees, and others take, before the receiver asks for it.
+    """Send an output whose memory is freed and reused before the receiver requests it.
 
     Returns:
         Number of values that have arrived as they were sent.

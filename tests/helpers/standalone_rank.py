@@ -1,6 +1,6 @@
-"""``python -m tests.helpers.standalone_rank RUNS ITERATIONS FAILPOINTS``: a dummy rank under torchrun or srun.
+"""Runs a dummy rank under torchrun or srun: ``python -m tests.helpers.standalone_rank RUNS ITERATIONS FAILPOINTS``.
 
-``RUN_NAME`` in the environment names the run, which it then goes on with.
+The environment variable ``RUN_NAME`` names the run, which the rank then continues.
 """
 
 import os
@@ -14,7 +14,7 @@ from megatron_ft.testing import dummy_rank
 
 
 def main() -> int:
-    """Join the job and be its rank."""
+    """Join the job and act as its rank."""
     config = JobConfig()
     name = os.environ.get("RUN_NAME")
     config.run = replace(config.run, dir=sys.argv[1], name=name, resume="never" if name is None else "auto")

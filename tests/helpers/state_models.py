@@ -1,4 +1,4 @@
-"""Small models and placements for tests of who holds and needs what."""
+"""Provides small models and placements for tests of holdings and needs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,8 @@ def model(
     expert_tensor_size: int = 1,
     scale: int = 1,
 ) -> ModelState:
-    """One layer per chunk: a split matrix, a repeated norm, experts of two matrices; an embedding, a head.
+    """Return a model with one layer per chunk: a split matrix, a repeated norm, experts of two matrices, an embedding
+    and a head.
 
     Sizes are odd numbers of elements, times ``scale``.
     """
@@ -76,7 +77,8 @@ def _chunk(layer: int, last: int, num_experts: int, is_tied: bool, scale: int) -
 def placements(
     layout: ParallelLayout, layers: Sequence[Sequence[int]], num_experts: int, num_slots: int, shift: int = 0
 ) -> tuple[PlacementPlan, ...]:
-    """Experts dealt to slots in turn, another start for each layer; ``layers`` of each stage."""
+    """Assign experts to slots in turn, beginning with another expert in each layer. ``layers`` are the layers of each
+    stage."""
     plans = []
     for stage, numbers in enumerate(layers):
         ranks = tuple(rank for group in layout.stages[stage] for rank in group)
@@ -102,5 +104,5 @@ def placements(
 
 
 def domains(layout: ParallelLayout, ranks_per_node: int = 1) -> Mapping[int, str]:
-    """Failure domains of ``ranks_per_node`` ranks each."""
+    """Return failure domains of ``ranks_per_node`` ranks each."""
     return {rank: f"node{rank // ranks_per_node}" for rank in (*layout.ranks, *layout.spares)}

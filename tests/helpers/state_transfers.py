@@ -1,4 +1,4 @@
-"""Transfer plans carried out on arrays, by the simplest means: what tests compare the planner with."""
+"""Carries out transfer plans on arrays with simple code, as the reference for the planner."""
 
 import zlib
 from collections import defaultdict
@@ -13,13 +13,13 @@ from megatron_ft.planning.state.tensors import StateTensor
 from megatron_ft.planning.state.transfers import Kept, Transfer, TransferPlan
 
 Element = tuple[StateTensor, int, int]
-"""Tensor, element, iteration: the identity of a bit pattern."""
+"""Tensor, element and iteration, which identify a bit pattern."""
 
 
 def tensor(
     name: str = "w", num_elements: int = 12, *, kind: str = "master", part: int = 0, item: int = 4
 ) -> StateTensor:
-    """A tensor of layer 1."""
+    """Return a tensor of layer 1."""
     operator = OperatorId(layer=1, kind="non_expert")
     return StateTensor(
         operator=operator, parameter=name, tensor_part=part, kind=kind, num_elements=num_elements, item_bytes=item
@@ -27,7 +27,7 @@ def tensor(
 
 
 def held_elements(holdings: Holdings) -> dict[Element, dict[int, Medium]]:
-    """By element the ranks that have it, each with its fastest medium."""
+    """Return, for each element, the ranks that have it and the fastest medium of each."""
     found: dict[Element, dict[int, Medium]] = defaultdict(dict)
     for row in holdings:
         for element in range(row.start, row.stop):
@@ -37,22 +37,24 @@ def held_elements(holdings: Holdings) -> dict[Element, dict[int, Medium]]:
 
 
 def needed_elements(needs: Needs) -> set[tuple[int, Element]]:
-    """(rank, element) of everything that is needed."""
+    """Return (rank, element) of everything that is needed."""
     return {(row.rank, (row.tensor, e, row.iteration)) for row in needs for e in range(row.start, row.stop)}
 
 
 Memory = dict[tuple[int, StateTensor, int], npt.NDArray[np.int64]]
-"""By rank, tensor and iteration the elements that a rank has; garbage where it has none."""
+"""Elements that a rank has, by rank, tensor and iteration. Other elements contain garbage."""
 
 
 def bits(tensor: StateTensor, iteration: int) -> npt.NDArray[np.int64]:
-    """The elements of a tensor after an iteration: no two tensors, iterations or places have the same."""
+    """Return the elements of a tensor after an iteration. Different tensors, iterations and positions have different
+    values."""
     salt = zlib.crc32(f"{tensor} {iteration}".encode())
     return salt * 1_000_000 + np.arange(tensor.num_elements, dtype=np.int64)
 
 
 def carry_out(plan: TransferPlan, holdings: Holdings) -> tuple[Memory, Memory]:
-    """What every rank has in place afterwards, copied from what sources hold; and how often each element came."""
+    """Return the state of every rank after the transfers, copied from the sources, and how often each element was
+    received."""
     memory: dict[tuple[int, Medium, StateTensor, int], npt.NDArray[np.int64]] = {}
     for row in holdings:
         garbage = np.full(row.tensor.num_elements, -1 - row.rank, dtype=np.int64)
@@ -78,7 +80,7 @@ def carry_out(plan: TransferPlan, holdings: Holdings) -> tuple[Memory, Memory]:
 
 
 def check_plan(plan: TransferPlan, holdings: Holdings, needs: Needs) -> None:
-    """Every need once, own state kept, the fastest medium, bytes in flight within the limit."""
+    """Check that every need is met once, own state is kept, the fastest medium is used, and rounds keep the limit."""
     plan.validate()
     held = held_elements(holdings)
     wanted = needed_elements(needs)
@@ -105,7 +107,7 @@ def check_plan(plan: TransferPlan, holdings: Holdings, needs: Needs) -> None:
 
 
 def planned(holdings: Holdings, needs: Needs, *, limit_bytes: int = 1 << 20, min_piece_bytes: int = 1) -> TransferPlan:
-    """A plan that must exist, checked."""
+    """Return a plan, and check that it exists and is correct."""
     plan = TransferPlan.of(holdings, needs, limit_bytes=limit_bytes, min_piece_bytes=min_piece_bytes)
     assert not isinstance(plan, Declined), plan.summary()
     check_plan(plan, holdings, needs)

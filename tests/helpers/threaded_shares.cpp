@@ -17,7 +17,7 @@ struct Threads {
 
     template <typename Visit>
     void each(int64_t count, Visit visit) {
-        // In descending order, and each item on another member than in a block of CUDA threads.
+        // The order is the reverse of the one in a block of CUDA threads, so that a dependence on the order shows.
         for (int64_t item = count - 1 - member; item >= 0; item -= members) {
             visit(item);
         }

@@ -1,6 +1,6 @@
 """Writes ``tests/fixtures/windows/version_<n>.window``, a file that every later version must read.
 
-``python -m tests.helpers.window_fixture`` after the format changed, once; older files are never written again.
+Run ``python -m tests.helpers.window_fixture`` once after the format has changed. Older files are not written again.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from megatron_ft.planning.snapshot.pieces import Piece, align
+from megatron_ft.planning.snapshot.plan import Piece, align
 from megatron_ft.snapshot.storage.window_file import write_window
 from megatron_ft.snapshot.window import ITEM_BYTES, WINDOW_FORMAT_VERSION, Slice, Window
 
@@ -20,12 +20,12 @@ PIECES = (
 
 
 def content_of(iteration: int, component: str, num_bytes: int) -> bytes:
-    """The bytes of a piece, from nothing but what it is called."""
+    """Return the bytes of a piece, which depend only on its name."""
     return hashlib.shake_256(f"{iteration} {component}".encode()).digest(num_bytes)
 
 
 def window() -> tuple[Window, list[bytes]]:
-    """Description and slices of the window in the file."""
+    """Return the description and the slices of the window in the file."""
     described = Window(
         run_id="2026-01-31_12-00-00",
         generation=1,

@@ -1,4 +1,4 @@
-"""A launcher from outside of the package: agents on this machine, each through ``nice``."""
+"""Defines a launcher as another package would. It starts agents on this machine, each through ``nice``."""
 
 import subprocess
 import sys

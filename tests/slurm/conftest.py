@@ -1,4 +1,5 @@
-"""The cluster that tests of this folder run on; they skip, with the reason, where there can be none."""
+"""Provides the cluster for the tests of this folder. Tests are skipped, with the reason, if no cluster can be
+started."""
 
 from collections.abc import Iterator
 
@@ -16,6 +17,6 @@ def _possible() -> None:
 
 @pytest.fixture
 def cluster(_possible: None) -> Iterator[SlurmCluster]:
-    """Three nodes and a spare, all idle."""
+    """Yield a cluster with three nodes and a spare, all idle."""
     with slurm_cluster(4) as running:
         yield running

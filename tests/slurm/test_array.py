@@ -1,4 +1,5 @@
-"""Jobs that ``slurm/pretrain_array.sbatch`` starts: each node is a task of an array. Ranks have no model."""
+"""Tests jobs that ``slurm/pretrain_array.sbatch`` starts, with one task of an array for each node. Ranks have no
+model."""
 
 import re
 import sys
@@ -24,14 +25,14 @@ def test_a_chain_is_submitted_and_ends_when_the_run_is_done(cluster: SlurmCluste
     with pytest.raises(AssertionError, match="so it was not submitted"):
         cluster.run(*command, *words, "run.resume=never", extra=site, cwd=REPOSITORY)
     assert cluster.run("squeue", "-h") == ""
-    said = cluster.run(*command, *words, extra=site, cwd=REPOSITORY)
-    numbers = re.search(r"job +(\d+), then (\d+)\n", said)
-    assert numbers is not None, said
+    output = cluster.run(*command, *words, extra=site, cwd=REPOSITORY)
+    numbers = re.search(r"job +(\d+), then (\d+)\n", output)
+    assert numbers is not None, output
     array = SlurmArray(
         cluster, numbers[1], tmp_path / "runs" / "dummy", tmp_path / "runs" / f"slurm-{numbers[1]}_0.log"
     )
     assert array.end()["exit_code"] == 0, array.words()
-    assert f"result    {array.marker}" in said
+    assert f"result    {array.marker}" in output
     started = array.records("started")
     assert sorted((record["node"], record["rank"]) for record in started) == [(0, 0), (1, 1), (2, 2)]
     wait_until("the chain's next is cancelled", lambda: cluster.run("squeue", "-h") == "")

@@ -1,4 +1,5 @@
-"""``slurm/pretrain_array.sbatch`` where Slurm's commands fail: they follow a script, no cluster is needed."""
+"""Tests ``slurm/pretrain_array.sbatch`` when Slurm's commands fail. A script replaces these commands, so no cluster is
+needed."""
 
 import os
 import shutil
@@ -43,7 +44,7 @@ esac
 
 
 def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[bytes]":
-    """A task of an array of three.
+    """Start a task of an array of three tasks.
 
     Args:
         variables: ``FAILURES`` and ``STATE`` of what ``squeue`` says of task 0.
@@ -61,8 +62,8 @@ def start(folder: Path, *, task: int, **variables: str) -> "subprocess.Popen[byt
     environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
     environment |= {"SLURM_JOB_NAME": "lm", **variables}
     command = ["bash", str(REPOSITORY / "slurm" / "pretrain_array.sbatch"), "run.name=first"]
-    with (folder / "said").open("wb") as said:
-        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=said)
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=output)
 
 
 def test_a_chain_ends_after_what_would_come_again_and_after_a_run_that_is_done() -> None:
@@ -77,7 +78,7 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 7
     (tmp_path / "over").touch()  # Slurm would have ended it
     watcher = int((tmp_path / "watcher").read_text())
-    wait_until("nobody asks which nodes are drained", lambda: not psutil.pid_exists(watcher))
+    wait_until("the watcher of drained nodes has ended", lambda: not psutil.pid_exists(watcher))
     assert (tmp_path / "cancelled").read_text().splitlines()[-2:] == ["--quiet 17_1", "--quiet 17_2"]
 
 
@@ -87,14 +88,14 @@ def test_the_rest_is_cancelled_when_slurm_answers_again(tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_refused_before_anything_starts(tmp_path: Path, name: str, number: str) -> None:
     process = start(tmp_path, task=0, **{name: number})
     assert process.wait(timeout=30) == ConfigError.exit_code
-    assert f"{name}={number}: must be a whole number" in (tmp_path / "said").read_text()
+    assert f"{name}={number}: must be a whole number" in (tmp_path / "output").read_text()
     assert not (tmp_path / "joined").exists() and not (tmp_path / "watcher").exists()
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ends", ["1", ""])
 def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: str) -> None:
-    """And the chain, where the run does not get on; not where that could not be found out."""
+    """The chain ends too if the run makes no progress, but not if the progress cannot be determined."""
     returned = {
         "SLURM_RESTART_COUNT": "3",
         "SLURM_JOB_DEPENDENCY": "singleton(fulfilled)",
@@ -114,7 +115,7 @@ def test_a_console_that_may_not_come_back_ends_the_array(tmp_path: Path, ends: s
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("final", "code"), [("true", 93), ("false", 8)])
 def test_an_array_that_comes_back_when_it_was_over_ends_as_before(tmp_path: Path, final: str, code: int) -> None:
-    """Its node died when it had decided so, and before everything was cancelled."""
+    """Its node died after the decision and before everything was cancelled."""
     marker = tmp_path / "runs" / "first" / "slurm" / "17.json"
     marker.parent.mkdir(parents=True)
     marker.write_text(f'{{"job_id": "17", "exit_code": 8, "reason": "because", "is_final": {final}}}\n')
@@ -137,11 +138,11 @@ def test_tools_of_a_site_see_that_somebody_has_to_look(tmp_path: Path, ends_with
 @pytest.mark.parametrize("code", ["0", "256", "-1", "x"])
 @pytest.mark.parametrize("others", [{}, {"MFT_INTERFACE": ""}, {"MFT_MAX_FRUITLESS": "x"}])
 def test_an_exit_code_that_is_none_is_refused(tmp_path: Path, code: str, others: dict[str, str]) -> None:
-    """And none that a refusal ends with."""
+    """This includes an exit code with which a refusal ends."""
     process = start(tmp_path, task=0, MFT_FINAL_EXIT_CODE=code, **others)
     assert process.wait(timeout=30) == ConfigError.exit_code
     refused = f"MFT_FINAL_EXIT_CODE={code}: must be a whole number from 1 to 255"
-    assert others or refused in (tmp_path / "said").read_text()
+    assert others or refused in (tmp_path / "output").read_text()
     assert not (tmp_path / "joined").exists()
 
 
@@ -155,12 +156,12 @@ def test_a_console_that_may_come_back_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_node_whose_time_limit_nobody_can_be_told_of_stays(tmp_path: Path) -> None:
+def test_a_node_whose_time_limit_cannot_be_reported_stays(tmp_path: Path) -> None:
     process = start(tmp_path, task=1)
     wait_until("it waits for a console", (tmp_path / "joined").exists)
     process.send_signal(signal.SIGUSR1)
-    told = tmp_path / "cancelled"
-    wait_until("task 0 is told", lambda: told.exists() and "--signal=USR1 17_0" in told.read_text())
+    reported = tmp_path / "cancelled"
+    wait_until("task 0 gets the signal", lambda: reported.exists() and "--signal=USR1 17_0" in reported.read_text())
     (tmp_path / "over").touch()
     assert process.wait(timeout=30) == 0
 
@@ -171,7 +172,7 @@ def test_a_spare_in_the_slot_of_task_0_goes_back_when_slurm_answers_again(tmp_pa
     assert process.wait(timeout=30) == 0
     assert (tmp_path / "requeued").read_text() == "requeue 17_1\n"
     assert (tmp_path / "slept").read_text() == "5\n" * 3
-    assert (tmp_path / "said").read_text().count("squeue is called again: no answer") == 1, "one line, not three"
+    assert (tmp_path / "output").read_text().count("squeue is called again: no answer") == 1, "one line, not three"
     assert not (tmp_path / "joined").exists()
 
 
@@ -188,8 +189,8 @@ def test_a_node_joins_when_slurm_answers_again(tmp_path: Path) -> None:
 def test_a_node_without_an_answer_frees_a_slot_that_may_be_that_of_task_0(tmp_path: Path) -> None:
     process = start(tmp_path, task=1, FAILURES="1000")
     assert process.wait(timeout=30) == ControlError.exit_code
-    said = (tmp_path / "said").read_text()
-    assert said.count("no answer") == 2
-    assert "task 1 ends, because task 0 may need its slot: squeue failed 60 times, 5 s apart: no answer" in said
+    output = (tmp_path / "output").read_text()
+    assert output.count("no answer") == 2
+    assert "task 1 ends, because task 0 may need its slot: squeue failed 60 times, 5 s apart: no answer" in output
     assert len((tmp_path / "states").read_text().splitlines()) == 60
     assert not (tmp_path / "joined").exists() and not (tmp_path / "requeued").exists()

@@ -1,4 +1,5 @@
-"""The cluster of these tests is a real one: nodes are apart, die at once, are cut off and come back."""
+"""Tests that the cluster of these tests is a real one: nodes are separate, die at once, and can be cut off and
+reconnected."""
 
 from pathlib import Path
 
@@ -10,7 +11,7 @@ COUNT = 'hostname -i > "$1/$SLURMD_NODENAME.address"; while echo >> "$1/$SLURMD_
 
 
 def start_counting(cluster: SlurmCluster, folder: Path) -> str:
-    """A job of four nodes whose tasks append a line to a file of their node, ten times a second; its id."""
+    """Start a job of four nodes whose tasks append a line to a file of their node ten times a second. Return its id."""
     step = f"srun --no-kill --kill-on-bad-exit=0 bash -c '{COUNT}' count {folder}"
     words = ["--parsable", "--no-kill", "-N4", f"--output={folder}/job.log", f"--wrap={step}"]
     job = cluster.run("sbatch", *words, cwd=folder).strip()
@@ -20,19 +21,19 @@ def start_counting(cluster: SlurmCluster, folder: Path) -> str:
 
 
 def count(folder: Path, node: int) -> int:
-    """Lines that a node has written."""
+    """Return the number of lines that a node has written."""
     path = folder / f"node{node}"
     return path.read_text().count("\n") if path.exists() else 0
 
 
 def counts_on(folder: Path, node: int) -> None:
-    """Wait until a node has written more."""
+    """Wait until a node has written more lines."""
     before = count(folder, node)
     wait_until(f"node{node} counts on", lambda: count(folder, node) > before, seconds=10.0)
 
 
 def tasks_on(cluster: SlurmCluster, node: int) -> list[psutil.Process]:
-    """The processes that count on a node."""
+    """Return the counting processes on a node."""
     return [process for process in cluster.processes(node) if "count" in process.cmdline()]
 
 

@@ -1,4 +1,4 @@
-"""Jobs that ``slurm/pretrain.sbatch`` starts, on a cluster whose nodes die. Ranks have no model."""
+"""Tests jobs that ``slurm/pretrain.sbatch`` starts on a cluster whose nodes die. Ranks have no model."""
 
 import sys
 from pathlib import Path
@@ -22,8 +22,8 @@ def test_submit_checks_and_says_where_to_look(cluster: SlurmCluster, tmp_path: P
     with pytest.raises(AssertionError, match="so it was not submitted"):
         cluster.run(*command, *words, "training.train_iterations=-1", extra=site, cwd=REPOSITORY)
     assert cluster.run("squeue", "-h") == ""
-    said = cluster.run(*command, *words, extra=site, cwd=REPOSITORY).splitlines()[-4:]
-    number, log, run_dir, marker = (line.split()[-1] for line in said)
+    output = cluster.run(*command, *words, extra=site, cwd=REPOSITORY).splitlines()[-4:]
+    number, log, run_dir, marker = (line.split()[-1] for line in output)
     job = SlurmJob(cluster, number, Path(run_dir), Path(log))
     assert job.end()["exit_code"] == 0, job.words()
     assert Path(marker).exists()

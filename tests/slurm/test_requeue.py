@@ -1,4 +1,5 @@
-"""Jobs that leave their nodes and come back, nodes that are not given back, nodes that are drained. Without a model."""
+"""Tests jobs that leave their nodes and return, nodes that are not returned, and nodes that are drained. Ranks have no
+model."""
 
 from pathlib import Path
 
@@ -19,12 +20,12 @@ REQUEUE_SECONDS = 120.0
 
 
 def _site(folder: Path) -> Site:
-    """Ranks without a model never get any further."""
+    """Return the site's settings for ranks without a model, which never make progress."""
     return Site(folder, dummy="run", extra={"MFT_MAX_FRUITLESS": "100"})
 
 
 def starts(job: SlurmJob) -> int:
-    """How often its first rank has been started."""
+    """Return the number of times that the first rank was started."""
     log = job.run_dir / "logs" / "rank-00000.log"
     return log.read_text().count("rank 0 of") if log.exists() else 0
 
@@ -35,7 +36,7 @@ def await_start(job: SlurmJob, count: int) -> None:
 
 
 def end_by_hand(job: SlurmJob) -> None:
-    """Ask the batch script to end the job; it says so."""
+    """Request the batch script to end the job, and check that it reports this."""
     job.cluster.run("scancel", "--batch", "--signal=TERM", job.number)
     end = job.end()
     assert (end["exit_code"], end["reason"]) == (130, "the run received a signal to end"), job.words()
@@ -86,7 +87,7 @@ def test_a_console_that_is_killed_is_followed_by_another(cluster: SlurmCluster, 
 
 
 def _is_child(process: psutil.Process) -> bool:
-    """Whether it is the console: a child of the process behind the batch script."""
+    """Return whether a process is the launcher: a child of the batch script's process."""
     parent = process.parent()
     return parent is not None and "megatron_ft.control.slurm.batch_job" in parent.cmdline()
 

@@ -1,4 +1,4 @@
-"""``slurm/submit.py`` with an ``sbatch`` that follows a script: no cluster is needed."""
+"""Tests ``slurm/submit.py`` with a script in place of ``sbatch``, so no cluster is needed."""
 
 import os
 import re
@@ -24,7 +24,7 @@ echo "$((17 + number))"
 def submit(
     folder: Path, *words: str, most_jobs: int = 9, has_slurm: bool = True, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Submit jobs of four nodes whose dry run is a formality."""
+    """Submit jobs of four nodes. The dry run is replaced."""
     (folder / "jobs").mkdir()
     path = f"{folder}:{os.environ['PATH']}"
     if has_slurm:
@@ -60,12 +60,14 @@ def test_it_says_where_a_run_is_that_has_a_folder_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("most_jobs", "said"), [(2, "\nof 3 jobs, these were submitted and remain in the queue: 17, 18\n"), (0, "\n")]
+    ("most_jobs", "output"), [(2, "\nof 3 jobs, these were submitted and remain in the queue: 17, 18\n"), (0, "\n")]
 )
-def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(tmp_path: Path, most_jobs: int, said: str) -> None:
+def test_jobs_of_a_chain_that_stay_when_another_is_refused_are_named(
+    tmp_path: Path, most_jobs: int, output: str
+) -> None:
     done = submit(tmp_path, "--chain=3", most_jobs=most_jobs)
     assert done.returncode == 2
-    assert done.stderr == f"sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit{said}"
+    assert done.stderr == f"sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit{output}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Failure domains that Slurm names, on a cluster of two racks and on one that knows of none. Ranks have no model."""
+"""Tests failure domains from Slurm, on a cluster with two racks and on one without a topology. Ranks have no model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ ASKS_SLURM = "topology.failure_domain_source=slurm_topology"
 
 @pytest.fixture
 def racks(_possible: None) -> Iterator[SlurmCluster]:
-    """Three nodes and a spare, two on each leaf switch."""
+    """Yield a cluster with three nodes and a spare, two of them on each leaf switch."""
     with slurm_cluster(4, topology={"rack0": [0, 2], "rack1": [1, 3]}) as running:
         yield running
 
@@ -24,10 +24,10 @@ def test_domains_are_read_where_the_job_starts(racks: SlurmCluster, tmp_path: Pa
     overrides = [*KEEPS_LAYOUT, ASKS_SLURM, "snapshot.num_peer_copies=1", "training.train_iterations=7"]
     job = submit(racks, Site(tmp_path, dummy="run_in_domains", spares=1), overrides)
     assert job.end()["exit_code"] == 0, job.words()
-    told = {record["node"]: record for record in job.records("domains")}
+    reported = {record["node"]: record for record in job.records("domains")}
     domains = ["rack0", "rack1", "rack0", "rack1"]
-    assert all(record["domains"] == domains for record in told.values())
-    assert [told[node]["peers"] for node in (0, 2)] == [[1], [1]], "not each other: they hang on one switch"
+    assert all(record["domains"] == domains for record in reported.values())
+    assert [reported[node]["peers"] for node in (0, 2)] == [[1], [1]], "not each other: they hang on one switch"
     kept = yaml.safe_load((job.run_dir / "config.yaml").read_text())["topology"]
     assert (kept["failure_domains"], kept["failure_domain_source"]) == (domains, "listed")
     assert "rack0 (nodes 0, 2), rack1 (nodes 1, 3)" in job.log.read_text()

@@ -1,6 +1,6 @@
-"""Every command of README.md, CONTRIBUTING.md and docs/ runs; one that starts a job runs with ``dry_run=true``.
+"""Runs every command of README.md, CONTRIBUTING.md and docs/. A command that starts a job runs with ``dry_run=true``.
 
-The commands of slurm/README.md run on a cluster in ``tests/slurm``, the README's demo in ``tests/functional``.
+The commands of slurm/README.md run on a cluster in ``tests/slurm``, and the README's demo runs in ``tests/functional``.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from tests.unit.snapshot.storage.conftest import make_checkpoint
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEED_A_RUNNING_JOB = ("status", "drain", "add_node", "inject_failures")
-"""Tools that call the controller. Without a job they refuse, after they have read their arguments; with one,
+"""Tools that call the controller. Without a job they refuse after parsing their arguments. With a job,
 ``tests/distributed/test_operator_tools.py`` and ``test_inject_failures.py`` run them."""
 LAUNCHERS = {"torchrun": "torchrun", "ft_launcher": "torchrun", "srun": "srun"}
-"""Program to the option of the group ``launch`` that checks a job for it."""
+"""Option of the group ``launch`` with which the job of a program is checked, by program."""
 NOT_OURS = ("pretrain_gpt.py", "source ", "kill ")
-"""Megatron-LM's entry point, and commands of the shell."""
+"""Beginnings of commands that are not part of this project: Megatron-LM's entry point, and commands of the shell."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command, and what the page shows as its output."""
+    """One command, and the output that the page shows."""
 
     page: str
     words: tuple[str, ...]
@@ -53,7 +53,7 @@ class Command:
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """Commands in blocks of ``sh``, and those after a prompt in blocks without a language."""
+    """Return the commands in blocks of ``sh``, and those after a prompt in blocks without a language."""
     blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     for language, block in blocks:
         if language == "sh":
@@ -74,12 +74,12 @@ COMMANDS = sorted(
     }.values(),
     key=str,
 )
-"""Each once."""
+"""All distinct commands of the pages."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the commands read."""
+    """Return a folder with the files that the commands read."""
     folder = tmp_path_factory.mktemp("documented")
     (folder / "book.txt").write_text("It was a dark night. " * 4000)
     (folder / "more.jsonl").write_text('{"text": "The wind rose."}\n' * 40)
@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_run(path: Path) -> None:
-    """A finished run of six nodes."""
+    """Write a finished run of six nodes."""
     path.mkdir(parents=True)
     saving = ["checkpoint.save_interval_iterations=20", "training.global_batch_size=12"]
     config, _ = pretrain_moe.compose(["model=moe_micro", "launch.num_nodes=6", *saving])
@@ -159,13 +159,14 @@ def test_a_documented_command_runs(command: Command, capsys: pytest.CaptureFixtu
 
 
 def expected_code(words: tuple[str, ...]) -> int:
-    """Exit code of a command that is correct."""
+    """Return the exit code of a correct command."""
     is_refused = "-m" in words and words[words.index("-m") + 1].removeprefix("tools.") in NEED_A_RUNNING_JOB
     return ControlError.exit_code if is_refused else 0
 
 
 def run(words: list[str]) -> int:
-    """Run a command in this process and return its exit code; one that starts a job with ``dry_run=true``."""
+    """Run a command in this process and return its exit code. A command that starts a job runs with
+    ``dry_run=true``."""
     while "=" in words[0]:  # a variable of the environment
         words = words[1:]
     program = words[0]
@@ -194,7 +195,7 @@ def run_job(overrides: list[str]) -> int:
 
 
 def run_module(module: str, arguments: list[str]) -> int:
-    """Run a tool's ``main``; a process of the control plane only as far as its ``--help``."""
+    """Run the ``main`` of a tool. Of a process of the control plane, only run ``--help``."""
     if module.startswith("megatron_ft.control"):
         options = {word for word in arguments if word.startswith("--")}
         help_words = [sys.executable, "-m", module, "--help"]
@@ -218,14 +219,14 @@ def run_module(module: str, arguments: list[str]) -> int:
 
 
 def test_commands_are_found() -> None:
-    """Fewer would mean that a change of style in the pages has hidden them from this test."""
+    """Fewer commands would mean that a changed style of the pages has hidden some from this test."""
     assert len(COMMANDS) >= 40
     assert {command.page for command in COMMANDS} >= {"README.md", "tools.md", "launch.md", "CONTRIBUTING.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_of_commands_are_marked(page: Path) -> None:
-    """A command in a block that is not ``sh`` would not be run."""
+    """A command in a block that is not marked ``sh`` would not be run."""
     text = page.read_text(encoding="utf-8")
     unmarked = re.findall(r"^ *```(?!sh)\w*\n(?:python|make|torchrun|srun) .*$", text, re.MULTILINE)
     indented = re.findall(r"\n\n    (?:python|make|torchrun|srun) .*$", text, re.MULTILINE)
@@ -234,7 +235,7 @@ def test_blocks_of_commands_are_marked(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_within_sentences_exist(page: Path) -> None:
-    """Modules, scripts and targets; claims: ``benchmarks/tests/test_claims.py``."""
+    """Checks modules, scripts and targets. ``benchmarks/tests/test_claims.py`` checks claims."""
     text = page.read_text(encoding="utf-8")
     modules = set(re.findall(r"`(?:srun \.\.\. )?python -m ([\w.]+)", text))
     modules = {module for module in modules if module != "MODULE" and not module.endswith(".")}  # `tools.<name>`

@@ -1,4 +1,5 @@
-"""Files that are replaced, and lines that are appended: a reader finds them whole, also after a writer was killed."""
+"""Tests files that are replaced and lines that are appended: readers find them complete, even after a writer was
+killed."""
 
 import os
 import stat
@@ -27,7 +28,7 @@ def test_a_reader_has_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: py
         replace_file(path, b"newest")
     assert seen == [b"new and longer"], "it is on the disk before it has the name"
     replace_file(path, b"newest")
-    assert path.read_bytes() == b"newest", "what a writer left that died is in nobody's way"
+    assert path.read_bytes() == b"newest", "files of a writer that died do not matter"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -38,7 +39,7 @@ def test_it_has_its_name_on_the_disk_when_it_is_written(tmp_path: Path, monkeypa
 
 
 def test_it_is_written_through_no_link(tmp_path: Path) -> None:
-    """Somebody may have put one where the unfinished file is to be."""
+    """Another user may have put a link where the temporary file is created."""
     (tmp_path / "victim").write_bytes(b"untouched")
     (tmp_path / "summary.json.tmp").symlink_to(tmp_path / "victim")
     replace_file(tmp_path / "summary.json", b"{}")
@@ -59,7 +60,8 @@ def test_its_mode_is_what_the_mask_leaves(tmp_path: Path, mode: int, found: int)
 @pytest.mark.parametrize("half", [b"x", b'{"generation": 2, "rea', b"x" * 200_000])
 @pytest.mark.parametrize("before", [b"", b'{"generation": 1}\n', b"y" * 70_000 + b"\n"])
 def test_a_line_is_not_appended_to_half_a_line(tmp_path: Path, before: bytes, half: bytes) -> None:
-    """A controller that is killed while it writes a decision leaves one; its successor decides the same again."""
+    """A controller that is killed while it writes a decision leaves a partial line. Its successor makes the same
+    decision."""
     path = tmp_path / "decisions.jsonl"
     path.write_bytes(before + half)
     append_line(path, b'{"generation": 2}\n')

@@ -1,4 +1,4 @@
-"""Records: strict JSON round trip, registry, refusals."""
+"""Tests records: conversion to strict JSON and back, registry, refusals."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_metrics_lie_flat_and_keep_integers() -> None:
         ({"kind": "evaluation", "iteration": 1, "loss": "low"}, "evaluation.loss='low'"),
         ({"kind": "evaluation", "iteration": 1, "loss": True}, "evaluation.loss=True"),
         ({"kind": "evaluation", "iteration": 1, "loss": 1.0, "mood": 1}, "evaluation.mood: is not a field"),
-        ({"kind": "expert_load", "iteration": 1, "layers": [[1, 2.5]]}, "expert_load.layers=2.5"),
+        ({"kind": "expert_load", "iteration": 1, "layers": [[1, 2.5]]}, "expert_load.layers[0][1]=2.5"),
         ({"kind": "expert_load", "iteration": 1, "layers": 7}, "must be list of list of int"),
         ({"kind": "metrics", "loss": 1.0}, "metrics.iteration: is required"),
         ({"kind": "metrics", "iteration": 1, "loss": [1.0]}, "loss="),

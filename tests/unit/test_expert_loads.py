@@ -1,4 +1,4 @@
-"""Recorded loads: the real files and what must be refused."""
+"""Tests recorded loads: real files, and files that must be refused."""
 
 import io
 import json
@@ -159,7 +159,7 @@ def _broken_zip(offset: int, value: bytes) -> bytes:
 
 
 def _other_method() -> bytes:
-    """Both headers of the first member name a compression that nobody knows."""
+    """Change both headers of the first member to an unknown compression method."""
     content = bytearray(_npz_bytes(**_SOUND))
     struct.pack_into("<H", content, 8, 99)
     struct.pack_into("<H", content, content.index(b"PK\x01\x02") + 10, 99)
@@ -206,7 +206,7 @@ def test_no_damage_is_anything_but_one_error_that_names_the_file(
 
 
 def test_an_archive_that_unpacks_to_more_than_memory_is_refused_by_its_sizes(tmp_path: Path) -> None:
-    """10 GB of zeros in 10 MB: the header says a shape that would fit them."""
+    """10 MB contain 10 GB of zeros, for which the shape in the header is valid."""
     shape = (10, 1, 1, 1, 134_217_728)
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": shape})

@@ -1,4 +1,4 @@
-"""Grammar of failpoints, whom they mean, and that a hit is on disk before the fault."""
+"""Tests failpoints: their syntax, which rank they affect, and that a hit is on disk before the fault."""
 
 import json
 import os
@@ -173,26 +173,26 @@ def test_every_phase_is_passed_somewhere() -> None:
 
 
 @pytest.fixture
-def told() -> Iterator[list[tuple[int, str]]]:
+def reported() -> Iterator[list[tuple[int, str]]]:
     seen: list[tuple[int, str]] = []
     failpoints.watch(lambda iteration, phase: seen.append((iteration, phase)))
     yield seen
     failpoints.watch(None)
 
 
-def test_a_watcher_is_called_on_changes_only(told: list[tuple[int, str]]) -> None:
+def test_a_watcher_is_called_on_changes_only(reported: list[tuple[int, str]]) -> None:
     arm([], rank=0, node=0, record=lambda _: None)
     for phase in ("forward", "forward", "backward", "forward"):
         hit(phase, 1)
     hit("forward", 2)
-    assert told == [(1, "forward"), (1, "backward"), (1, "forward"), (2, "forward")]
+    assert reported == [(1, "forward"), (1, "backward"), (1, "forward"), (2, "forward")]
 
 
-def test_a_watcher_is_called_before_the_fault(told: list[tuple[int, str]]) -> None:
+def test_a_watcher_is_called_before_the_fault(reported: list[tuple[int, str]]) -> None:
     arm(["raise(phase='vote_inside')"], rank=0, node=0, record=lambda _: None)
     with pytest.raises(InjectedFault):
         hit("vote_inside", 3)
-    assert told == [(3, "vote_inside")]
+    assert reported == [(3, "vote_inside")]
 
 
 def test_what_has_not_fired_is_known() -> None:

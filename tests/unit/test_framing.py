@@ -1,4 +1,4 @@
-"""Messages over local sockets."""
+"""Tests messages over local sockets."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Conventions that no other tool checks: sizes, file maps, documented keys, imports."""
+"""Tests conventions that no other tool checks: sizes, READMEs, documented keys, imports."""
 
 import ast
 import re
@@ -14,33 +14,33 @@ from tools.code_size import CodeSize, measure
 PACKAGE = ROOT / "megatron_ft"
 MAX_LINES = 600
 NO_TORCH = ("errors.py", "topology.py", "operators.py", "events.py", "failpoints.py", "corpus", "config", "planning")
-NO_TORCH += ("control", "telemetry", "doctor", "records.py", "strict_json.py", "expert_loads.py", "failures")
+NO_TORCH += ("control", "telemetry", "doctor", "records.py", "expert_loads.py", "failures")
 NO_TORCH += ("durable.py", "formatting.py", "serde.py")
 MODULE_NAME = re.compile(r"\w+(?:\.\w+)+(?::\w+)?")
 IMPORT_IN_TEXT = re.compile(r"^\s*(?:from|import) (\w+(?:\.\w+)*)", re.MULTILINE)
 MACHINE_PATH = re.compile(r"/(?:home|root|Users|work|tmp)/[\w.-]+")
 
 
-MOST_PACKAGE_LINES = 49_590
-MOST_NAMES_PER_THOUSAND = 31.1
+MOST_PACKAGE_LINES = 48_950
+MOST_NAMES_PER_THOUSAND = 29.9
 LEAST_COMMENTS_PER_THOUSAND = 7.0
-"""Bounds of ``tools.code_size``: the first two may only fall, the last may only rise."""
+"""Bounds of ``tools.code_size``. The first two may only be lowered, and the last may only be raised."""
 
 
 def python_files(*parts: str) -> list[Path]:
-    """All Python files below the given parts of the repository."""
+    """Return all Python files in the given parts of the repository."""
     tops = [ROOT / part for part in parts]
     found = [top for top in tops if top.is_file()] + [path for top in tops for path in top.rglob("*.py")]
     return sorted(path for path in found if "__pycache__" not in path.parts)
 
 
 def name(path: Path) -> str:
-    """A file's path inside the repository."""
+    """Return a file's path inside the repository."""
     return path.relative_to(ROOT).as_posix()
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of every module a file imports, at any depth."""
+    """Return the full names of all modules that a file imports, at any depth."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -49,7 +49,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def importers(parts: tuple[str, ...], forbidden: set[str]) -> list[str]:
-    """Files below ``parts`` that import one of the ``forbidden`` top-level packages."""
+    """Return the files in ``parts`` that import one of the ``forbidden`` top-level packages."""
     return [
         f"{name(path)} imports {module}"
         for path in python_files(*parts)
@@ -139,7 +139,7 @@ def test_only_mcore_imports_megatron() -> None:
 
 
 def test_only_tests_benchmarks_and_tools_use_testing() -> None:
-    """The launcher names the entry of ranks that follow a schedule, and imports nothing of it."""
+    """The launcher names the entry of ranks that follow a schedule, but imports nothing of ``testing``."""
     files = [path for path in python_files("megatron_ft", "pretrain_moe.py") if PACKAGE / "testing" not in path.parents]
     assert [name(path) for path in files if any(is_inside(used, "megatron_ft.testing") for used in uses(path))] == [
         "megatron_ft/control/launcher.py"
@@ -148,13 +148,13 @@ def test_only_tests_benchmarks_and_tools_use_testing() -> None:
 
 @pytest.mark.parametrize(("folder", "other"), [("tests", "benchmarks"), ("benchmarks", "tests")])
 def test_tests_and_benchmarks_do_not_import_each_other(folder: str, other: str) -> None:
-    """Nor does the harness that both use import one of them."""
+    """``megatron_ft.testing``, which both use, imports neither of them."""
     files = python_files(folder, "megatron_ft/testing")
     assert [f"{name(path)}: {used}" for path in files for used in uses(path) if is_inside(used, other)] == []
 
 
 def uses(path: Path) -> Iterator[str]:
-    """Names of the modules that a file imports, or names in a string of its own to be imported."""
+    """Return the names of the modules that a file imports or names in a string."""
     yield from imports(path)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -164,12 +164,12 @@ def uses(path: Path) -> Iterator[str]:
 
 
 def is_inside(module: str, package: str) -> bool:
-    """Whether a module is the package or in it."""
+    """Return whether a module is the package or inside it."""
     return f"{module}.".startswith(f"{package}.")
 
 
 def test_no_circles_between_files(code_size: CodeSize) -> None:
-    """Imports for type checking count."""
+    """Imports for type checking count too."""
     assert code_size.circular_modules == (), "these modules import each other, or something that does"
 
 

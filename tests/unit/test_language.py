@@ -1,4 +1,4 @@
-"""Language of the code: how docstrings begin, and words that are not used (CONTRIBUTING.md)."""
+"""Tests the language of the code: how docstrings begin, and words that must not be used (CONTRIBUTING.md)."""
 
 import ast
 import io
@@ -12,7 +12,7 @@ import pytest
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
 
 NOT_YET: tuple[str, ...] = ()
-"""Files and folders that are not rewritten yet."""
+"""Files and folders that are not checked yet."""
 FIRST_WORDS = """
     As At Between Beside By For From How If In Of On Since That Those To Until What When Where Which Who Whoever Whom
     Whose With Without
@@ -37,7 +37,7 @@ def _is_left_out(path: Path) -> bool:
 
 
 def documentation(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of each string that stands alone: docstrings of modules, classes, functions, fields, constants."""
+    """Yield line and text of each docstring: of modules, classes, functions, fields and constants."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.strip()
@@ -52,7 +52,7 @@ def bad_starts(source: str) -> list[str]:
 
 
 def bad_words(source: str) -> list[str]:
-    """Private words in docstrings, comments and texts; strings without a space are keys, and left out."""
+    """Return private words in docstrings, comments and texts. Strings without a space are keys and are not checked."""
     texts = [
         (node.lineno, node.value)
         for node in ast.walk(ast.parse(source))

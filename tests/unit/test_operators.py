@@ -1,4 +1,4 @@
-"""Parameter counts: published totals and the cutting into operators."""
+"""Tests parameter counts: published totals, and the division into operators."""
 
 from pathlib import Path
 

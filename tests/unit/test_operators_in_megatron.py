@@ -1,6 +1,6 @@
-"""Our parameter counts against models that Megatron-Core really builds, kind by kind.
+"""Compares parameter counts with models that Megatron-Core builds, by kind of operator.
 
-Latent attention is left out: Megatron builds it with Transformer Engine only.
+Latent attention is left out, because Megatron builds it only with Transformer Engine.
 """
 
 import json
@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, int]]:
-    """Counts of all variants, built in one process of its own."""
+    """Return the counts of all variants, which are built in one separate process."""
     models = [{**SMALL, **variant} for variant in VARIANTS.values()]
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.count_parameters"],

@@ -1,4 +1,4 @@
-"""The placement tool as a user calls it."""
+"""Tests the command that plans placements."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Whatever a parser raises becomes an error that names the file."""
+"""Tests that every exception of a parser becomes an error that names the file."""
 
 import os
 from pathlib import Path

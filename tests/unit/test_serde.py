@@ -1,13 +1,14 @@
-"""Dataclasses come through JSON as they were; what fits no field is refused by its name."""
+"""Tests that dataclasses are converted to JSON and back unchanged, and that an invalid field is refused by its name."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 import pytest
 
-from megatron_ft.serde import Between, Length, decode, encode
+from megatron_ft.serde import Between, Length, decode, encode, type_name
 
 
 class Colour(Enum):
@@ -70,3 +71,38 @@ def test_bounds_of_a_float_exclude_what_is_not_finite() -> None:
     for value in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="must be from 0"):
             decode(Annotated[float, Between(0.0, 1e300)], value)
+
+
+def test_encode_leaves_nothing_json_lacks() -> None:
+    value = {"a": (math.nan, [math.inf, {"b": -math.inf}]), "c": 0.1, "d": None, "e": True}
+    text = json.dumps(encode(value), allow_nan=False)
+    assert json.loads(text) == {"a": ["NaN", ["Infinity", {"b": "-Infinity"}]], "c": 0.1, "d": None, "e": True}
+    assert math.isnan(decode(float, "NaN")) and decode(float, "-Infinity") == -math.inf
+
+
+@pytest.mark.parametrize("value", [True, None, "1.0", "nan", [1.0], {}])
+def test_what_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"loss=.*: must be float"):
+        decode(float, value, "loss")
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "name"),
+    [
+        (int, 3, "int"),
+        (str | None, None, "str or null"),
+        (tuple[tuple[int, ...], ...], ((1, 2), ()), "list of list of int"),
+        (dict[str, float], {"a": 1.5}, "object of float"),
+    ],
+)
+def test_decode_is_the_inverse_of_encode(hint: Any, value: object, name: str) -> None:
+    assert decode(hint, json.loads(json.dumps(encode(value))), "here") == value
+    assert type_name(hint) == name
+
+
+@pytest.mark.parametrize(
+    ("hint", "value"), [(int, 1.0), (int, True), (bool, 1), (str, 1), (dict[str, float], {"a": "b"})]
+)
+def test_decode_refuses_and_says_where(hint: Any, value: object) -> None:
+    with pytest.raises(ValueError, match=r"^here"):
+        decode(hint, value, "here")

@@ -1,8 +1,8 @@
-"""Coordinates against Megatron's own rule, written out for small worlds."""
+"""Compares parallel coordinates with Megatron's rule, written out for small world sizes."""
 
 import pytest
 
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import ParallelConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.topology import Cluster, Topology
 

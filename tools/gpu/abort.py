@@ -152,7 +152,7 @@ def be_rank(
     import torch
     import torch.distributed as dist
 
-    from megatron_ft.runtime.transport.hang_up import Transports, open_sockets
+    from megatron_ft.runtime.transport.abort import Transports, open_sockets
 
     device = torch.device(device_type)
     bystander = torch.arange(untouched, device=device, dtype=torch.int32)

@@ -43,7 +43,7 @@ class Day:
         return self.deadline - time.monotonic()
 
     def record(self, **figures: Any) -> None:
-        """Report figures by name. The values must fit JSON."""
+        """Report figures by name. The values must be JSON values."""
         self._append({"figures": figures})
         print(json.dumps(figures, default=str), flush=True)
 

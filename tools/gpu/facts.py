@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import hardware
 from megatron_ft.mcore.device.common import num_visible_gpus
-from megatron_ft.snapshot.capture import copier
+from megatron_ft.snapshot.capture import capture
 from tools.gpu import warm
 from tools.gpu.day import Day
 from tools.gpu.timing import seconds_of, synchronize
@@ -114,8 +114,8 @@ def _copies_to_host(device: torch.device, num_bytes: int) -> dict[str, float]:
     rates = {}
     for name, target in targets.items():
         rates[name] = num_bytes / seconds_of(lambda target=target: target.copy_(source, non_blocking=True), device)
-    opened = copier.open_copier(device)
-    rates["capture_bandwidth"] = copier.capture_bandwidth(device, opened)
+    opened = capture.open_copier(device)
+    rates["capture_bandwidth"] = capture.capture_bandwidth(device, opened)
     opened.close()
     return rates
 
@@ -136,7 +136,7 @@ def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
     if device.type == "cuda":
         with _Ticks() as ticks:
             began = time.perf_counter()
-            copier.pin(memory)
+            capture.pin(memory)
             pinned = time.perf_counter() - began
         figures["pin_seconds_per_gib"] = pinned * GIB / num_bytes
         figures["other_threads_ran_while_pinning"] = ticks.longest_seconds < 0.5 * pinned
@@ -145,7 +145,7 @@ def _mapped_file(device: torch.device, num_bytes: int) -> dict[str, Any]:
     figures["bytes_per_second"] = num_bytes / seconds
     figures["content_is_right"] = bool((memory == 1).all())
     if device.type == "cuda":
-        copier.unpin(memory)
+        capture.unpin(memory)
     del memory
     mapped.close()
     return figures

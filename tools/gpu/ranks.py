@@ -227,7 +227,7 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
     import torch
 
     engine = open_engine(place, from_dict(config))
-    from megatron_ft.mcore.state.digest import state_digest
+    from megatron_ft.mcore.state.tensors import state_digest
 
     votes, seconds = [], []
     for number in range(1, NUM_ITERATIONS + 1):
@@ -249,7 +249,7 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those figures of a result that two runs with equal bits share."""
+    """Return the figures of a result that must be equal in two runs with the same bits."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 

@@ -28,7 +28,7 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""Bytes that an iteration captures of ``moe_micro``. They are few, so that a window has several iterations."""
+"""Number of bytes that each iteration captures of ``moe_micro``: so few that a window has several iterations."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",

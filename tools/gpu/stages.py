@@ -21,7 +21,7 @@ _FIRST = (
     Stage(
         name="facts", entry="tools.gpu.facts:run", seconds=90, about="versions, imports, limits of copies and products"
     ),
-    Stage(name="training", entry="tools.gpu.training:run", seconds=150, about="training gives the numbers of the CPU"),
+    Stage(name="training", entry="tools.gpu.training:run", seconds=150, about="training gives the losses of the CPU"),
     Stage(
         name="recovery", entry="tools.gpu.recovery:run", seconds=150, about="after kills, training gives the same bits"
     ),
@@ -39,7 +39,7 @@ _NCCL = (
     Stage(
         name="abort", entry="tools.gpu.abort:run", seconds=200, about="a killed and a stopped rank during a collective"
     ),
-    Stage(name="parallel", entry="tools.gpu.layouts:run", seconds=260, about="layouts give the numbers of one rank"),
+    Stage(name="parallel", entry="tools.gpu.layouts:run", seconds=260, about="layouts give the losses of one rank"),
 )
 _TE = (
     Stage(

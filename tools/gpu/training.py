@@ -1,5 +1,5 @@
-"""Stage ``training`` of a GPU day: trains one rank on the device in every precision. It must give the CPU's losses
-within a tolerance, and the same bits twice."""
+"""Stage ``training`` of a GPU day: trains one rank on the device in every precision. The losses must equal those of the
+CPU within a tolerance, and two runs must give the same bits."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Checks of the keys of ``data``. The files that they name are checked in ``megatron_ft.corpus.check``."""
+"""Checks of the keys of ``data``. The files that they name are checked in ``megatron_ft.corpus.samples``."""
 
 from megatron_ft.config.checks.primitives import one_of, require
-from megatron_ft.config.data import DataConfig
+from megatron_ft.config.job import DataConfig
 
 LARGEST_SEED = 2**31 - 1
 

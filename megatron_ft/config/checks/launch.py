@@ -5,11 +5,8 @@ import ipaddress
 import re
 
 from megatron_ft.config.checks.primitives import above, at_least, one_of, require, show
-from megatron_ft.config.detector import DetectorConfig
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.job import DetectorConfig, JobConfig, RunConfig, TelemetryConfig
 from megatron_ft.config.requirements import value_of
-from megatron_ft.config.run import RunConfig
-from megatron_ft.config.telemetry import TelemetryConfig
 from megatron_ft.reading import means_every_interface
 
 # The name becomes a folder: without separators and a leading dot it cannot leave ``run.dir``.

@@ -3,7 +3,7 @@
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.checks.primitives import above, at_least, require, show
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange, nodes_over_time
+from megatron_ft.config.membership import MembershipChange, nodes_over_time
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 
 

@@ -1,10 +1,7 @@
 """Checks of length, batch size, policies, the optimizer and number formats."""
 
 from megatron_ft.config.checks.primitives import above, at_least, divides, one_of, require, share
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.optimizer import OptimizerConfig
-from megatron_ft.config.precision import PrecisionConfig
-from megatron_ft.config.training import TrainingConfig
+from megatron_ft.config.job import JobConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 
 FP8_RECIPES = ("tensorwise", "blockwise", "delayed", "mxfp8")
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")

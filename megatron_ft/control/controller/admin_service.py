@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from megatron_ft.control.detector import Detector
 from megatron_ft.control.membership.events import AddRequested, DrainRequested, MachineEvent
-from megatron_ft.control.membership.joining import refuse_add, refuse_drain
+from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.state import MembershipPolicy, State
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import Message
@@ -23,8 +23,8 @@ class AdminService:
         ask: Callable[[MachineEvent], None],
         clock: Callable[[], float],
     ) -> None:
-        """``read_state`` returns the present state; ``ask`` posts an event and returns when the controller has recorded
-        it."""
+        """Store functions of the controller: ``read_state`` returns the present state, and ``ask`` posts an event and
+        returns when the controller has recorded the event."""
         self._policy = policy
         self._read_state = read_state
         self._detector = detector
@@ -63,17 +63,17 @@ class AdminService:
 
     def _drain(self, request: Message) -> Message:
         node = self._known(request)
-        self._refuse(refuse_drain(self._policy, self._read_state(), node))
+        self._refuse(NodeRules(self._policy).refuse_drain(self._read_state(), node))
         # Returns once the request is in the journal, so an accepted request survives this controller.
         self._ask(DrainRequested(node))
         state = self._read_state()
         if state.nodes.is_member(node) and node not in state.nodes.draining:  # another request was faster
-            self._refuse(refuse_drain(self._policy, state, node))
+            self._refuse(NodeRules(self._policy).refuse_drain(state, node))
         return {}
 
     def _add(self, request: Message) -> Message:
         node = self._known(request)
-        self._refuse(refuse_add(self._policy, self._read_state(), node))
+        self._refuse(NodeRules(self._policy).refuse_add(self._read_state(), node))
         self._ask(AddRequested(node))
         return {}
 

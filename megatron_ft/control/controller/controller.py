@@ -12,18 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_ft.control import messages
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.admin_service import AdminService
-from megatron_ft.control.controller.essential_writes import CannotDecide
-from megatron_ft.control.controller.inbox import Item, Origin, Posted
-from megatron_ft.control.controller.job_result import JobResult, add_failure_report
-from megatron_ft.control.controller.journal import Journal
-from megatron_ft.control.controller.server import ControllerServer
+from megatron_ft.control.controller.journal import CannotDecide, Journal
+from megatron_ft.control.controller.server import ControllerServer, Item, Origin, Posted
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place
 from megatron_ft.control.membership import machine
 from megatron_ft.control.membership.events import MachineEvent, NodeJoined, NodeLost, RankHung, Tick
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, State, Step
 from megatron_ft.control.messages import EndReport, LaunchSpec, Order, Progress, RecordWritten, Report, to_message
 from megatron_ft.control.node.sidecars import by_name
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.report import JobResult, add_failure_report
 from megatron_ft.framing import Message
 from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
@@ -74,7 +72,7 @@ class Controller:
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders of earlier controllers, from the journal, that this controller has still to repeat."""
+        """Orders that earlier controllers wrote to the journal and that this controller must still repeat."""
         self._num_posted = 0
         """Number of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
@@ -131,7 +129,7 @@ class Controller:
         return self._details
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Post an event; safe in any thread and in signal handlers.
+        """Post an event. May be called in any thread and in signal handlers.
 
         Args:
             number: position of the event among all events of the launcher, from 0; None for other events. The launcher
@@ -228,7 +226,8 @@ class Controller:
         return entry
 
     def _take_in(self, entry: Message, on_step: StepSink, report: Report | None = None) -> Step:
-        """Decide about an entry of the journal and carry out the decision; each reading of the journal does the same.
+        """Decide about one entry of the journal, and carry out the decision. A controller that reads the journal again
+        makes the same decision.
 
         Args:
             report: the report of the entry, if it was parsed already.

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.membership.events import MachineEvent
 from megatron_ft.control.membership.machine import describe_returncode
 from megatron_ft.control.messages import event_to_json
 from megatron_ft.control.node.ranks import last_line, size_of
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.secret_file import write_secret
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
@@ -73,7 +73,7 @@ class ControllerLink:
         self._num_fruitless_starts = 0
 
     def post(self, event: MachineEvent) -> None:
-        """Send an event to the controller; safe in any thread and in signal handlers."""
+        """Send an event to the controller. May be called in any thread and in signal handlers."""
         self._events.append(event)
         with contextlib.suppress(BlockingIOError):
             # A signal handler must not block, and a full socket wakes the loop as well.

@@ -1,9 +1,9 @@
 """The controller's process: ``python -m megatron_ft.control.controller.main``.
 
 The process reads one line of JSON from standard input (``ControllerSpec``); when standard input closes, the launcher
-has ended. Inputs are in the journal before they have any effect, so the launcher can replace the process at any time. A
-Unix socket connects the process to the launcher. The process receives events, and sends records and decisions with
-numbers, by which the launcher drops duplicates.
+has ended. Inputs are in the journal before they have any effect, so the launcher can replace the process at any time.
+Over a Unix socket, the process receives events from the launcher and sends it records and decisions. These are
+numbered, so that the launcher can drop duplicates.
 """
 
 import contextlib
@@ -27,18 +27,16 @@ from megatron_ft.control import report
 from megatron_ft.control.admin import CONTROLLER_FILE
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.essential_writes import EssentialWrites, StandingClock
-from megatron_ft.control.controller.inbox import Origin
-from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.journal import EssentialWrites, Journal, StandingClock
+from megatron_ft.control.controller.server import Origin
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.launchers.base import launcher_class
 from megatron_ft.control.membership import events
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Step
 from megatron_ft.control.messages import LaunchSpec, event_from_json
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
-from megatron_ft.control.ports import free_port
+from megatron_ft.control.ports import StoreEndpoint, free_port
+from megatron_ft.control.rpc import check_descriptors, raise_descriptor_limit
 from megatron_ft.control.runtime_dir import Use
-from megatron_ft.control.unauthenticated import check_descriptors, raise_descriptor_limit
 from megatron_ft.durable import append_line
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
@@ -91,7 +89,8 @@ _MAX_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """The lease of one controller. It ends with the process, or with ``release``."""
+    """Exclusive right of one controller to control a run, held as a file lock. It ends with the process or with
+    ``release``."""
 
     epoch: int
     """Number of this controller, counted from 1 over all controllers of the run."""
@@ -116,7 +115,7 @@ class _Lease:
         """Acquire the lease of the run whose control folder is ``folder``.
 
         Raises:
-            ControlError: another controller lives, or the file is damaged.
+            ControlError: another controller is alive, or the file is damaged.
         """
         path = folder / _FILE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -197,8 +196,8 @@ class _Launcher:
         self.send({"op": "record", "record": record, "origin": origin})
 
     def event(self, event: Message) -> None:
-        """Send an event of a decision with its number: a new controller repeats it, and the launcher drops
-        duplicates."""
+        """Send an event about a decision, with a number. A new controller sends the same event again, and the launcher
+        drops the duplicate by its number."""
         self.send({"op": "event", "number": self._num_events, **event})
         self._num_events += 1
 
@@ -216,7 +215,8 @@ class _Launcher:
 
 
 class _ControllerProcess:
-    """A controller process: takes the lease and runs the controller until the job ends or another one is in charge."""
+    """Process of a controller: acquires the lease, and runs the controller until the job ends or another controller is
+    in charge."""
 
     def __init__(self, spec: ControllerSpec) -> None:
         run_dir = Path(spec.run_dir)

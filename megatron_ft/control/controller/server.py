@@ -1,21 +1,140 @@
 """Serves the calls of agents and administrators: a call waits until the controller's thread has processed it."""
 
 import json
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_ft.control import messages
 from megatron_ft.control.certificates import Certificates
-from megatron_ft.control.controller.inbox import Inbox, Item, Origin, Posted
-from megatron_ft.control.membership.events import MachineEvent, NodeLost
+from megatron_ft.control.membership.events import MachineEvent, NodeLost, Tick
 from megatron_ft.control.membership.state import MembershipPolicy
 from megatron_ft.control.messages import MAX_JOIN_BYTES, Deliver, Join, Poll, Report, decode_call
 from megatron_ft.control.rpc import ACCEPT_SECONDS, Method, RpcServer
 from megatron_ft.errors import ControlError, RecoveryError
 from megatron_ft.framing import Message
 from megatron_ft.serde import encode
+
+
+class Origin(NamedTuple):
+    """Identity of an item that an agent delivered: node, session of the agent, and number of the item in the
+    session."""
+
+    node: int
+    session: int
+    number: int
+
+
+@dataclass(slots=True)
+class Item:
+    """A report, registration or request that arrived in a call of an agent or an administrator."""
+
+    origin: Origin | None
+    """Origin of a report. None for a registration or request, which needs no number because a second delivery has no
+    further effect."""
+    content: Message
+    report: Report | None = None
+    """The parsed report in ``content``; None if it contains none."""
+    arrived_seconds: float = 0.0
+    """Arrival time on the controller's clock."""
+    has_effect: threading.Event = field(default_factory=threading.Event)
+    """Set when the item has been processed. Each item has its own event, so that only the call that waits for this item
+    wakes."""
+
+    def wait(self, timeout_seconds: float, sign_seconds: float, sign: Callable[[], None]) -> bool:
+        """Wait until this item and all earlier items have been processed; return False after ``timeout_seconds``.
+
+        Args:
+            sign: called every ``sign_seconds`` during the wait.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        # A node whose call waits for a busy controller is alive; without these signs it would count as lost.
+        while not self.has_effect.wait(min(sign_seconds, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            sign()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """An event that did not come from an agent. Events of the launcher have numbers."""
+
+    event: MachineEvent
+    arrived_seconds: float
+    """Arrival time on the controller's clock. For a ``Tick``, all earlier arrivals have been processed."""
+    number: int | None = None
+
+
+class _Inbox:
+    """A queue from many threads to one thread. Arrival times follow the order of the queue."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._queue: queue.SimpleQueue[Item | Posted] = queue.SimpleQueue()
+        # Held from reading the clock until the item is in the queue, so that times rise along the queue.
+        self._arriving = threading.Lock()
+        self._is_closed = False
+        self._first: Item | Posted | None = None
+        """The next item, if ``take`` has removed it from ``_queue`` but has not returned it yet."""
+
+    # --- any thread ------------------------------------------------------------------------------------------------
+
+    def post(self, event: MachineEvent, number: int | None = None) -> None:
+        """Add an event. May also be called in signal handlers."""
+        # Without the lock, which the interrupted thread may hold. ``SimpleQueue.put`` is reentrant.
+        self._queue.put(Posted(event, self._clock(), number))
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Add items; after ``close`` they count as processed."""
+        with self._arriving:
+            for item in items:
+                item.arrived_seconds = self._clock()
+                if self._is_closed:
+                    item.has_effect.set()
+                else:
+                    self._queue.put(item)
+
+    # --- the thread that takes ----------------------------------------------------------------------------------------
+
+    def take(self, until_seconds: float) -> Item | Posted:
+        """Return the next item if it arrived before ``until_seconds``. Otherwise wait until that time and return a
+        ``Tick``.
+
+        Therefore no deadline expires only because the controller was busy when an item arrived.
+        """
+        all_taken_seconds = until_seconds
+        if self._first is None:
+            self._first, all_taken_seconds = self._wait(until_seconds)
+        # What arrived after the deadline waits at the front: the deadline expires first.
+        if self._first is None or self._first.arrived_seconds >= until_seconds:
+            return Posted(Tick(), all_taken_seconds if self._first is None else self._first.arrived_seconds)
+        found, self._first = self._first, None
+        return found
+
+    def _wait(self, until_seconds: float) -> tuple[Item | Posted | None, float]:
+        try:
+            return self._queue.get(timeout=max(0.0, until_seconds - self._clock())), until_seconds
+        except queue.Empty:
+            pass
+        with self._arriving:  # an item may have its arrival time and not be in the queue yet
+            now = max(self._clock(), until_seconds)
+            return (None if self._queue.empty() else self._queue.get()), now
+
+    def close(self) -> None:
+        """Close the queue: all present and future items count as processed."""
+        # Under the lock: an item that arrives now is either found below or released by ``put``.
+        with self._arriving:
+            self._is_closed = True
+        left, self._first = [self._first], None
+        while not self._queue.empty():
+            left.append(self._queue.get())
+        for found in left:
+            if isinstance(found, Item):
+                found.has_effect.set()
 
 
 @dataclass
@@ -52,7 +171,7 @@ class _AgentSessions:
     # --- the thread that changes them ------------------------------------------------------------------------------
 
     def admit(self, node: int, process_id: int, *, num_orders: int) -> bool:
-        """Register an agent process; return whether it is new."""
+        """Register an agent process. Return whether it is new."""
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
@@ -75,7 +194,7 @@ class _AgentSessions:
         return not was_over if process_id == session.process_id else is_newest or was_over
 
     def inherit(self) -> list[int]:
-        """Take over the sessions of the previous controller; return the nodes whose session has not ended."""
+        """Take over the sessions of the previous controller. Return the nodes whose session has not ended."""
         for session in self._sessions.values():
             session.is_inherited = True
         return [node for node, session in self._sessions.items() if not session.is_over]
@@ -91,7 +210,7 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that this process replaces when it registers; None if there is
+        """Return the process id of the living agent that this process replaces when it registers, or None if there is
         none."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
@@ -151,19 +270,20 @@ class ControllerServer:
 
         Args:
             members: nodes of each generation; the controller adds new generations.
-            sign_of_life: called with the node of each call, and again while the call waits; safe in any thread.
+            sign_of_life: called with the node of each call, and again while the call waits. May be called in any
+                thread.
             clock: the controller's clock, for arrival times.
             sign_seconds: interval between two calls of ``sign_of_life`` while a call waits.
             others: further methods, by name.
-            epoch: every answer contains it.
+            epoch: number of the controller, which every answer contains.
         """
         self._policy, self._members, self._epoch = policy, members, epoch
         self._sessions = _AgentSessions()
         self._sign_of_life, self._sign_seconds = sign_of_life, sign_seconds
-        self._inbox = Inbox(clock)
+        self._inbox = _Inbox(clock)
         self._orders: list[Message] = []
         self._encoded_orders: list[bytes] = []
-        """The orders as JSON: a large one is encoded once, not for every agent."""
+        """The orders as JSON, so that each order is encoded only once and not for every agent."""
         self._new_order = threading.Condition()
         """Notifies all calls that wait for orders."""
         self._last_fetch = threading.Condition()
@@ -185,7 +305,7 @@ class ControllerServer:
         self.address = self._server.address
 
     def open(self) -> None:
-        """Begin to serve, also agents that an earlier controller has admitted. A second call does nothing."""
+        """Begin to serve, including agents that an earlier controller has admitted. A second call does nothing."""
         if self._is_open:
             return
         self._is_open = True
@@ -201,7 +321,7 @@ class ControllerServer:
     # --- the controller's thread -----------------------------------------------------------------------------------
 
     def post(self, event: MachineEvent, number: int | None = None) -> None:
-        """Post an event; safe in any thread and in signal handlers."""
+        """Post an event. May be called in any thread and in signal handlers."""
         self._inbox.post(event, number)
 
     def ask(self, event: MachineEvent) -> None:
@@ -216,7 +336,7 @@ class ControllerServer:
             raise TimeoutError(f"the controller did not process the request within {ACCEPT_SECONDS:g} s")
 
     def take(self, until_seconds: float) -> Item | Posted:
-        """Return the next item, or a tick, see ``Inbox.take``."""
+        """Return the next item, or a tick, see ``_Inbox.take``."""
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
@@ -224,7 +344,7 @@ class ControllerServer:
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
-        """Refuse later calls of a lost agent; return whether this changes anything, see ``_AgentSessions.end``."""
+        """Refuse later calls of a lost agent. Return whether this changes anything, see ``_AgentSessions.end``."""
         return self._sessions.end(node, process_id)
 
     def expects(self, origin: Origin) -> bool:
@@ -253,8 +373,8 @@ class ControllerServer:
     def finish(self) -> None:
         """Accept no more items, because the job has ended.
 
-        If nodes start by themselves, no launcher ends their agents. Then wait until all agents have fetched the last
-        order, for a few seconds at most.
+        If nodes start by themselves, no launcher ends their agents. In that case, wait a few seconds for all agents to
+        fetch the last order.
         """
         self._has_ended = True
         self._inbox.close()

@@ -18,8 +18,8 @@ from megatron_ft.control.node.ranks import last_line, size_of
 from megatron_ft.errors import ConfigError
 
 OnEnd = Callable[[str, int], None]
-"""Function called in another thread when an agent has ended; takes a description of the end and the agent's process
-id."""
+"""Function that is called in another thread when an agent has ended. Its arguments are a description of the end and the
+agent's process id."""
 
 _KEY = "launch.node_launcher"
 _PATHS = {
@@ -44,10 +44,10 @@ class LaunchContext:
 
 
 class NodeLauncher(Protocol):
-    """Starts, watches and stops the agents of one job; used by the launcher's main thread.
+    """Starts, watches and stops the agents of one job. Only the main thread of the launcher's process calls it.
 
-    The class is called with ``JobConfig`` and the environment variables. It raises ConfigError, before anything is
-    started, if it cannot be used here.
+    The constructor takes ``JobConfig`` and the environment variables. It starts nothing, and raises ConfigError if the
+    launcher cannot be used on this machine.
     """
 
     starts_nodes: ClassVar[bool]
@@ -82,7 +82,8 @@ class NodeLauncher(Protocol):
 
 
 def launcher_class(name: str) -> type[NodeLauncher]:
-    """Return the class of ``launch.node_launcher``: one of this package by its name, another by ``module:Class``.
+    """Return the class that ``launch.node_launcher`` names. Launchers of this package have short names; other launchers
+    are named by ``module:Class``.
 
     Raises:
         ConfigError: the class does not exist.

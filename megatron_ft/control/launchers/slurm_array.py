@@ -12,7 +12,7 @@ from megatron_ft.control.launchers.base import LaunchContext, OnEnd
 from megatron_ft.control.node import join_file
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.join_file import JoinFile
-from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.control.slurm.nodes import Allocation, address_of
 from megatron_ft.errors import EXIT_OK, FINAL_EXIT_CODES, ConfigError
 
@@ -60,7 +60,9 @@ class SlurmArrayLauncher:
         assert self._run_dir is not None, "finish() was called before publish()"
         # Another job of the chain would end with the same error.
         is_final = exit_code in {EXIT_OK, *FINAL_EXIT_CODES}
-        leave_marker(self._run_dir, self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final)
+        RunAttempts(self._run_dir).leave_marker(
+            self._allocation.job_id, exit_code=exit_code, reason=reason, is_final=is_final
+        )
 
 
 def _read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:

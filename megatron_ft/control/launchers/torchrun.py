@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
 

@@ -6,7 +6,7 @@ differs. ``at_seconds`` is the time of the event in seconds since 1970, on the m
 
 from dataclasses import dataclass
 
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import Position
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,32 @@
-"""Rules for nodes that join a running job or leave it on request.
+"""Rules for nodes that join a running job, leave it on request, or replace lost nodes.
 
 A node that is not a member is to join (``is_wanted``) when its agent registers or an operator adds it. Its ranks are
 then started (``START_NODES``), and the node waits when all of them have connected. When the first such node has waited
 for ``join_window_seconds``, or a member is to leave, the members are ordered to stop at an iteration boundary
 (``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``). Nodes beyond ``most_members``
 wait as spares until a member is lost or leaves.
+
+Jobs that keep their layout let other nodes take the places of lost nodes. Every membership has a node at each place.
+After all remaining ranks have reported their positions, the next membership begins if as many joining nodes (spares)
+are ready as places were lost. If there are too few, lost nodes are started again: first the agent, if it has ended
+(``START_AGENTS``), then the ranks, when the old ones have ended (``START_NODES``). A node that ends or does not become
+ready in time is killed and started again, as often as ``max_node_restarts`` allows. If no node can take a place, the
+job stops like one that needs all nodes.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from megatron_ft.control.membership.nodes import AgentState, NodeRecord, Nodes, NodeState
 from megatron_ft.control.membership.state import (
     SETTLED_ITERATIONS,
     TRAINING,
+    AgentState,
     Decision,
     FailedStart,
     MembershipPolicy,
     Moment,
+    NodeRecord,
+    Nodes,
+    NodeState,
     Phase,
     State,
     Step,
@@ -28,31 +38,350 @@ LONGEST_PAUSE_SECONDS = 30.0
 _NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
 
-def register(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that a node's agent has registered."""
-    nodes = state.nodes.change(
-        node,
-        agent=AgentState.REGISTERED,
-        was_registered=True,
-        has_unregistered_agent=False,
-        not_before_seconds=0.0,
-    )
-    return replace(state, nodes=_want(policy, nodes, node))
+@dataclass(frozen=True, slots=True)
+class NodeRules:
+    """Rules of a job for nodes that join it, leave it, or replace lost nodes."""
 
+    policy: MembershipPolicy
 
-def add(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that an operator wants a node to join, regardless of how often it was lost before."""
-    # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
-    nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
-    return replace(state, nodes=_want(policy, nodes, node))
+    def register(self, state: State, node: int) -> State:
+        """Record that a node's agent has registered."""
+        nodes = state.nodes.change(
+            node,
+            agent=AgentState.REGISTERED,
+            was_registered=True,
+            has_unregistered_agent=False,
+            not_before_seconds=0.0,
+        )
+        return replace(state, nodes=self._want(nodes, node))
 
+    def add(self, state: State, node: int) -> State:
+        """Record that an operator wants a node to join, regardless of how often it was lost before."""
+        # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
+        nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
+        return replace(state, nodes=self._want(nodes, node))
 
-def _want(policy: MembershipPolicy, nodes: Nodes, node: int) -> Nodes:
-    if not policy.may_lose_nodes or nodes.is_member(node) or node in nodes.waiting:
-        return nodes
-    # LEFT keeps a node out of restarts of all ranks. A new registration or an operator's request ends that.
-    has_left = nodes[node].state is NodeState.LEFT
-    return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
+    def _want(self, nodes: Nodes, node: int) -> Nodes:
+        if not self.policy.may_lose_nodes or nodes.is_member(node) or node in nodes.waiting:
+            return nodes
+        # LEFT keeps a node out of restarts of all ranks. A new registration or an operator's request ends that.
+        has_left = nodes[node].state is NodeState.LEFT
+        return nodes.change(node, is_wanted=True, **({"state": NodeState.ABSENT} if has_left else {}))
+
+    def may_return(self, record: NodeRecord) -> bool:
+        """Return whether the policy allows the job to start a lost node again."""
+        return self.policy.restart_lost_nodes and record.num_losses <= self.policy.max_node_restarts
+
+    def _may_start(self, state: State, record: NodeRecord) -> bool:
+        is_uncounted = record.node in state.members and not record.is_counted
+        return (1 if is_uncounted else max(1, record.num_losses)) <= self.policy.max_node_restarts
+
+    def _fail_start(self, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1) -> State:
+        """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
+        often."""
+        num_losses += state.nodes[node].num_losses
+        # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
+        pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
+        not_before = now.arrived_seconds + pause_seconds
+        nodes = state.nodes.change(node, num_losses=num_losses, not_before_seconds=not_before)
+        starts_again = self.may_return(nodes[node])
+        nodes = nodes.change(node, is_wanted=starts_again)
+        return replace(
+            state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again))
+        )
+
+    def _give_up_agent(self, state: State, node: int, now: Moment) -> State:
+        """Count an agent that did not register in time as a failed start; the next start of its node ends this
+        agent."""
+        late = f"its agent did not register (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
+        state = self._fail_start(state, node, late, now)
+        return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
+
+    def lose_agent(self, state: State, node: int, reason: str, now: Moment) -> State:
+        """Record that a node's agent has ended, and its ranks with it."""
+        record = state.nodes[node]
+        if record.has_unregistered_agent:  # its failed start was counted when it was given up
+            return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
+        # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
+        # started for ever.
+        never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
+        if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
+            state = self._fail_start(state, node, reason, now)
+        # ``_start`` would start a process for each node that is still wanted.
+        elif not self.policy.restart_lost_nodes:
+            state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
+        nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
+        # Ranks of a node that is only cut off may live. Its session is refused, so they cannot report any more and end
+        # with their agent.
+        return replace(state, nodes=nodes, gone=state.gone | set(self.policy.ranks_of(node)))
+
+    def connect(self, state: State, rank: int, now: Moment) -> State:
+        """Record that a rank has connected; a joining node is ready when all its ranks have connected."""
+        state = replace(state, connected=state.connected | {rank})
+        node = self.policy.node_of(rank)
+        is_starting = state.nodes[node].state is NodeState.STARTING
+        if not is_starting or not state.connected >= set(self.policy.ranks_of(node)):
+            return state
+        number = state.nodes.next_queue_number
+        nodes = state.nodes.change(node, state=NodeState.READY, since_seconds=now.seconds, queue_number=number)
+        return replace(state, nodes=nodes)
+
+    def lose_rank(self, state: State, rank: int, reason: str, now: Moment) -> State:
+        """Record that a rank of a node that is not a member has ended: the node cannot join with its present ranks."""
+        node = self.policy.node_of(rank)
+        state = replace(state, gone=state.gone | {rank})
+        return self._dismiss(state, node, reason, now) if node in state.nodes.waiting else state
+
+    def drain(self, state: State, node: int) -> State:
+        """Record that a member has to leave, unless ``refuse_drain`` gives a reason against it."""
+        if self.refuse_drain(state, node) is not None:
+            return state
+        return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
+
+    def refuse_drain(self, state: State, node: int) -> str | None:
+        """Return the reason why a node cannot leave, or None if it can."""
+        if state.phase in _NOT_ALIVE or state.interrupted:
+            return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
+        if not state.nodes.is_member(node):
+            return f"node {node} is not a member"
+        if self.policy.keeps_layout:
+            return "recovery.keep_layout=true: no node can leave on request, because the layout needs every node"
+        if state.nodes[node].state is NodeState.DRAINING:
+            return f"node {node} is leaving already"
+        # Nodes that are leaving count as gone: several drains together must not go below the minimum.
+        num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
+        if num_left < self.policy.fewest_nodes:
+            fewest = self.policy.fewest_nodes
+            return f"the number of nodes that would remain is {num_left}, below recovery.min_nodes={fewest}"
+        return None
+
+    def refuse_add(self, state: State, node: int) -> str | None:
+        """Return the reason why a node cannot be added, or None if it can."""
+        if state.phase in _NOT_ALIVE or state.interrupted:
+            return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
+        if not self.policy.may_lose_nodes:
+            return (
+                f"recovery.min_nodes={self.policy.min_nodes} and nodes.max_nodes={self.policy.max_nodes} "
+                "fix the number of nodes, so no node can join"
+            )
+        if state.nodes.is_member(node):
+            return f"node {node} is a member already"
+        if node in state.nodes.waiting or state.nodes[node].is_wanted:
+            return f"node {node} is waiting to join already"
+        if not self.policy.starts_nodes and node not in state.nodes.registered:
+            return (
+                f"node {node} has no agent, and launch.node_launcher=none cannot start one; "
+                "start the node, and it joins"
+            )
+        return None
+
+    def admitted(self, state: State, num_staying: int) -> tuple[int, ...]:
+        """Return the ready nodes for which the next membership has places beside ``num_staying`` members, ascending.
+        Nodes that became ready first are preferred."""
+        ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
+        return tuple(sorted(ready[: max(0, self.policy.most_members - num_staying)]))
+
+    def decide(self, state: State, now: Moment) -> Step | None:
+        """Return the next step for nodes that join or leave while the members train, or None if there is nothing to
+        do."""
+        if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
+            return None
+        if not self.policy.may_lose_nodes or not self.policy.ranks_of_all(state.members).isdisjoint(state.gone):
+            return None  # ranks have done their work: the job is about to end
+        return self._give_up_agents(state, now) or self._kill_or_start(state, now) or self._change(state, now)
+
+    def set_wake_up(self, state: State, now: Moment) -> State:
+        """Set the time at which ``decide`` must be called next if no event arrives."""
+        if state.phase not in TRAINING:
+            return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
+        # An event yields one step. Where another step is due already, a tick makes it at once.
+        if self.decide(state, now) is not None:
+            return replace(state, wake_up_seconds=now.arrived_seconds)
+        waits = {
+            NodeState.STARTING: self.policy.start_timeout_seconds,
+            NodeState.READY: self.policy.join_window_seconds,
+        }
+        times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
+        times += [record.not_before_seconds for record in state.nodes.records if record.is_wanted]
+        times += [
+            record.agent_since_seconds + self.policy.start_timeout_seconds for record in self._unregistered(state)
+        ]
+        # ``decide`` has seen all times that have passed. As wake-ups they would wake the controller without end.
+        return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
+
+    def _kill_or_start(self, state: State, now: Moment) -> Step | None:
+        """Return a step that kills or starts ranks outside the membership, or None if there is nothing to do."""
+        return self._kill(state, now) or self._start(state, now)
+
+    def _unregistered(self, state: State) -> list[NodeRecord]:
+        """Return the nodes whose agent the job has started but which has not registered; empty if nodes start by
+        themselves."""
+        return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if self.policy.starts_nodes else []
+
+    def _give_up_agents(self, state: State, now: Moment) -> Step | None:
+        late = [
+            record.node
+            for record in self._unregistered(state)
+            if now.arrived_seconds >= record.agent_since_seconds + self.policy.start_timeout_seconds
+        ]
+        if not late:
+            return None
+        for node in late:
+            state = self._give_up_agent(state, node, now)
+        return Step(state, Decision.WAIT, f"the agents of nodes {late} did not register in time")
+
+    def _kill(self, state: State, now: Moment) -> Step | None:
+        for record in state.nodes.joining:
+            is_due = now.arrived_seconds >= record.since_seconds + self.policy.start_timeout_seconds
+            if record.state is NodeState.STARTING and is_due:
+                limit = self.policy.start_timeout_seconds
+                late = f"not all ranks connected in time (launch.start_timeout_seconds={limit:g})"
+                state = self._dismiss(state, record.node, late, now)
+        dismissed = tuple(sorted(state.nodes.dismissed))
+        if not dismissed:
+            return None
+        reason = f"nodes {list(dismissed)} do not join: a rank ended or did not connect in time"
+        state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
+        return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
+
+    def _start(self, state: State, now: Moment) -> Step | None:
+        wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
+        # Two processes with one rank number would report for each other: the last old rank has to be gone first.
+        startable = [record for record in wanted if not self._has_living_rank(state, record)]
+        startable = [record for record in startable if record.not_before_seconds <= now.arrived_seconds]
+        present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
+        if present:
+            return Step(
+                self._begin(state, present, now),
+                Decision.START_NODES,
+                f"start ranks on nodes {list(present)}, which are to join",
+                nodes=present,
+            )
+        absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
+        if absent:
+            nodes = state.nodes.change(absent, agent=AgentState.STARTING, agent_since_seconds=now.seconds)
+            state = replace(state, nodes=nodes)
+            return Step(state, Decision.START_AGENTS, f"start nodes {list(absent)}, which are to join", nodes=absent)
+        return None
+
+    def _has_living_rank(self, state: State, record: NodeRecord) -> bool:
+        return record.has_ranks and not state.gone >= set(self.policy.ranks_of(record.node))
+
+    def _begin(self, state: State, started: tuple[int, ...], now: Moment) -> State:
+        nodes = state.nodes
+        for node in started:
+            nodes = nodes.change(
+                node,
+                state=NodeState.STARTING,
+                is_wanted=False,
+                is_dismissed=False,
+                has_ranks=True,
+                since_seconds=now.seconds,
+                queue_number=nodes.next_queue_number,
+                # A dead member stays lost for the others until the next membership.
+                is_announced=nodes[node].is_announced and node in nodes.members,
+            )
+        ranks = {rank for node in started for rank in self.policy.ranks_of(node)}
+        return replace(state, nodes=nodes, gone=state.gone - ranks, connected=state.connected - ranks)
+
+    def _change(self, state: State, now: Moment) -> Step | None:
+        if state.phase is Phase.CHANGING:
+            return None
+        # A loss since the request may have used up the margin. Then nodes wait to leave until others have joined.
+        num_spare = len(state.members) - self.policy.fewest_nodes
+        leaving = tuple(sorted(state.nodes.draining)[: max(0, num_spare)])
+        joining = self.admitted(state, len(state.members) - len(leaving))
+        # Each change stops training once. The window lets nodes that come together join in one change; a node that
+        # leaves does not wait for it.
+        since = [record.since_seconds for record in state.nodes.joining if record.node in joining]
+        if not leaving and (not since or now.arrived_seconds < min(since) + self.policy.join_window_seconds):
+            return None
+        state = replace(state, phase=Phase.CHANGING, nodes=state.nodes.change(leaving, leaves_now=True))
+        return Step(state, Decision.CHANGE, describe_change(joining, leaving), nodes=leaving)
+
+    def _dismiss(self, state: State, node: int, reason: str, now: Moment) -> State:
+        state = self._fail_start(state, node, reason, now)
+        return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
+
+    def can_fill_places(self, state: State) -> bool:
+        """Whether a node is ready for every place; always true in jobs that do not keep their layout."""
+        return not self.policy.keeps_layout or len(_ready(state)) == len(_lost_places(state))
+
+    def why_place_stays_empty(self, state: State) -> str | None:
+        """Return the reason why a lost place stays empty, or None if there is a node for each lost place."""
+        places = _lost_places(state)
+        if len(places) == len(state.members):
+            return "no node is left: every node of the job is lost"
+        coming = self._coming(state) | self._returning(state)
+        if len(coming) >= len(places):
+            return None
+        place = next(place for place in places if state.members[place] not in coming)
+        node = state.members[place]
+        why = "nodes.restart_lost_nodes=false"
+        if self.policy.restart_lost_nodes:
+            most = self.policy.max_node_restarts
+            why = f"it was lost, or failed to start, too often in a row (nodes.max_node_restarts={most})"
+        return f"node {node} (place {place}) has no replacement: no spare is left, and the node is not restarted: {why}"
+
+    def give_up_late_nodes(self, state: State, now: Moment) -> State:
+        """Give up nodes that should have taken a lost place but are late: their agent has not registered, or their old
+        ranks have not ended."""
+        if state.phase is not Phase.FILLING or not state.is_late(now):
+            return state
+        reason = f"it did not register in time (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
+        expected = self._expected(state)
+        for node in sorted(state.nodes.wanted | expected):
+            if self.policy.starts_nodes and state.nodes[node].agent is AgentState.STARTING:
+                state = self._give_up_agent(state, node, now)
+            else:
+                # More losses than the limit: neither ``_returning`` nor ``may_return`` starts these nodes again.
+                state = self._fail_start(state, node, reason, now, num_losses=self.policy.max_node_restarts + 1)
+        starting = {record.node for record in state.nodes.records if record.agent is AgentState.STARTING}
+        nodes = state.nodes.change(expected | starting, agent=AgentState.LOST)
+        return replace(state, nodes=nodes, deadline_seconds=now.seconds + self.policy.start_timeout_seconds)
+
+    def fill_places(self, state: State, now: Moment) -> Step:
+        """Start nodes for the lost places while the remaining nodes wait."""
+        fresh_deadline = now.seconds + self.policy.start_timeout_seconds
+        deadline = state.deadline_seconds if state.phase is Phase.FILLING else fresh_deadline
+        nodes = state.nodes.change(self._returning(state), is_wanted=True)
+        state = replace(state, phase=Phase.FILLING, nodes=nodes, reform_by_seconds=None, deadline_seconds=deadline)
+        step = self._kill_or_start(state, now)
+        if step is None:
+            return Step(state, Decision.WAIT, f"waiting for nodes that fill the places {list(_lost_places(state))}")
+        if step.decision is Decision.KILL_NODES:
+            return step
+        # Each ordered start has the whole time; steps that only wait keep the deadline.
+        return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
+
+    def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
+        """Set the time at which the empty places must be checked again if no event arrives."""
+        starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
+        times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
+        times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]
+        due = min((at for at in times if at > now.arrived_seconds), default=None)
+        # An order leaves the next step to a tick, which may be due at once.
+        wake_up = due if step.decision is Decision.WAIT else now.arrived_seconds
+        return replace(step.state, wake_up_seconds=wake_up)
+
+    def _coming(self, state: State) -> frozenset[int]:
+        wanted = {node for node in state.nodes.wanted if not state.nodes.is_member(node)}
+        return state.nodes.waiting | wanted | self._expected(state)
+
+    def _expected(self, state: State) -> frozenset[int]:
+        return frozenset(
+            node for node in range(self.policy.most_nodes) if state.nodes[node].agent is AgentState.UNKNOWN
+        )
+
+    def _returning(self, state: State) -> frozenset[int]:
+        if not self.policy.restart_lost_nodes:
+            return frozenset()
+        coming = self._coming(state)
+        away = [state.nodes[node] for node in range(self.policy.most_nodes) if node not in coming]
+        able = {r.node for r in away if not state.nodes.is_member(r.node) and self._may_start(state, r)}
+        own = able & set(state.members)
+        is_short = len(coming) + len(own) < len(_lost_places(state))
+        return frozenset(able if is_short else own)
 
 
 def count_loss(record: NodeRecord, iteration: int) -> int:
@@ -60,241 +389,6 @@ def count_loss(record: NodeRecord, iteration: int) -> int:
     # A node that has trained for so long was lost for a new reason. Only losses in quick succession are repetitions.
     has_settled = iteration - record.joined_iteration >= SETTLED_ITERATIONS
     return 1 if has_settled else record.num_losses + 1
-
-
-def may_return(policy: MembershipPolicy, record: NodeRecord) -> bool:
-    """Whether the policy allows to start a lost node again."""
-    return policy.restart_lost_nodes and record.num_losses <= policy.max_node_restarts
-
-
-def fail_start(
-    policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment, *, num_losses: int = 1
-) -> State:
-    """Count a failed start as ``num_losses`` losses; the node is started again after a pause unless it was lost too
-    often."""
-    num_losses += state.nodes[node].num_losses
-    # Without the pause, a disturbance of a few seconds uses up all starts, and the node never returns.
-    pause_seconds = min(FIRST_PAUSE_SECONDS * 2.0 ** (num_losses - 1), LONGEST_PAUSE_SECONDS)
-    not_before = now.arrived_seconds + pause_seconds
-    nodes = state.nodes.change(node, num_losses=num_losses, not_before_seconds=not_before)
-    starts_again = may_return(policy, nodes[node])
-    nodes = nodes.change(node, is_wanted=starts_again)
-    return replace(state, nodes=nodes, failed_starts=(*state.failed_starts, FailedStart(node, reason, starts_again)))
-
-
-def give_up_agent(policy: MembershipPolicy, state: State, node: int, now: Moment) -> State:
-    """Count an agent that did not register in time as a failed start; the next start of its node ends this agent."""
-    late = f"its agent did not register (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
-    state = fail_start(policy, state, node, late, now)
-    return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
-
-
-def lose_agent(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
-    """Record that a node's agent has ended, and its ranks with it."""
-    record = state.nodes[node]
-    if record.has_unregistered_agent:  # its failed start was counted when it was given up
-        return replace(state, nodes=state.nodes.change(node, has_unregistered_agent=False))
-    # It had not become a member, so its start has failed. Without the count a node that dies at each start would be
-    # started for ever.
-    never_came = record.agent is AgentState.UNKNOWN and not state.nodes.is_member(node)
-    if never_came or record.agent is AgentState.STARTING or node in state.nodes.waiting:
-        state = fail_start(policy, state, node, reason, now)
-    # ``_start`` would start a process for each node that is still wanted.
-    elif not policy.restart_lost_nodes:
-        state = replace(state, nodes=state.nodes.change(node, is_wanted=False))
-    nodes = _stop_joining(state.nodes, node).change(node, agent=AgentState.LOST, is_dismissed=False)
-    # Ranks of a node that is only cut off may live. Its session is refused, so they cannot report any more and end with
-    # their agent.
-    return replace(state, nodes=nodes, gone=state.gone | set(policy.ranks_of(node)))
-
-
-def connect(policy: MembershipPolicy, state: State, rank: int, now: Moment) -> State:
-    """Record that a rank has connected; a joining node is ready when all its ranks have connected."""
-    state = replace(state, connected=state.connected | {rank})
-    node = policy.node_of(rank)
-    is_starting = state.nodes[node].state is NodeState.STARTING
-    if not is_starting or not state.connected >= set(policy.ranks_of(node)):
-        return state
-    number = state.nodes.next_queue_number
-    nodes = state.nodes.change(node, state=NodeState.READY, since_seconds=now.seconds, queue_number=number)
-    return replace(state, nodes=nodes)
-
-
-def lose_rank(policy: MembershipPolicy, state: State, rank: int, reason: str, now: Moment) -> State:
-    """Record that a rank of a node that is not a member has ended: the node cannot join with its present ranks."""
-    node = policy.node_of(rank)
-    state = replace(state, gone=state.gone | {rank})
-    return _dismiss(policy, state, node, reason, now) if node in state.nodes.waiting else state
-
-
-def drain(policy: MembershipPolicy, state: State, node: int) -> State:
-    """Record that a member has to leave, unless ``refuse_drain`` gives a reason against it."""
-    if refuse_drain(policy, state, node) is not None:
-        return state
-    return replace(state, nodes=state.nodes.change(node, state=NodeState.DRAINING))
-
-
-def refuse_drain(policy: MembershipPolicy, state: State, node: int) -> str | None:
-    """Return the reason why a node cannot leave; None if it can."""
-    if state.phase in _NOT_ALIVE or state.interrupted:
-        return f"no node can leave while the job is {'stopping' if state.interrupted else state.phase.value}"
-    if not state.nodes.is_member(node):
-        return f"node {node} is not a member"
-    if policy.keeps_layout:
-        return "recovery.keep_layout=true: no node can leave on request, because the layout needs every node"
-    if state.nodes[node].state is NodeState.DRAINING:
-        return f"node {node} is leaving already"
-    # Nodes that are leaving count as gone: several drains together must not go below the minimum.
-    num_left = len(set(state.members) - state.nodes.lost - state.nodes.draining) - 1
-    if num_left < policy.fewest_nodes:
-        return f"the number of nodes that would remain is {num_left}, below recovery.min_nodes={policy.fewest_nodes}"
-    return None
-
-
-def refuse_add(policy: MembershipPolicy, state: State, node: int) -> str | None:
-    """Return the reason why a node cannot be added; None if it can."""
-    if state.phase in _NOT_ALIVE or state.interrupted:
-        return f"no node can join while the job is {'stopping' if state.interrupted else state.phase.value}"
-    if not policy.may_lose_nodes:
-        return (
-            f"recovery.min_nodes={policy.min_nodes} and nodes.max_nodes={policy.max_nodes} fix the number of nodes, so "
-            "no node can join"
-        )
-    if state.nodes.is_member(node):
-        return f"node {node} is a member already"
-    if node in state.nodes.waiting or state.nodes[node].is_wanted:
-        return f"node {node} is waiting to join already"
-    if not policy.starts_nodes and node not in state.nodes.registered:
-        return f"node {node} has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
-    return None
-
-
-def admitted(policy: MembershipPolicy, state: State, num_staying: int) -> tuple[int, ...]:
-    """Return the ready nodes for which the next membership has places beside ``num_staying`` members, ascending. Nodes
-    that became ready first are preferred."""
-    ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
-    return tuple(sorted(ready[: max(0, policy.most_members - num_staying)]))
-
-
-def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """Return the next step for nodes that join or leave while the members train; None if there is nothing to do."""
-    if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
-        return None
-    if not policy.may_lose_nodes or not policy.ranks_of_all(state.members).isdisjoint(state.gone):
-        return None  # ranks have done their work: the job is about to end
-    return _give_up_agents(policy, state, now) or kill_or_start(policy, state, now) or _change(policy, state, now)
-
-
-def set_wake_up(policy: MembershipPolicy, state: State, now: Moment) -> State:
-    """Set the time at which ``decide`` must be called next if no event arrives."""
-    if state.phase not in TRAINING:
-        return state if state.wake_up_seconds is None else replace(state, wake_up_seconds=None)
-    # An event yields one step. Where another step is due already, a tick makes it at once.
-    if decide(policy, state, now) is not None:
-        return replace(state, wake_up_seconds=now.arrived_seconds)
-    waits = {NodeState.STARTING: policy.start_timeout_seconds, NodeState.READY: policy.join_window_seconds}
-    times = [record.since_seconds + waits[record.state] for record in state.nodes.joining]
-    times += [record.not_before_seconds for record in state.nodes.records if record.is_wanted]
-    times += [record.agent_since_seconds + policy.start_timeout_seconds for record in _unregistered(policy, state)]
-    # ``decide`` has seen all times that have passed. As wake-ups they would wake the controller without end.
-    return replace(state, wake_up_seconds=min((at for at in times if at > now.arrived_seconds), default=None))
-
-
-def kill_or_start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    """Return a step that kills or starts ranks outside the membership; None if there is nothing to do."""
-    return _kill(policy, state, now) or _start(policy, state, now)
-
-
-def _unregistered(policy: MembershipPolicy, state: State) -> list[NodeRecord]:
-    """Return the nodes whose agent the job has started but which has not registered; empty if nodes start by
-    themselves."""
-    return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if policy.starts_nodes else []
-
-
-def _give_up_agents(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    late = [
-        record.node
-        for record in _unregistered(policy, state)
-        if now.arrived_seconds >= record.agent_since_seconds + policy.start_timeout_seconds
-    ]
-    if not late:
-        return None
-    for node in late:
-        state = give_up_agent(policy, state, node, now)
-    return Step(state, Decision.WAIT, f"the agents of nodes {late} did not register in time")
-
-
-def _kill(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    for record in state.nodes.joining:
-        is_due = now.arrived_seconds >= record.since_seconds + policy.start_timeout_seconds
-        if record.state is NodeState.STARTING and is_due:
-            late = f"not all ranks connected in time (launch.start_timeout_seconds={policy.start_timeout_seconds:g})"
-            state = _dismiss(policy, state, record.node, late, now)
-    dismissed = tuple(sorted(state.nodes.dismissed))
-    if not dismissed:
-        return None
-    reason = f"nodes {list(dismissed)} do not join: a rank ended or did not connect in time"
-    state = replace(state, nodes=state.nodes.change(dismissed, is_dismissed=False))
-    return Step(state, Decision.KILL_NODES, reason, nodes=dismissed)
-
-
-def _start(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    wanted = [state.nodes[node] for node in sorted(state.nodes.wanted) if not state.nodes.is_member(node)]
-    # Two processes with one rank number would report for each other: the last old rank has to be gone first.
-    startable = [record for record in wanted if not _has_living_rank(policy, state, record)]
-    startable = [record for record in startable if record.not_before_seconds <= now.arrived_seconds]
-    present = tuple(record.node for record in startable if record.agent is AgentState.REGISTERED)
-    if present:
-        return Step(
-            _begin(policy, state, present, now),
-            Decision.START_NODES,
-            f"start ranks on nodes {list(present)}, which are to join",
-            nodes=present,
-        )
-    absent = tuple(record.node for record in startable if record.agent is not AgentState.STARTING)
-    if absent:
-        nodes = state.nodes.change(absent, agent=AgentState.STARTING, agent_since_seconds=now.seconds)
-        state = replace(state, nodes=nodes)
-        return Step(state, Decision.START_AGENTS, f"start nodes {list(absent)}, which are to join", nodes=absent)
-    return None
-
-
-def _has_living_rank(policy: MembershipPolicy, state: State, record: NodeRecord) -> bool:
-    return record.has_ranks and not state.gone >= set(policy.ranks_of(record.node))
-
-
-def _begin(policy: MembershipPolicy, state: State, started: tuple[int, ...], now: Moment) -> State:
-    nodes = state.nodes
-    for node in started:
-        nodes = nodes.change(
-            node,
-            state=NodeState.STARTING,
-            is_wanted=False,
-            is_dismissed=False,
-            has_ranks=True,
-            since_seconds=now.seconds,
-            queue_number=nodes.next_queue_number,
-            # A dead member stays lost for the others until the next membership.
-            is_announced=nodes[node].is_announced and node in nodes.members,
-        )
-    ranks = {rank for node in started for rank in policy.ranks_of(node)}
-    return replace(state, nodes=nodes, gone=state.gone - ranks, connected=state.connected - ranks)
-
-
-def _change(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
-    if state.phase is Phase.CHANGING:
-        return None
-    # A loss since the request may have used up the margin. Then nodes wait to leave until others have joined.
-    num_spare = len(state.members) - policy.fewest_nodes
-    leaving = tuple(sorted(state.nodes.draining)[: max(0, num_spare)])
-    joining = admitted(policy, state, len(state.members) - len(leaving))
-    # Each change stops training once. The window lets nodes that come together join in one change; a node that leaves
-    # does not wait for it.
-    since = [record.since_seconds for record in state.nodes.joining if record.node in joining]
-    if not leaving and (not since or now.arrived_seconds < min(since) + policy.join_window_seconds):
-        return None
-    state = replace(state, phase=Phase.CHANGING, nodes=state.nodes.change(leaving, leaves_now=True))
-    return Step(state, Decision.CHANGE, describe_change(joining, leaving), nodes=leaving)
 
 
 def describe_change(joining: tuple[int, ...], leaving: tuple[int, ...]) -> str:
@@ -309,6 +403,49 @@ def _stop_joining(nodes: Nodes, node: int) -> Nodes:
     return nodes.change(node, state=NodeState.LOST if node in nodes.members else NodeState.ABSENT)
 
 
-def _dismiss(policy: MembershipPolicy, state: State, node: int, reason: str, now: Moment) -> State:
-    state = fail_start(policy, state, node, reason, now)
-    return replace(state, nodes=_stop_joining(state.nodes, node).change(node, is_dismissed=True))
+def _lost_places(state: State) -> tuple[int, ...]:
+    """Return the places whose node is lost, ascending."""
+    return tuple(place for place, node in enumerate(state.members) if node in state.nodes.lost)
+
+
+def members_after_filling(state: State) -> tuple[int, ...]:
+    """Return the node at each place of the next membership.
+
+    The nodes that have waited longest join. A node that had a place takes it again; other nodes fill the empty places.
+    """
+    ready = _ready(state)
+    others = iter(node for node in ready if node not in state.members)
+    stays = set(state.members) - state.nodes.lost | set(ready)
+    # A node at its former place finds the windows that its own snapshot server has kept.
+    return tuple(node if node in stays else next(others) for node in state.members)
+
+
+def members_after_restart(state: State) -> tuple[int, ...]:
+    """Return the node at each place for a restart of all ranks. A node whose agent has ended is replaced.
+
+    Nodes that wait to join are the first replacements. If too few nodes live, the result is shorter than the number of
+    places.
+    """
+    live = state.nodes.registered
+    order = [record.node for record in state.nodes.joining] + sorted(live)
+    others = iter([node for node in dict.fromkeys(order) if node in live and node not in state.members])
+    found = [node if node in live else next(others, None) for node in state.members]
+    return tuple(node for node in found if node is not None)
+
+
+def count_losses(state: State, iteration: int) -> State:
+    """Add each lost member of this generation once to ``num_losses`` of its node; training continues after
+    ``iteration``."""
+    # A place that waits needs the count before the next membership counts losses; ``is_counted`` keeps that from
+    # counting them again.
+    nodes = state.nodes
+    for node in state.members:
+        record = nodes[node]
+        if node in state.nodes.lost and not record.is_counted:
+            nodes = nodes.change(node, num_losses=count_loss(record, iteration), is_counted=True)
+    return replace(state, nodes=nodes)
+
+
+def _ready(state: State) -> list[int]:
+    ready = [record.node for record in state.nodes.joining if record.state is NodeState.READY]
+    return ready[: len(_lost_places(state))]

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_ft.control.membership import joining, reconfigure, replacing
+from megatron_ft.control.membership import joining, reconfigure
 from megatron_ft.control.membership.events import (
     AddRequested,
     DrainRequested,
@@ -25,13 +25,16 @@ from megatron_ft.control.membership.events import (
     StopRequested,
     Tick,
 )
-from megatron_ft.control.membership.nodes import AgentState, Nodes, NodeState
+from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.state import (
     TRAINING,
+    AgentState,
     Decision,
     Failure,
     MembershipPolicy,
     Moment,
+    Nodes,
+    NodeState,
     Outcome,
     Phase,
     State,
@@ -76,20 +79,20 @@ def advance(
             step = decided
             break
     if policy.keeps_layout and step.state.phase in (Phase.REFORMING, Phase.FILLING):
-        return replace(step, state=replacing.set_wake_up(policy, step, now))
-    return replace(step, state=joining.set_wake_up(policy, step.state, now))
+        return replace(step, state=NodeRules(policy).set_wake_up_of_filling(step, now))
+    return replace(step, state=NodeRules(policy).set_wake_up(step.state, now))
 
 
 def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> State:
     match event:
         case NodeJoined(node):
-            return joining.register(policy, state, node)
+            return NodeRules(policy).register(state, node)
         case AddRequested(node):
-            return joining.add(policy, state, node)
+            return NodeRules(policy).add(state, node)
         case DrainRequested(node):
-            return joining.drain(policy, state, node)
+            return NodeRules(policy).drain(state, node)
         case RankReported(rank):
-            return joining.connect(policy, state, rank, now)
+            return NodeRules(policy).connect(state, rank, now)
         case RankRaised() | RankBroken() | RankExited() | RankHung():
             return _observe_rank(policy, state, event, now)
         case JobHung(at_seconds, detail):
@@ -103,7 +106,7 @@ def _observe(policy: MembershipPolicy, state: State, event: MachineEvent, now: M
 
 def _lose_node(policy: MembershipPolicy, state: State, event: NodeLost, now: Moment) -> State:
     node, detail = event.node, event.detail
-    state = joining.lose_agent(policy, state, node, detail, now)
+    state = NodeRules(policy).lose_agent(state, node, detail, now)
     # The job waits for nodes that start by themselves, so this one may register again.
     if state.phase is Phase.FORMING and not policy.starts_nodes:
         return replace(state, nodes=state.nodes.change(node, was_registered=False))
@@ -123,7 +126,7 @@ def _observe_rank(
             return state
         cause = f": {event.last_line}" if event.last_line and event.returncode > 0 else ""
         reason = f"rank {rank} {describe_returncode(event.returncode)}{cause}"
-        return joining.lose_rank(policy, state, rank, reason, now)
+        return NodeRules(policy).lose_rank(state, rank, reason, now)
     name = f"rank {policy.number_among(state.members, rank)}"
     is_lost = node in state.nodes.lost
     match event:
@@ -192,7 +195,7 @@ def _restartable(policy: MembershipPolicy, state: State) -> tuple[int, ...]:
     """Return the nodes for a restart of all ranks, at most ``most_members``; members that were not lost come first. The
     result is ascending, or ordered by place in a job that keeps its layout."""
     if policy.keeps_layout:
-        return replacing.restartable(state)
+        return joining.members_after_restart(state)
     nodes, living_members = state.nodes, set(state.members) - state.nodes.lost
     live = {record.node for record in nodes.records if record.agent is not AgentState.LOST} & set(state.members)
     if policy.may_lose_nodes:
@@ -331,7 +334,7 @@ def _run(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _join_or_leave(policy: MembershipPolicy, state: State, event: MachineEvent, now: Moment) -> Step | None:
-    return joining.decide(policy, state, now)
+    return NodeRules(policy).decide(state, now)
 
 
 TRANSITIONS: tuple[Transition, ...] = (

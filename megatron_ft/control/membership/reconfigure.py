@@ -11,10 +11,9 @@ handled first, and the change is ordered again.
 
 from dataclasses import replace
 
-from megatron_ft.control.membership import replacing
+from megatron_ft.control.membership import joining
 from megatron_ft.control.membership.events import RankBroken
-from megatron_ft.control.membership.joining import admitted, count_loss, describe_change, may_return
-from megatron_ft.control.membership.nodes import Nodes, NodeState
+from megatron_ft.control.membership.joining import NodeRules, count_loss, describe_change
 from megatron_ft.control.membership.state import (
     BREAKABLE,
     TRAINING,
@@ -22,6 +21,8 @@ from megatron_ft.control.membership.state import (
     Failure,
     MembershipPolicy,
     Moment,
+    Nodes,
+    NodeState,
     Phase,
     Reform,
     State,
@@ -29,7 +30,7 @@ from megatron_ft.control.membership.state import (
     remaining_ranks,
 )
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.target import Position, choose_target
+from megatron_ft.planning.recovery.membership import Position, choose_target
 
 
 def lose(policy: MembershipPolicy, state: State, node: int) -> State:
@@ -66,12 +67,12 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
         return None
     if not state.failures:
         return _wait_for_others(policy, state, now) if state.broken else None
-    state = replacing.give_up_late(policy, state, now)
+    state = NodeRules(policy).give_up_late_nodes(state, now)
     obstacle = _obstacle(policy, state)
     # All ranks that are left have to report: the missing one may be the only one that knows the newest complete vote.
     if obstacle is None and remaining_ranks(policy, state) <= state.has_reported:
         try:
-            if replacing.are_filled(policy, state):
+            if NodeRules(policy).can_fill_places(state):
                 return _reform(policy, state, now)
             return _fill(policy, state, now)
         except RecoveryError as error:
@@ -95,9 +96,9 @@ def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
     """
     if state.nodes.lost != state.nodes.announced:
         return _break(policy, state, now)
-    state = replacing.count_losses(state, choose_target(_positions(policy, state)).iteration)
-    obstacle = replacing.obstacle(policy, state)
-    return replacing.fill(policy, state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
+    state = joining.count_losses(state, choose_target(_positions(policy, state)).iteration)
+    obstacle = NodeRules(policy).why_place_stays_empty(state)
+    return NodeRules(policy).fill_places(state, now) if obstacle is None else _give_up(policy, state, now, obstacle)
 
 
 def _lose_unresponsive(policy: MembershipPolicy, state: State, now: Moment) -> Step:
@@ -198,12 +199,12 @@ def _obstacle(policy: MembershipPolicy, state: State) -> str | None:
         number = policy.number_among(state.members, ended[0])
         return f"rank {number} has already finished, so it cannot take part in another membership"
     if policy.keeps_layout:
-        return replacing.obstacle(policy, state)
+        return NodeRules(policy).why_place_stays_empty(state)
     num_left = len(set(state.members) - state.nodes.lost)
-    num_joining = len(admitted(policy, state, num_left))
+    num_joining = len(NodeRules(policy).admitted(state, num_left))
     if num_left == 0 or num_left + num_joining < policy.fewest_nodes:
-        joining = f" plus {num_joining} ready to join" if num_joining else ""
-        return f"too few nodes are left: {num_left}{joining}, below recovery.min_nodes={policy.fewest_nodes}"
+        ready = f" plus {num_joining} ready to join" if num_joining else ""
+        return f"too few nodes are left: {num_left}{ready}, below recovery.min_nodes={policy.fewest_nodes}"
     return None
 
 
@@ -266,7 +267,7 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
         if not record.is_counted:
             nodes = nodes.change(node, num_losses=count_loss(record, iteration))
         if record.state is NodeState.LOST:  # otherwise its ranks have been started again
-            returns = may_return(policy, nodes[node]) and not record.was_draining
+            returns = NodeRules(policy).may_return(nodes[node]) and not record.was_draining
             state = NodeState.LEFT if record.was_draining else NodeState.LOST
             nodes = nodes.change(node, state=state, is_wanted=record.is_wanted or returns)
     nodes = nodes.change(reform.leaving, state=NodeState.LEFT)
@@ -284,20 +285,20 @@ def _next(policy: MembershipPolicy, state: State) -> Reform:
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving
-    members = tuple(sorted(staying | set(admitted(policy, state, len(staying)))))
+    members = tuple(sorted(staying | set(NodeRules(policy).admitted(state, len(staying)))))
     if policy.keeps_layout:
-        members = replacing.filled(state)
-    joining = set(members) - staying
+        members = joining.members_after_filling(state)
+    new = set(members) - staying
     ranks = [rank for node in members for rank in policy.ranks_of(node)]
     positions = _positions(policy, state)
     return Reform(
         lost=tuple(sorted(state.nodes.lost & set(state.members))),
         leaving=tuple(sorted(leaving)),
-        joining=tuple(sorted(joining)),
+        joining=tuple(sorted(new)),
         positions=positions,
         target=choose_target(positions),
         previous_ranks=tuple(
-            None if policy.node_of(rank) in joining else policy.number_among(state.members, rank) for rank in ranks
+            None if policy.node_of(rank) in new else policy.number_among(state.members, rank) for rank in ranks
         ),
         nodes=tuple(policy.node_of(rank) for rank in ranks),
     )

@@ -2,14 +2,194 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.membership.events import RankBroken
-from megatron_ft.control.membership.nodes import Nodes
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import Position, Target
+
+
+class NodeState(Enum):
+    """Relation of a node to the job."""
+
+    ABSENT = "absent"
+    """The node's ranks are not in the membership and do not wait to join it."""
+    STARTING = "starting"
+    """The node's ranks are being started and will join."""
+    READY = "ready"
+    """All ranks of the node have connected and wait to join."""
+    MEMBER = "member"
+    DRAINING = "draining"
+    """The node is a member and leaves at the next change of the membership."""
+    LOST = "lost"
+    """The node was lost; the job continues without it."""
+    LEFT = "left"
+    """The node has left on request."""
+
+
+class AgentState(Enum):
+    """State of a node's agent."""
+
+    UNKNOWN = "unknown"
+    """The agent has not registered yet; it may have been started with the job."""
+    STARTING = "starting"
+    """The agent is being started while the job runs."""
+    REGISTERED = "registered"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """Record of a node; its number never changes."""
+
+    node: int
+    state: NodeState = NodeState.ABSENT
+    agent: AgentState = AgentState.UNKNOWN
+    was_registered: bool = False
+    """Whether the node's agent has ever registered."""
+    is_wanted: bool = False
+    """Whether the job is to start the node's ranks and let them join."""
+    is_dismissed: bool = False
+    """Whether the start of the node has failed, so that its remaining ranks must be killed."""
+    has_ranks: bool = False
+    """Whether the node's ranks were started; they may have ended since."""
+    since_seconds: float = 0.0
+    """Time on the controller's clock at which the node's ranks were started (``STARTING``) or became ready (``READY``).
+    """
+    queue_number: int = 0
+    """Position in the queue of joining nodes; a node moves to the end when it is started, and again when it is
+    ready."""
+    is_announced: bool = False
+    """Whether the other ranks were informed that this node is lost."""
+    is_counted: bool = False
+    """Whether ``num_losses`` includes the node's loss in this generation."""
+    was_draining: bool = False
+    """Whether the node was ``DRAINING`` when it was lost."""
+    leaves_now: bool = False
+    """Whether the node leaves in the change that was ordered in this generation."""
+    joined_iteration: int = 0
+    """Iteration after which the node joined the job most recently."""
+    agent_since_seconds: float = 0.0
+    """Time on the controller's clock at which the start of the node's agent was ordered."""
+    has_unregistered_agent: bool = False
+    """Whether an agent that did not register in time may still run."""
+    not_before_seconds: float = 0.0
+    """Earliest time on the controller's clock at which the node may be started again after a failed start."""
+    num_losses: int = 0
+    """Number of losses and failed starts in a row; ``SETTLED_ITERATIONS`` iterations of training reset it."""
+
+
+_JOINING = (NodeState.STARTING, NodeState.READY)
+_ALIVE = (NodeState.MEMBER, NodeState.DRAINING)
+
+
+# No slots: ``cached_property`` keeps its values in the dictionary of the instance.
+@dataclass(frozen=True)
+class Nodes:
+    """The records of all nodes, and which of them are members. Immutable; derived values are cached."""
+
+    members: tuple[int, ...] = ()
+    """Nodes of this generation, ascending; in a job that keeps its layout, the node at each place. A lost member stays
+    in the list until the next membership, also if its ranks have been started again (``STARTING``, ``READY``)."""
+    records: tuple[NodeRecord, ...] = ()
+    """Records by node number; nodes beyond the last record are ``ABSENT``."""
+
+    @staticmethod
+    def of(members: Iterable[int]) -> "Nodes":
+        """Return the nodes of a job that begins with ``members``."""
+        chosen = tuple(members)
+        return Nodes(members=chosen).change(chosen, state=NodeState.MEMBER)
+
+    def __getitem__(self, node: int) -> NodeRecord:
+        return self.records[node] if node < len(self.records) else NodeRecord(node)
+
+    def change(self, nodes: int | Iterable[int], **changes: Any) -> "Nodes":
+        """Return a copy with the fields ``changes`` in the records of ``nodes``."""
+        numbers = (nodes,) if isinstance(nodes, int) else tuple(nodes)
+        records = list(self.records)
+        records += [NodeRecord(node) for node in range(len(records), max(numbers, default=-1) + 1)]
+        for node in numbers:
+            records[node] = replace(records[node], **changes)
+        return Nodes(self.members, tuple(records))
+
+    def lose(self, nodes: Iterable[int]) -> "Nodes":
+        """Return a copy in which those of ``nodes`` that are members are marked as lost."""
+        found = self
+        for node in nodes:
+            record = found[node]
+            # A member whose ranks were started again is lost already; LOST would take it out of the queue.
+            if record.state in _ALIVE:
+                was_draining = record.state is NodeState.DRAINING
+                found = found.change(node, state=NodeState.LOST, was_draining=was_draining)
+        return found
+
+    def restore_members(self) -> "Nodes":
+        """Return a copy in which lost members are members again."""
+        found = self
+        for node in self.members:
+            if node in self.lost:
+                state = NodeState.DRAINING if found[node].was_draining else NodeState.MEMBER
+                found = found.change(node, state=state, was_draining=False)
+        return found
+
+    @property
+    def next_queue_number(self) -> int:
+        """Return the queue number for the next joining node."""
+        return max([record.queue_number for record in self.records], default=0) + 1
+
+    def is_member(self, node: int) -> bool:
+        """Whether a node is in the present membership and not lost."""
+        return self[node].state in _ALIVE
+
+    @cached_property
+    def joining(self) -> tuple[NodeRecord, ...]:
+        """Return the joining nodes in the order of their queue numbers."""
+        return tuple(sorted([r for r in self.records if r.state in _JOINING], key=lambda record: record.queue_number))
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        """Return the nodes that are ``STARTING`` or ``READY``."""
+        return frozenset({record.node for record in self.joining})
+
+    @cached_property
+    def lost(self) -> frozenset[int]:
+        """Return the lost nodes, including members whose ranks have been started again since they were lost."""
+        lost = {record.node for record in self.records if record.state is NodeState.LOST}
+        return frozenset(lost | (self.waiting & set(self.members)))
+
+    @cached_property
+    def announced(self) -> frozenset[int]:
+        """Return the lost nodes whose loss was announced to the other ranks."""
+        return frozenset({node for node in self.lost if self.records[node].is_announced})
+
+    @cached_property
+    def draining(self) -> frozenset[int]:
+        """Return the members that have to leave."""
+        return frozenset({record.node for record in self.records if record.state is NodeState.DRAINING})
+
+    @cached_property
+    def registered(self) -> frozenset[int]:
+        """Return the nodes whose agent has registered and is not lost."""
+        return frozenset({record.node for record in self.records if record.agent is AgentState.REGISTERED})
+
+    @cached_property
+    def wanted(self) -> frozenset[int]:
+        """Return the nodes that the job is to start and let join."""
+        return frozenset({record.node for record in self.records if record.is_wanted})
+
+    @cached_property
+    def dismissed(self) -> frozenset[int]:
+        """Return the nodes whose remaining ranks must be killed."""
+        return frozenset({record.node for record in self.records if record.is_dismissed})
+
+    @cached_property
+    def with_ranks(self) -> frozenset[int]:
+        """Return the nodes whose ranks were started."""
+        return frozenset({record.node for record in self.records if record.has_ranks})
+
 
 # Times of failures come from the clocks of several nodes, and a peer can report its error before the exit that caused
 # it is seen.
@@ -179,7 +359,7 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the rank in the membership in which it failed; None if a report contains it."""
+    """Number of the rank in the membership in which it failed. None if the rank's report contains this number."""
     iteration: int = 0
     """Last iteration that the rank reached, 0 before the first."""
     sudden: bool = False

@@ -23,16 +23,14 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.control import messages
 from megatron_ft.control.messages import Join, Order, to_message
 from megatron_ft.control.node.fork_server import listen
-from megatron_ft.control.node.outbox import Outbox
-from megatron_ft.control.node.ranks import Ranks
+from megatron_ft.control.node.ranks import Outbox, Ranks
 from megatron_ft.control.node.sidecars import Sidecars
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.control.runtime_dir import Use, remove_stale_sockets, socket_path
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import FrameReader, Message, read_line, send
 from megatron_ft.planning.rank_environment import rank_environment
-from megatron_ft.serde import decode, encode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import decode, encode, parse_json
 
 _CONNECT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
@@ -49,8 +47,8 @@ class AgentSpec:
     """A directory of mode 0700 for the node's sockets; the last process of the job that uses it removes it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
-    """A controller that does not answer for this long is lost, and the node ends its ranks: a new controller would have
-    taken over by then. Only time in which the node itself runs counts."""
+    """Time without an answer of a controller after which the node ends its ranks. A new controller would have answered
+    by then. Time in which the node itself was suspended does not count."""
     sidecars: dict[str, str] = field(default_factory=dict)
     """Maps names to modules of the processes that the node runs beside its ranks, see ``sidecars``."""
     interface: str = ""
@@ -60,7 +58,7 @@ class AgentSpec:
     heartbeat_interval_seconds: float = 1.0
     """Interval between two heartbeats of the node, and between two pings of its ranks."""
     heartbeat_timeout_seconds: float = 10.0
-    """A rank that does not answer for this long is killed."""
+    """Time without an answer after which a rank is killed."""
 
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
@@ -96,7 +94,7 @@ class _Agent:
         # Forked by this thread before there are others, and before gRPC is imported, which does not survive a fork.
         self._sidecars = _start_sidecars(spec)
         from megatron_ft.control.certificates import Certificates
-        from megatron_ft.control.node.controller_client import ControllerClient
+        from megatron_ft.control.rpc import ControllerClient
 
         certificates = Certificates.read(spec.tls_dir)
         self._client = ControllerClient(spec.controller_address, token=spec.token, certificates=certificates)
@@ -118,7 +116,7 @@ class _Agent:
         """Reason why the controller did not answer the last call for orders; None if it did."""
 
     def run(self) -> int:
-        """Serve until the controller orders the end or is lost; return the process's exit code.
+        """Serve until the controller orders the end or is lost. Return the process's exit code.
 
         Raises:
             ControllerSilent: the controller does not answer. Ranks end when the agent is closed.
@@ -370,7 +368,7 @@ def _read_spec() -> AgentSpec:
 
 
 def serve(spec: AgentSpec) -> int:
-    """Run a node's agent until the job has ended; return the process's exit code.
+    """Run a node's agent until the job has ended. Return the process's exit code.
 
     Raises:
         ControllerSilent: the controller did not answer for ``lost_controller_seconds``. The node's ranks have ended.

@@ -178,7 +178,7 @@ class _ForkServer:
         send(client.reader.sock, {"op": "spawned", "rank": child.rank, "process_id": process_id})
 
     def _fork(self, message: Message, log: int) -> tuple[int, int]:
-        """Fork a rank; return its process id, and a descriptor that becomes readable when the process has ended."""
+        """Fork a rank. Return its process id, and a descriptor that becomes readable when the process has ended."""
         parent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         try:
@@ -261,7 +261,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def preload(modules: Sequence[str]) -> float:
-    """Import ``modules``, and call the function of an entry ``module:function``; return the seconds it took.
+    """Import ``modules``, and call the function of an entry ``module:function``. Return the seconds it took.
 
     Raises:
         SoftwareError: an import started threads, which would be lost in a fork.

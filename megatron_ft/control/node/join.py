@@ -25,7 +25,7 @@ from megatron_ft.control.node import join_file
 from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.node.main import NodeSpec
 from megatron_ft.control.rpc import RpcClient, RpcError
-from megatron_ft.control.slurm.attempts import read_end
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 
 _CHECK_SECONDS = 1.0
@@ -57,7 +57,7 @@ class _Node:
     """Last message about an unreadable file, which is not printed twice."""
 
     def run(self) -> int:
-        """Run the node until the job is over; return the process's exit code.
+        """Run the node until the job is over. Return the process's exit code.
 
         Raises:
             ControlError: no launcher publishes its file in time, the file is damaged, or the node was lost too often.
@@ -92,7 +92,7 @@ class _Node:
         return present is not None and self.number not in present
 
     def _is_over(self) -> bool:
-        return read_end(self.run_dir, self.job_id) is not None
+        return RunAttempts(self.run_dir).read_end(self.job_id) is not None
 
     def _count_stay(self, found: JoinFile) -> None:
         num_stays = self._stays[found.agent.token] = self._stays.get(found.agent.token, 0) + 1
@@ -171,7 +171,7 @@ def _nodes_of(found: JoinFile) -> set[int] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--node", type=int, required=True, help="number of this node, from 0")

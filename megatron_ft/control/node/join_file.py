@@ -13,8 +13,7 @@ from megatron_ft.control.controller.main import FOLDER
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.secret_file import read_secret, write_secret
 from megatron_ft.errors import ControlError
-from megatron_ft.serde import decode, encode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import decode, encode, parse_json
 
 _FILE = "join.json"
 
@@ -46,7 +45,7 @@ class JoinFile:
 
     @classmethod
     def read(cls, run_dir: Path) -> "JoinFile | None":
-        """Read the file of the newest launcher of a run; None if there is none.
+        """Read the file of the newest launcher of a run. Return None if there is none.
 
         Raises:
             ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.

@@ -19,14 +19,13 @@ from pathlib import Path
 from megatron_ft.control.launchers.processes import Processes, kill
 from megatron_ft.control.node import agent
 from megatron_ft.control.node.fork_server import SINGLE_THREAD_ENVIRONMENT
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
 from megatron_ft.control.runtime_dir import make_runtime_dir
 from megatron_ft.control.slurm import batch_host
 from megatron_ft.control.slurm.nodes import own_address
 from megatron_ft.errors import ControlError, MegatronFtError
 from megatron_ft.framing import read_line
-from megatron_ft.serde import decode, encode
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import decode, encode, parse_json
 
 _FORKSERVER_SECONDS = 60.0
 """Longest wait for a fork server to listen: a cold file system first has to load Python's files."""
@@ -56,7 +55,7 @@ class NodeSpec:
 
 
 def run(spec: NodeSpec) -> int:
-    """Run the node; return the process's exit code."""
+    """Run the node. Return the process's exit code."""
     address = own_address(spec.agent.controller_address)
     with make_runtime_dir() as runtime_dir:
         processes = Processes(runtime_dir, Path(spec.agent.log_dir))

@@ -10,9 +10,8 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.control.node.agent_client import AgentClient, Identity
 from megatron_ft.control.node.fork_server import HELD_SIGNALS
-from megatron_ft.control.node.worker_client import RankContext, StopFlag
+from megatron_ft.control.node.worker_client import AgentClient, Identity, RankContext, StopFlag
 from megatron_ft.errors import MegatronFtError, RankLost
 from megatron_ft.framing import Message
 
@@ -20,7 +19,7 @@ UNEXPECTED_EXIT_CODE = 1
 
 
 def run(spec: Message) -> int:
-    """Run the rank that ``spec`` describes; return the process's exit code.
+    """Run the rank that ``spec`` describes. Return the process's exit code.
 
     ``spec`` contains ``entry`` (``package.module:function``), ``config`` (JSON of ``JobConfig``), ``agent_socket``,
     ``environment``, ``working_dir``, ``can_survive`` (see ``WorkerClient``), the fields of ``Identity`` and those of

@@ -1,21 +1,30 @@
-"""The connections of a node's agent to the ranks of the node: sockets, messages, exits.
+"""The connections of a node's agent to the ranks of the node: sockets, messages, exits, and the queue of their reports.
 
 In the control plane a rank keeps the number with which it was started, also if later memberships number it differently.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import socket
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.control.detector import SignsOfLife
-from megatron_ft.control.node.outbox import Outbox
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
+# Two limits: with one, ranks would be paused and resumed for each item.
+HIGH_WATER_ITEMS = 2000
+LOW_WATER_ITEMS = 500
+_BATCH_ITEMS = 500
+# Well below ``rpc.MAX_MESSAGE_BYTES``. A larger item, of at most 16 MiB, travels alone.
+_BATCH_BYTES = 4 * 1024 * 1024
 _LOG_TAIL_BYTES = 8192
 # The agent has one thread for all ranks. A rank that is stopped takes nothing and must not hold it up for long.
 _SEND_SECONDS = 5.0
@@ -25,6 +34,59 @@ MAX_UNAUTHENTICATED = 256
 """Largest number of open connections that have not named their rank; if there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
 """A rank that does not answer but uses more than this processor time within the timeout counts as alive."""
+
+
+class Outbox:
+    """A queue of numbered items between one producer and one sender.
+
+    ``put`` never blocks; a producer that can wait checks ``is_full`` and resumes when ``on_drained`` is called.
+    """
+
+    def __init__(self, on_drained: Callable[[], None]) -> None:
+        self._items: deque[tuple[int, Message]] = deque()
+        self._first = 0
+        self._full = False
+        self._changed = threading.Condition()
+        self._on_drained = on_drained
+
+    def put(self, item: Message) -> None:
+        """Add one item."""
+        num_bytes = len(json.dumps(item))
+        with self._changed:
+            self._items.append((num_bytes, item))
+            self._full = self._full or len(self._items) >= HIGH_WATER_ITEMS
+            self._changed.notify_all()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the producer should wait."""
+        with self._changed:
+            return self._full
+
+    def wait_batch(self) -> tuple[int, list[Message]]:
+        """Wait for items to send. Return the number of the first, and the items."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items))
+            batch: list[Message] = []
+            total_bytes = 0
+            for num_bytes, item in self._items:
+                if len(batch) == _BATCH_ITEMS or (batch and total_bytes + num_bytes > _BATCH_BYTES):
+                    break
+                batch.append(item)
+                total_bytes += num_bytes
+            return self._first, batch
+
+    def acknowledge(self, next_number: int) -> None:
+        """Drop all items before ``next_number``, which the controller has."""
+        with self._changed:
+            while self._first < next_number and self._items:
+                self._items.popleft()
+                self._first += 1
+            drained = self._full and len(self._items) <= LOW_WATER_ITEMS
+            self._full = self._full and not drained
+            self._changed.notify_all()
+        if drained:
+            self._on_drained()
 
 
 @dataclass
@@ -58,10 +120,10 @@ class Ranks:
         *,
         heartbeat_timeout_seconds: float,
     ) -> None:
-        """``listener`` is the socket that ranks connect to; call ``accept`` when a connection arrives.
+        """Store ``listener``, the socket to which ranks connect. Call ``accept`` when a connection arrives.
 
         Args:
-            heartbeat_timeout_seconds: a rank that answers no ping for this long is hung.
+            heartbeat_timeout_seconds: time without an answer to a ping after which a rank counts as unresponsive.
         """
         self._signs = SignsOfLife[int](heartbeat_timeout_seconds)
         limit = f"{heartbeat_timeout_seconds:g} s (detector.heartbeat_timeout_seconds)"
@@ -95,7 +157,7 @@ class Ranks:
                 self._greet(FrameReader(connection, first_frame_bytes=GREETING_BYTES))
 
     def broadcast(self, message: Message) -> list[int]:
-        """Send a message to every connected rank; return the ranks that could not receive it."""
+        """Send a message to every connected rank. Return the ranks that could not receive it."""
         connected = [state for state in self._ranks.values() if state.reader is not None]
         return [state.rank for state in connected if not self._send(state, message)]
 
@@ -118,8 +180,9 @@ class Ranks:
         """Ping ranks that have answered their last ping, and forward the progress of all ranks. Return unresponsive
         ranks, which must be killed.
 
-        Must be called several times within the timeout. While reading from the ranks is paused, none counts as
-        unresponsive. A rank that uses processor time counts as alive, because one thread may block its other threads.
+        Must be called several times within the timeout. While reading from the ranks is paused, no rank counts as
+        unresponsive. A rank that uses processor time counts as alive, because its working thread may block the thread
+        that answers pings.
 
         Args:
             now: present time, on the same clock in all calls.
@@ -277,7 +340,7 @@ def _greets(message: Message, state: _Rank) -> bool:
 
 
 def processor_seconds(process_id: int | None) -> float:
-    """Return the processor time that a process has used; 0 if it has ended."""
+    """Return the processor time that a process has used, or 0 if it has ended."""
     try:
         # The name of the command, in parentheses, may hold spaces and parentheses itself (proc(5)).
         fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
@@ -287,7 +350,7 @@ def processor_seconds(process_id: int | None) -> float:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a log in bytes; 0 if it does not exist yet."""
+    """Return the size of a log in bytes, or 0 if it does not exist yet."""
     return path.stat().st_size if path.exists() else 0
 
 

@@ -50,7 +50,7 @@ class _Sidecar:
     line: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Read output, whose first line is the address; return whether more may come.
+        """Read output, whose first line is the address. Return whether more may come.
 
         Raises:
             ControlError: the first line contains no address.

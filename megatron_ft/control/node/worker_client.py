@@ -1,16 +1,24 @@
-"""A rank's side of the control plane: its context, its reports and the orders it receives."""
+"""A rank's side of the control plane: its context, its reports, its orders, and its connection to the node's agent."""
 
+import contextlib
 import signal
+import socket
 import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from megatron_ft.errors import ControlError
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.errors import ControlError, MegatronFtError
+from megatron_ft.framing import FrameReader, Message, send
+from megatron_ft.planning.recovery.membership import NextMembership, Position
+from megatron_ft.serde import encode
+
+_MAX_TRACEBACK, _MAX_ERROR = 65536, 4096
+
 
 Record = dict[str, Any]
 
@@ -125,9 +133,9 @@ class RankContext:
     """Node of each rank; these are fewer nodes than configured if some were lost before this start. Empty if unknown,
     as under torchrun."""
     is_joining: bool = False
-    """Whether this process was started into a running job: before it joins any group it calls
-    ``worker.await_membership()``, which gives its rank. Until then ``rank``, ``world_size``, ``num_nodes``, ``nodes``
-    and the master describe the present membership, which this process does not belong to."""
+    """Whether this process was started while the job was running. Before it joins any group, it must call
+    ``worker.await_membership()``, which returns its rank. Until then, ``rank``, ``world_size``, ``num_nodes``,
+    ``nodes`` and the master describe a membership to which this process does not belong."""
 
 
 class StopFlag:
@@ -191,3 +199,236 @@ class InProcessClient:
 
     def close(self) -> None:
         """See ``WorkerClient``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Identity of a rank's process when it starts."""
+
+    number: int
+    """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""
+    rank: int
+    """Number of the rank in the membership ``generation``; has no meaning on a joining node."""
+    node: int
+    local_rank: int
+    generation: int
+    start: int
+    """Number of the ``Start`` order that created this process, from 0; processes of older orders are stale."""
+    is_joining: bool = False
+
+
+class AgentClient:
+    """Connects a rank to its node's agent. Messages are sent in the calling thread, which blocks while the agent is
+    slow; another thread receives the agent's messages and answers its pings."""
+
+    def __init__(self, path: str, identity: Identity, *, stop: StopFlag, can_survive: bool = False) -> None:
+        """Connect to the agent and send the first message.
+
+        Args:
+            can_survive: see ``WorkerClient``.
+
+        Raises:
+            ControlError: no agent listens at ``path``.
+        """
+        self._identity = identity
+        self._stop = stop
+        self._can_survive = can_survive
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            raise ControlError(f"rank {identity.number} cannot reach its agent at {path}: {error}") from error
+        self._rank: int | None = None if identity.is_joining else identity.rank
+        self._generation = identity.generation
+        self._changed = threading.Condition()
+        self._abort: Abort | None = None
+        self._broken: str | None = None
+        self._order: MembershipOrder | None = None
+        self._next: NextMembership | None = None
+        self._leaves = False
+        self._ended: str | None = None
+        self._listener = threading.Thread(target=self._listen, name="agent", daemon=True)
+        self._listener.start()
+        self._send({"op": "hello", "rank": identity.number, "start": identity.start})
+
+    # --- calls of the rank ---------------------------------------------------------------------------------------
+
+    def report(self, record: Record) -> None:
+        """See ``WorkerClient``.
+
+        Raises:
+            ControlError: the agent is gone.
+        """
+        self._send({"op": "record", "record": record})
+
+    def progress(self, iteration: int, phase: str) -> None:
+        self._send({"op": "progress", "iteration": iteration, "phase": phase})
+
+    def raised(self, traceback: str, *, error: str, exit_code: int | None) -> None:
+        """Report that this rank ends with an exception.
+
+        Args:
+            error: last line of the traceback.
+            exit_code: exit code of an error of this project, otherwise ``None``.
+        """
+        self._send({"op": "raised", **_failure(traceback, error, exit_code)})
+
+    def done(self) -> None:
+        """Report that this rank has finished its work and ends."""
+        self._send({"op": "done"})
+
+    def stop_requested(self) -> bool:
+        return bool(self._stop)
+
+    @property
+    def can_survive(self) -> bool:
+        return self._can_survive
+
+    def on_break(self, abort: Abort) -> None:
+        with self._changed:
+            self._abort = abort
+            reason = self._broken
+        if reason is not None:
+            _call_in_thread(abort, reason)
+
+    def survive(self, position: Position, error: BaseException | str) -> NextMembership:
+        self._report_position(position, _describe(error))
+        following = self._await_next()
+        if following is None:
+            raise ControlError("training does not continue in this process: this node leaves the job")
+        return following
+
+    def await_membership(self) -> NextMembership:
+        if not self._identity.is_joining:
+            raise ControlError(f"rank {self._rank} was started with the job and cannot join it again")
+        following = self._await_next()
+        if following is None:
+            raise ControlError("this node must leave the job before it has joined")
+        return following
+
+    def change_requested(self) -> bool:
+        return self._order is not None
+
+    def awaited_change(self) -> MembershipOrder:
+        self._check_can_survive()
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._ended is not None)
+            if self._order is None:
+                raise ControlError(f"training does not continue in this process: {self._ended}")
+            return self._order
+
+    def change(self, position: Position) -> NextMembership | None:
+        self._report_position(position, {"planned": True, "at_seconds": time.time()})
+        return self._await_next()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the agent has gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._listener.join()
+        with self._lock:
+            self._socket.close()
+
+    def _check_can_survive(self) -> None:
+        if not self._can_survive:
+            raise ControlError("recovery.min_nodes: this job needs all its nodes, so its membership cannot change")
+
+    def _report_position(self, position: Position, about: Record) -> None:
+        self._check_can_survive()
+        # The controller would drop such a position as stale and wait for this rank until its limit.
+        if (position.rank, position.generation) != (self._rank, self._generation):
+            raise ControlError(
+                f"rank {self._rank} of generation {self._generation} cannot report a position of another rank or "
+                f"generation: {position}"
+            )
+        self._send({"op": "broken", "position": encode(position), **about})
+
+    def _await_next(self) -> NextMembership | None:
+        # Wait for the next membership; None if this rank's node leaves.
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None or self._leaves or self._ended is not None)
+            following, self._next = self._next, None
+        if following is None and not self._leaves:
+            raise ControlError(f"training does not continue in this process: {self._ended}")
+        return following
+
+    # --- messages of the agent, in the listener's thread ---------------------------------------------------------
+
+    def _listen(self) -> None:
+        reader, closed = FrameReader(self._socket), False
+        try:
+            while not closed:
+                messages, closed = reader.pump()
+                for message in messages:
+                    self._receive(message)
+        finally:
+            with self._changed:
+                self._ended = self._ended or "the connection to the node's agent is closed"
+                self._changed.notify_all()
+
+    def _receive(self, message: Message) -> None:
+        abort = None
+        with self._changed:
+            match message["op"]:
+                case "ping":
+                    pass
+                case "break":
+                    if self._concerns_us(message) and self._broken is None:
+                        self._broken, abort = message["reason"], self._abort
+                case "change":
+                    if self._concerns_us(message):
+                        self._order = MembershipOrder(tuple(message["leaving"]))
+                case "leave":
+                    self._leaves = self._leaves or self._concerns_us(message)
+                case "reform":
+                    # Here, not in ``survive``: a break of the new membership may be the very next message.
+                    self._begin(NextMembership.from_json(message["next"]))
+                case "end":
+                    self._ended = message["reason"]
+                case other:
+                    raise ControlError(f"unknown message {other!r} from the node's agent")
+            self._changed.notify_all()
+        # Without holding the condition, which the rank's calls need: sending blocks while the agent is behind.
+        if message["op"] == "ping":
+            self._send({"op": "pong"})
+        if abort is not None:
+            _call_in_thread(abort, message["reason"])
+
+    def _concerns_us(self, message: Message) -> bool:
+        # An order of an earlier generation would abort the groups of the present one.
+        return self._rank is not None and message["generation"] == self._generation
+
+    def _begin(self, following: NextMembership) -> None:
+        rank = following.rank_on(self._identity.node, self._identity.local_rank)
+        if rank is None or following.previous_ranks[rank] != self._rank:  # None on a joining node
+            who = f"rank {self._rank} of generation {self._generation}, process {self._identity.number},"
+            raise ControlError(f"{who} does not belong to the membership {following.summary()}")
+        self._rank, self._generation = rank, following.generation
+        self._next, self._broken, self._order = following, None, None
+
+    def _send(self, message: Record) -> None:
+        try:
+            with self._lock:
+                send(self._socket, message)
+        except OSError as error:
+            raise ControlError(f"the node's agent is gone: {error}") from error
+
+
+def _call_in_thread(abort: Abort, reason: str) -> None:
+    # NCCL takes seconds to abort. In the listener's thread no ping would be answered meanwhile, and the agent would
+    # kill the rank.
+    threading.Thread(target=abort, args=(reason,), name="abort", daemon=True).start()
+
+
+def _describe(error: BaseException | str) -> Record:
+    if isinstance(error, str):
+        return _failure(error, error.strip().splitlines()[-1] if error.strip() else "", None)
+    # Only text is kept: the frames of an exception hold process groups, which must not outlive the membership.
+    own_code = error.exit_code if isinstance(error, MegatronFtError) else None
+    last_line = "".join(traceback.format_exception_only(error)).strip()
+    return _failure("".join(traceback.format_exception(error)), last_line, own_code)
+
+
+def _failure(text: str, error: str, exit_code: int | None) -> Record:
+    about = {"traceback": text[-_MAX_TRACEBACK:], "error": error[:_MAX_ERROR], "exit_code": exit_code}
+    return {**about, "at_seconds": time.time()}

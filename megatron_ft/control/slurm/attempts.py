@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.durable import append_line, fsync_folder, replace_file
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 FOLDER = "slurm"
 """Subfolder of the run's folder."""
@@ -52,75 +52,76 @@ class Witness:
         return tuple(self.hosts[node] for node in nodes if node is not None and node < len(self.hosts))
 
 
-def newest_iteration(run_dir: Path) -> int:
-    """Return the newest iteration that a run has reported, in any attempt; 0 for none.
+@dataclass(frozen=True, slots=True)
+class RunAttempts:
+    """The attempts of a run, and the markers of its jobs that are over."""
 
-    Raises:
-        ControlError: the run's metrics are damaged.
-    """
-    path = run_dir / _METRICS
-    try:
-        return max((int(line["iteration"]) for line in _lines(path, 0)), default=0)
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ControlError(f"{path}: damaged: {error!r}") from None
+    run_dir: Path
 
+    def newest_iteration(self) -> int:
+        """Return the newest iteration that a run has reported, in any attempt; 0 for none.
 
-def read_attempts(run_dir: Path) -> list[Attempt]:
-    """Return the attempts so far, oldest first; an empty list if there is no file.
+        Raises:
+            ControlError: the run's metrics are damaged.
+        """
+        path = self.run_dir / _METRICS
+        try:
+            return max((int(line["iteration"]) for line in _lines(path, 0)), default=0)
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ControlError(f"{path}: damaged: {error!r}") from None
 
-    Raises:
-        ControlError: the file is damaged.
-    """
-    path = run_dir / FOLDER / _FILE
-    try:
-        return [_parse(line) for line in _lines(path, 0)]
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ControlError(f"{path}: damaged: {error!r}") from None
+    def read(self) -> list[Attempt]:
+        """Return the attempts so far, oldest first, or an empty list if there is no file.
 
+        Raises:
+            ControlError: the file is damaged.
+        """
+        path = self.run_dir / FOLDER / _FILE
+        try:
+            return [_parse(line) for line in _lines(path, 0)]
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ControlError(f"{path}: damaged: {error!r}") from None
 
-def add_attempt(run_dir: Path, attempt: Attempt) -> None:
-    """Append an attempt, and return when it is on disk. The run's folder must exist."""
-    path = run_dir / FOLDER / _FILE
-    path.parent.mkdir(exist_ok=True)
-    # The subfolder may be new: if its entry is lost in a power failure, so are its files.
-    fsync_folder(run_dir)
-    content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
-    append_line(path, json.dumps(content).encode() + b"\n")
-    fsync_folder(path.parent)
+    def add(self, attempt: Attempt) -> None:
+        """Append an attempt, and return when it is on disk. The run's folder must exist."""
+        path = self.run_dir / FOLDER / _FILE
+        path.parent.mkdir(exist_ok=True)
+        # The subfolder may be new: if its entry is lost in a power failure, so are its files.
+        fsync_folder(self.run_dir)
+        content = {**asdict(attempt), "asked": None if attempt.asked is None else attempt.asked.value}
+        append_line(path, json.dumps(content).encode() + b"\n")
+        fsync_folder(path.parent)
 
+    def leave_marker(self, job_id: str, *, exit_code: int, reason: str, is_final: bool) -> Path:
+        """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
 
-def leave_marker(run_dir: Path, job_id: str, *, exit_code: int, reason: str, is_final: bool) -> Path:
-    """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
+        Args:
+            is_final: whether no other job needs to continue the run: it is complete, or needs a repair first.
+        """
+        path = self.marker_of(job_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fsync_folder(self.run_dir)
+        content = {"job_id": job_id, "exit_code": exit_code, "reason": reason, "is_final": is_final}
+        replace_file(path, json.dumps(content).encode() + b"\n")
+        return path
 
-    Args:
-        is_final: whether no other job needs to continue the run: it is complete, or needs a repair first.
-    """
-    path = marker_of(run_dir, job_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fsync_folder(run_dir)
-    content = {"job_id": job_id, "exit_code": exit_code, "reason": reason, "is_final": is_final}
-    replace_file(path, json.dumps(content).encode() + b"\n")
-    return path
+    def read_end(self, job_id: str) -> int | None:
+        """Return the exit code of a job that has ended, or None if it has no marker.
 
+        Raises:
+            ControlError: the marker is damaged.
+        """
+        path = self.marker_of(job_id)
+        try:
+            return int(parse_json(path.read_bytes())["exit_code"])
+        except FileNotFoundError:
+            return None
+        except (OverflowError, ValueError, KeyError, TypeError) as error:
+            raise ControlError(f"{path}: damaged: {error!r}") from None
 
-def read_end(run_dir: Path, job_id: str) -> int | None:
-    """Return the exit code of a job that has ended; None if it has no marker.
-
-    Raises:
-        ControlError: the marker is damaged.
-    """
-    path = marker_of(run_dir, job_id)
-    try:
-        return int(parse_json(path.read_bytes())["exit_code"])
-    except FileNotFoundError:
-        return None
-    except (OverflowError, ValueError, KeyError, TypeError) as error:
-        raise ControlError(f"{path}: damaged: {error!r}") from None
-
-
-def marker_of(run_dir: Path, job_id: str) -> Path:
-    """Return the path of the marker that a job is over."""
-    return run_dir / FOLDER / f"{job_id}.json"
+    def marker_of(self, job_id: str) -> Path:
+        """Return the path of the marker that a job is over."""
+        return self.run_dir / FOLDER / f"{job_id}.json"
 
 
 def _parse(line: Mapping[str, Any]) -> Attempt:

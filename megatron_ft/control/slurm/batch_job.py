@@ -20,14 +20,7 @@ from types import FrameType
 from megatron_ft.control.launchers.torchrun import expand_nodelist
 from megatron_ft.control.rundir import is_claimed
 from megatron_ft.control.slurm import calls
-from megatron_ft.control.slurm.attempts import (
-    Witness,
-    add_attempt,
-    leave_marker,
-    marker_of,
-    newest_iteration,
-    read_attempts,
-)
+from megatron_ft.control.slurm.attempts import RunAttempts, Witness
 from megatron_ft.control.slurm.drains import watch_drains
 from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import (
@@ -137,11 +130,13 @@ class _BatchJob:
         self._console: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Run launchers until the job is over in this allocation; return the job's exit code."""
+        """Run launchers until the job is over in this allocation. Return the job's exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._ask)
         site, hosts = self._site, list(self._site.hosts)
-        marker_of(self._run_dir, site.job_id).unlink(missing_ok=True)  # of this job before it was requeued from outside
+        RunAttempts(self._run_dir).marker_of(site.job_id).unlink(
+            missing_ok=True
+        )  # of this job before it was requeued from outside
         attempts = self._earlier()
         is_first = not attempts and site.num_restarts == 0 and not site.is_chained
         if not is_first:
@@ -151,7 +146,7 @@ class _BatchJob:
             attempt = self._attempt(hosts, is_first=is_first)
             if self._run_dir.is_dir():
                 # On disk before Slurm is asked for anything: a requeue ends this process.
-                add_attempt(self._run_dir, attempt)
+                RunAttempts(self._run_dir).add(attempt)
             attempts.append(attempt)
             is_first = False
             view = self._view(hosts)
@@ -174,7 +169,7 @@ class _BatchJob:
         # Return the attempts that count for this job: its own, also before a requeue, or those of its chain.
         return [
             attempt
-            for attempt in read_attempts(self._run_dir)
+            for attempt in RunAttempts(self._run_dir).read()
             if self._site.is_chained or attempt.job_id == self._site.job_id
         ]
 
@@ -212,7 +207,7 @@ class _BatchJob:
             hosts=tuple(witness.hosts),
             exit_code=exit_code,
             asked=self._asked,
-            iteration=newest_iteration(self._run_dir),
+            iteration=RunAttempts(self._run_dir).newest_iteration(),
             lost_hosts=witness.lost_hosts(),
             failed_hosts=witness.failed_hosts(),
         )
@@ -236,8 +231,7 @@ class _BatchJob:
         if verdict.is_final and exit_code != EXIT_OK and self._site.final_exit_code is not None:
             exit_code = self._site.final_exit_code
         if self._run_dir.is_dir():
-            leave_marker(
-                self._run_dir,
+            RunAttempts(self._run_dir).leave_marker(
                 self._site.job_id,
                 exit_code=exit_code,
                 reason=verdict.reason,

@@ -108,7 +108,7 @@ def cancel_waiting(name: str) -> None:
 
 
 def drained_hosts(hosts: Sequence[str]) -> list[str]:
-    """Return those of ``hosts`` that an administrator is draining or has drained.
+    """Return the ``hosts`` that an administrator is draining or has drained.
 
     Raises:
         SlurmError: Slurm does not answer.
@@ -146,7 +146,7 @@ def _parse_array_hosts(text: str) -> dict[int, str]:
 
 
 def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a command of Slurm to its end, whatever its exit code.
+    """Run a command of Slurm, and return its result for any exit code.
 
     Args:
         environment: environment of the command; None for that of this process.

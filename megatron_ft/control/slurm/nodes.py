@@ -21,7 +21,7 @@ TERM_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The nodes of a Slurm job; node ``k`` of this project is the ``k``-th of Slurm's list."""
+    """Nodes of a Slurm job. Node ``k`` of this project is the host at position ``k`` of Slurm's list."""
 
     job_id: str
     hosts: tuple[str, ...]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.control.slurm.attempts import add_attempt, leave_marker, newest_iteration, read_attempts
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.errors import EXIT_OK, ControlError, MegatronFtError
 from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
@@ -24,20 +24,22 @@ def _count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
     """
     if not run_dir.is_dir():
         return EXIT_OK  # the launcher ended before it made the run's folder
-    gone = Attempt(job_id=array, hosts=(), exit_code=None, asked=None, iteration=newest_iteration(run_dir))
-    attempts = [attempt for attempt in read_attempts(run_dir) if attempt.job_id == array]
+    gone = Attempt(
+        job_id=array, hosts=(), exit_code=None, asked=None, iteration=RunAttempts(run_dir).newest_iteration()
+    )
+    attempts = [attempt for attempt in RunAttempts(run_dir).read() if attempt.job_id == array]
     # Counted before the decision, so that a launcher that dies here is not forgotten.
-    add_attempt(run_dir, gone)
+    RunAttempts(run_dir).add(gone)
     hopeless = why_hopeless([*attempts, gone], max_fruitless)
     if hopeless is None:
         return EXIT_OK
-    leave_marker(run_dir, array, exit_code=ControlError.exit_code, reason=hopeless, is_final=True)
+    RunAttempts(run_dir).leave_marker(array, exit_code=ControlError.exit_code, reason=hopeless, is_final=True)
     print(f"array {array} ends: {hopeless}", file=sys.stderr, flush=True)
     return ControlError.exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array")

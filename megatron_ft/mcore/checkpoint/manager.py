@@ -21,15 +21,21 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from megatron_ft.config.checkpoint import CheckpointConfig
 from megatron_ft.config.identity import JobIdentity
+from megatron_ft.config.job import CheckpointConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import CheckpointFailed, CheckpointLoaded, CheckpointSaved
-from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
-from megatron_ft.mcore.checkpoint.optimizer_state import SHARDING_METADATA, split_shards
+from megatron_ft.mcore.checkpoint.files import (
+    BACKEND,
+    BACKEND_VERSION,
+    CheckpointFinder,
+    PlannedWrite,
+    Planner,
+    WriteJob,
+)
 from megatron_ft.mcore.checkpoint.state import OURS_KEY, RANK_STATE_KEY, DenseState, install, rank_state
-from megatron_ft.mcore.checkpoint.writer import BACKEND, BACKEND_VERSION, PlannedWrite, Planner, WriteJob
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.planning.retention import RetentionPolicy
 from megatron_ft.snapshot.storage import checkpoints
 from megatron_ft.snapshot.storage.files import FileEntry, fsync_directory, write_file
@@ -123,7 +129,8 @@ class _LoadResult:
     iteration: int
     """Iteration after which the checkpoint was saved."""
     rng_restored: bool
-    """Whether the random number generators were restored. They are not if the checkpoint has another layout."""
+    """Whether the random number generators were restored. They are not restored if the checkpoint has another layout.
+    """
     manifest: Manifest | None
     """Manifest of the checkpoint; None for a checkpoint of another project."""
 
@@ -375,7 +382,7 @@ class CheckpointManager:
     # -- loading
 
     def newest(self, folder: Path | None = None) -> Path | None:
-        """Return the newest undamaged checkpoint of this run in ``folder``; None if there is none.
+        """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
 
         ``folder=None`` is the run's own folder. Newer checkpoints that are damaged are reported and renamed.
 

@@ -10,11 +10,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.mcore.checkpoint import optimizer_state
-from megatron_ft.mcore.checkpoint.rng import restore_rng
-from megatron_ft.mcore.model.names import unwrap
-from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.planning.commit import History
+from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.state.train_state import TrainState, restore_rng
+from megatron_ft.planning.iteration import History
 
 RANK_STATE_KEY = "rank_state"
 OURS_KEY = "megatron_ft"
@@ -48,7 +47,7 @@ class DenseState:
             )
             for index, chunk in enumerate(self.model_chunks)
         }
-        tree = optimizer_state.sharded_tree(self.optimizer, model, metadata, is_loading=is_loading)
+        tree = adamw.sharded_tree(self.optimizer, model, metadata, is_loading=is_loading)
         return {**model, "optimizer": tree}
 
     def common_state(self) -> dict[str, Any]:
@@ -63,7 +62,7 @@ class DenseState:
             "opt_param_scheduler": self.scheduler.state_dict(),
             OURS_KEY: {
                 "consumed_samples": self.consumed_samples,
-                "optimizer_step": optimizer_state.step_count(self.optimizer),
+                "optimizer_step": adamw.step_count(self.optimizer),
                 "grad_scaler": scaler,
                 # The format of checkpoints contains the history under ``extra``.
                 "extra": {**self.extra, **history},
@@ -87,8 +86,8 @@ def install(state: DenseState, frame: dict[str, Any], loaded: dict[str, Any]) ->
     for index, chunk in enumerate(state.model_chunks):
         key = f"model{index}" if len(state.model_chunks) > 1 else "model"
         unwrap(chunk).load_state_dict(loaded[key], strict=True)
-    tree = optimizer_state.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
-    optimizer_state.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
+    tree = adamw.fill_frame(frame["optimizer"], loaded["optimizer_shards"])
+    adamw.install_state(state.optimizer, tree, step=ours["optimizer_step"], scaler=ours["grad_scaler"])
     # Only the position is loaded. ``load_state_dict`` would also load learning rates and the length of the schedule.
     state.scheduler.num_steps = 0
     state.scheduler.step(increment=loaded["opt_param_scheduler"]["num_steps"])

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ft.config.training import TrainingConfig
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.config.job import TrainingConfig
+from megatron_ft.planning.iteration import BatchPlan
 
 
 class Samples(Protocol):

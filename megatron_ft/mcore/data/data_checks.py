@@ -14,14 +14,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_ft.config.identity import JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.node.worker_client import RankContext
-from megatron_ft.control.run_id import RunId
-from megatron_ft.corpus.check import Span, SplitPlan, resolve_vocab_size, vocabulary_entries
-from megatron_ft.corpus.order import Place
+from megatron_ft.control.rundir import RunId
+from megatron_ft.corpus.samples import Place, Span, SplitPlan, resolve_vocab_size, vocabulary_entries
 from megatron_ft.corpus.tokenizers import build_tokenizer
 from megatron_ft.errors import DataError
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.files import write_atomically
-from megatron_ft.strict_json import parse_json
 
 
 class Samples:

@@ -19,10 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.model.weights import initialize_weights
-from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.replica_layer import ReplicaMixtureLayer
-from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.model.parameters import initialize_weights
+from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaMixtureLayer, Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
 
 

@@ -49,7 +49,7 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "calculate_per_token_loss": True,
         "deterministic_mode": config.training.deterministic,
         "use_cpu_initialization": transformer_impl == "local",
-        # weights.py sets the weights later. Megatron's initialization only marks which parameters are sharded.
+        # parameters.py sets the weights later. Megatron's initialization only marks which parameters are sharded.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,

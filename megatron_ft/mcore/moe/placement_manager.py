@@ -19,10 +19,11 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.device.install import resolve_device
-from megatron_ft.mcore.moe.replicas import Replicas
+from megatron_ft.mcore.moe.replica_layer import Replicas
+from megatron_ft.mcore.state.tensors import NamedState
+from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.operators import operators_of
-from megatron_ft.planning.cost.memory import expert_state_bytes
-from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.planning.cost.memory import RankParameters, expert_state_bytes
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
@@ -52,6 +53,24 @@ class Change:
     def moved_bytes(self) -> int:
         """Number of bytes that ranks send, over all stages."""
         return sum(migration.num_bytes for migration in self.migrations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviousPlacement:
+    """State with which a rank can return to the placement before a migration."""
+
+    before_iteration: int
+    """First iteration with the new placement."""
+    plans: list[PlacementPlan]
+    """Placement of each stage before the migration."""
+    state: NamedState
+    """During the migration, all tensors of this rank; after it, only the tensors of experts that this rank no longer
+    has."""
+    host: TrainState | None = None
+    """During the migration, the state besides tensors, because a migration that fails leaves the engine without usable
+    state; after it, None."""
+    is_evacuation: bool = False
+    """Whether the migration moved all experts to the ranks that stay, before other ranks leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +140,8 @@ class PlacementManager:
     def following(
         cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
     ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
-        """Return the manager of the next membership and the migration to its placement, or why this is impossible.
+        """Return the manager of the next membership and the migration to its placement, or ``Declined`` with the reason
+        why this is impossible.
 
         The result depends only on the arguments. The job must have one pipeline stage.
 
@@ -160,7 +180,7 @@ class PlacementManager:
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
-        """Plan the copies of optimizer state of this rank's stage; None if ``placement.state_copies`` is null."""
+        """Plan the copies of this stage's optimizer state. Return None if ``placement.state_copies`` is null."""
         return plan_state_copies(self._config, self.plans[self._stage], self._num_dense)
 
     @property

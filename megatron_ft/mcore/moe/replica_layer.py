@@ -1,6 +1,11 @@
-"""An MoE layer in which each expert can have any number of copies on any number of ranks."""
+"""An MoE layer in which each expert can have any number of copies, and the sum of the copies' gradients.
 
-from collections.abc import Sequence
+``Replicas`` is the placement of one pipeline stage in the form in which the model uses it. ``MixtureLayer`` is
+Megatron's own layer with a failpoint.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +17,160 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ft.mcore.moe.layer import MixtureLayer
+from megatron_ft import failpoints
+from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.dispatch.backend import DispatchBackend
 from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, gather_counts, return_rows, send_rows
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
+
+
+def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
+    """Return the ranks that have ``expert`` in a slot, in ascending order."""
+    return [rank for rank, experts in enumerate(slots) if expert in experts]
+
+
+# The gradient of an expert is divided into as many pieces as ranks have the expert. In a first exchange, these ranks
+# send piece k to the k-th of them, which sums it. In a second exchange, they receive the sums of all pieces.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SharedExpert:
+    """An expert with copies on several ranks, ``holders``, of which this rank is one."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    holders: tuple[int, ...]
+
+    def pieces(self) -> list[int]:
+        """Return, for each rank in ``holders``, the number of gradient elements that it sums."""
+        total, count = sum(parameter.numel() for parameter in self.parameters), len(self.holders)
+        return [total * (number + 1) // count - total * number // count for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Placement of one pipeline stage, over the ranks of its expert group, and the dispatch backend."""
+
+    plan: PlacementPlan
+    backend: DispatchBackend
+
+    def slots_of(self, layer_number: int) -> Sequence[Sequence[int]]:
+        """Return, for each rank, the expert in each of its slots. ``layer_number`` counts from 1, as in Megatron."""
+        return self.plan.slots[self.plan.layer_numbers.index(layer_number)]
+
+
+class ReplicaGradients:
+    """Sums the gradients of all experts that have copies on several ranks of one stage.
+
+    Args:
+        model_chunks: chunks of this rank in ``DistributedDataParallel``.
+        replicas: current placement of the stage.
+        group: ranks of the stage.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        replicas: Replicas,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._experts = list(_shared_experts(model_chunks, replicas))
+        # A rank whose experts have no copies elsewhere takes part in the exchanges with an empty tensor of this type.
+        self._nothing = next(p.main_grad for chunk in model_chunks for p in chunk.parameters()).new_empty(0)
+
+    def sum(self) -> None:
+        """Replace the gradients of each expert by their sum over all copies. All ranks of the stage must call this."""
+        # All experts share one exchange. Groups for each set of ranks would have to change with the placement.
+        flats = [torch.cat([p.main_grad.reshape(-1) for p in expert.parameters]) for expert in self._experts]
+        parts = [flat.split(expert.pieces()) for flat, expert in zip(flats, self._experts, strict=True)]
+        contributions = self._exchange(
+            [(part, expert) for part, expert in zip(parts, self._experts, strict=True)], to_owners=True
+        )
+        sums = [self._add_up(number, parts[number], contributions) for number in range(len(parts))]
+        returned = self._exchange(
+            [([s], expert) for s, expert in zip(sums, self._experts, strict=True)], to_owners=False
+        )
+        for number, expert in enumerate(self._experts):
+            whole = [sums[number] if holder == self._rank else returned[holder][number] for holder in expert.holders]
+            _write(expert.parameters, torch.cat(whole))
+
+    def _add_up(
+        self, number: int, own: Sequence[torch.Tensor], contributions: dict[int, dict[int, torch.Tensor]]
+    ) -> torch.Tensor:
+        expert = self._experts[number]
+        mine = own[expert.holders.index(self._rank)]
+        terms = [mine if holder == self._rank else contributions[holder][number] for holder in expert.holders]
+        # Not an all-reduce, whose order of additions depends on the backend, the sizes and the number of ranks.
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total += term
+        return total
+
+    def _exchange(
+        self, parts: list[tuple[Sequence[torch.Tensor], _SharedExpert]], *, to_owners: bool
+    ) -> dict[int, dict[int, torch.Tensor]]:
+        """Exchange pieces with one uneven all-to-all. Return the received pieces by rank and index of the expert. With
+        ``to_owners``, piece k is sent to the k-th rank of ``holders``. Otherwise the only piece, which is summed, is
+        sent to all other ranks of ``holders``."""
+        ranks = range(self._group.size())
+        outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
+        incoming: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        # Two ranks list their common experts in the same order, by layer and id, so sizes need not be exchanged.
+        for number, (pieces, expert) in enumerate(parts):
+            sizes, me = expert.pieces(), expert.holders.index(self._rank)
+            for place, holder in enumerate(expert.holders):
+                if holder != self._rank:
+                    outgoing[holder].append(pieces[place] if to_owners else pieces[0])
+                    incoming[holder].append((number, sizes[me] if to_owners else sizes[place]))
+        send_sizes = [sum(piece.numel() for piece in of_rank) for of_rank in outgoing]
+        receive_sizes = [sum(size for _, size in of_rank) for of_rank in incoming]
+        flat = [piece for of_rank in outgoing for piece in of_rank]
+        sent = torch.cat([self._nothing, *flat])
+        received = sent.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self._group)
+        chunks = iter(received.split([size for of_rank in incoming for _, size in of_rank]))
+        return {rank: {number: next(chunks) for number, _ in of_rank} for rank, of_rank in enumerate(incoming)}
+
+
+def _shared_experts(model_chunks: Sequence[torch.nn.Module], replicas: Replicas) -> Iterator[_SharedExpert]:
+    for chunk in model_chunks:
+        for layer in unwrap(chunk).decoder.layers:  # type: ignore[union-attr]
+            if not isinstance(layer.mlp, ReplicaMixtureLayer):
+                continue
+            of_layer = replicas.slots_of(layer.layer_number)
+            for expert_id, expert in zip(layer.mlp.experts.expert_ids, layer.mlp.experts.local_experts, strict=True):
+                ranks = holders(of_layer, expert_id)
+                if len(ranks) > 1:
+                    yield _SharedExpert(parameters=tuple(expert.parameters()), holders=tuple(ranks))
+
+
+def _write(parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor) -> None:
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.main_grad.copy_(part.view_as(parameter.main_grad))
+
+
+class MixtureLayer(MoELayer):
+    """Megatron's MoE layer with a failpoint in its dispatch. The engine calls ``start_iteration``."""
+
+    iteration: int = 0
+
+    def start_iteration(self, iteration: int) -> None:
+        """Set the iteration, which failpoints and forced routing need; 0 is an evaluation."""
+        self.iteration = iteration
+        self.router.start_iteration(iteration)
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send tokens to the ranks of their experts, with an all-to-all."""
+        failpoints.hit("dispatch", self.iteration)
+        return super().dispatch(hidden_states, probs)
 
 
 class _ReplicaExperts(SequentialMLP):
@@ -232,8 +381,3 @@ def _replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.T
         for expert in experts:
             matrix[expert, rank] += 1
     return matrix
-
-
-def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:
-    """Return the ranks that have ``expert`` in a slot, in ascending order."""
-    return [rank for rank, experts in enumerate(slots) if expert in experts]

@@ -1,14 +1,24 @@
-"""A router that ignores padding microbatches and counts the tokens of each expert.
+"""A router that ignores padding microbatches and counts the tokens of each expert, and a router that follows a trace.
 
 Notation: T tokens of a microbatch on this rank, E experts.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import RouterBuilder
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ft.config.inputs import read_trace
+from megatron_ft.config.job import JobConfig
+from megatron_ft.planning.iteration import microbatch_position
+from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts
 
 
 class PaddingAwareRouter(TopKRouter):
@@ -103,3 +113,93 @@ class PaddingAwareRouter(TopKRouter):
         if self.enable_expert_bias and torch.is_grad_enabled() and not self.is_padding:
             with torch.no_grad():
                 self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+# Notation: T tokens of a microbatch on this rank, K experts of each token, E experts.
+
+
+class _TraceRouter(PaddingAwareRouter):
+    """Routes tokens so that the experts' shares equal those in a trace (Lazarus, arXiv 2407.04656, section 6.1).
+
+    The assignment of tokens to experts depends only on the seed, the iteration, the layer and the position of the
+    microbatch in the global batch, not on the parallel layout or the placement. Tensor-parallel ranks use parts of the
+    same assignment. Auxiliary losses use the choice of the learned gate.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        trace: RoutingTrace,
+        seed: int,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.trace, self.seed = trace, seed
+        self.router_replay = _ForcedChoice()
+        self._dp_group = pg_collection.dp
+        self.start_iteration(0)
+
+    def start_iteration(self, iteration: int) -> None:
+        """Begin ``iteration``: reset ``load`` and the count of its microbatches. 0 is an evaluation."""
+        super().start_iteration(iteration)
+        self._iteration = iteration
+        self._num_routed = {False: 0, True: 0}
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route tokens to the forced experts. ``logits`` is [sequence, batch, E]. Returns probs [T, E], which the
+        learned gate computes, and routing_map [T, E]."""
+        num_tokens = logits.shape[0] * logits.shape[1]
+        self.router_replay.experts = self._forced(num_tokens, self._next_microbatch()).to(logits.device)
+        return super().routing(logits, padding_mask)
+
+    def _next_microbatch(self) -> int:
+        """Return the position of the next microbatch in the global batch. Passes with and without gradients are counted
+        separately, because full recomputation routes each microbatch once in each of them."""
+        with_gradients = torch.is_grad_enabled()
+        number = self._num_routed[with_gradients]
+        self._num_routed[with_gradients] += 1
+        return microbatch_position(self._dp_group.size(), self._dp_group.rank(), number)
+
+    def _forced(self, num_tokens: int, microbatch: int) -> torch.Tensor:
+        """Return the experts of this rank's tokens: int64 [T, K]. With sequence parallelism, each rank has an equal
+        part of the tokens of a microbatch."""
+        part, num_parts = self.tp_cp_group.rank(), self.tp_cp_group.size()
+        loads = self.trace.loads(self._iteration, self.layer_number)
+        counts = expert_token_counts(loads, num_tokens * num_parts, self.topk)
+        key = f"{self.seed}/iteration {self._iteration}/layer {self.layer_number}/microbatch {microbatch}"
+        # The whole microbatch is assigned, and this rank uses its part, so that all parts belong to one assignment.
+        experts = forced_experts(counts, num_tokens * num_parts, key)
+        return torch.from_numpy(experts[part * num_tokens : (part + 1) * num_tokens].copy())
+
+
+class _ForcedChoice:
+    """Replaces Megatron's ``RouterReplay``, to select given experts instead of those with the highest scores."""
+
+    experts: torch.Tensor
+    """The experts to select, int64 [T, K]."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores [T, K] of the given experts, and the experts [T, K]."""
+        return scores.gather(1, self.experts), self.experts
+
+
+def router_builder(config: JobConfig) -> RouterBuilder:
+    """Return the function that creates the routers of a job's MoE layers.
+
+    Raises:
+        ConfigError, DataError: the routing trace cannot be read, or does not match the model.
+    """
+    if config.model.router != "trace":
+        return PaddingAwareRouter
+    trace = RoutingTrace.of(config.model, read_trace(config))
+    return partial(_TraceRouter, trace=trace, seed=config.training.seed)

@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.config.optimizer import OptimizerConfig
+from megatron_ft.config.job import OptimizerConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.optimizer.masters import MOMENTS, Master, masters
+from megatron_ft.mcore.groups import Collectives, exchange_tensors
+from megatron_ft.mcore.optimizer.adamw import MOMENTS, Master, masters
 from megatron_ft.mcore.state.tensors import expert_of
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 
 @dataclass(kw_only=True)
@@ -82,7 +81,7 @@ class StateCopies:
         self.kept = self._receive(config)
 
     def follow(self, learning_rate: float) -> int:
-        """Repeat the latest update on the copies; return the number of bytes that this rank sent. The master weights
+        """Repeat the latest update on the copies. Return the number of bytes that this rank sent. The master weights
         must still have the clipped gradients of this update."""
         outgoing = self._by_rank({lent.keeper: [m.tensor.grad for m in lent.masters] for lent in self._lent})
         for kept in self.kept:

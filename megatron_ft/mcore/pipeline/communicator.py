@@ -1,10 +1,11 @@
 """``P2PCommunicator`` classes that log sent messages, and that receive logged messages of other ranks.
 
 Both override only ``_communicate``, which all send and receive methods of Megatron's class call. So they support both
-1F1B and interleaved schedules.
+1F1B and interleaved schedules. ``Boundaries`` keeps the log when the process groups are replaced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.pipeline import Direction
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
@@ -21,36 +23,6 @@ from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 """(tensor from the previous stage, tensor from the next stage, requests to wait for)."""
-
-
-def _current_device() -> torch.device:
-    """Return the device of this process."""
-    device: Any = torch.cuda.current_device()
-    return device if isinstance(device, torch.device) else torch.device("cuda", device)
-
-
-def _sends_host_memory_only(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` cannot send tensors of this process's device."""
-    return str(dist.get_backend(group)) == "gloo" and _current_device().type == "cuda"
-
-
-@dataclass
-class _Transfer:
-    """One message that goes through host memory. ``target`` is the device tensor of a received message."""
-
-    request: Any
-    host: torch.Tensor
-    target: torch.Tensor | None = None
-    _is_done: bool = field(default=False, init=False)
-
-    def wait(self) -> None:
-        """Wait until the message is sent, or received and copied to ``target``."""
-        if self._is_done:
-            return
-        self.request.wait()
-        if self.target is not None:
-            self.target.data.copy_(self.host)
-        self._is_done = True
 
 
 class _StagedCommunicator(P2PCommunicator):
@@ -112,27 +84,7 @@ class _StagedCommunicator(P2PCommunicator):
         return targets.get("recv_prev"), targets.get("recv_next"), None if wait_on_reqs else transfers
 
 
-TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
-"""Tags of messages with logged tensors. Megatron's own messages have no tags."""
-
-
-def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
-    """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
-    matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
-    chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
-    if dist.get_backend(group) == "gloo":
-        return group, TAGS[direction]
-    return (group if direction == "forward" else _world_group()), 0
-
-
-def _world_group() -> dist.ProcessGroup:
-    """Return the group of all ranks of the job."""
-    world = dist.group.WORLD
-    assert world is not None, "process groups are not initialized"
-    return world
-
-
-class LoggingCommunicator(_StagedCommunicator):
+class _LoggingCommunicator(_StagedCommunicator):
     """Communicator that logs a copy of every activation and gradient that it sends.
 
     Args:
@@ -161,6 +113,103 @@ class LoggingCommunicator(_StagedCommunicator):
         return received
 
 
+class Boundaries:
+    """Connection of a rank to the adjacent pipeline stages. The log survives when the process groups are replaced."""
+
+    def __init__(self) -> None:
+        self._log: UpstreamLog | None = None
+        self._communicator: _LoggingCommunicator | None = None
+
+    @property
+    def log(self) -> UpstreamLog | None:
+        """Log of the messages that this rank sends; None if messages are not logged."""
+        return self._log
+
+    @log.setter
+    def log(self, log: UpstreamLog | None) -> None:
+        self._log = log
+        if self._communicator is not None:
+            self._communicator.log = log
+
+    def connect(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> _LoggingCommunicator:
+        """Create the communicator for Megatron's schedules."""
+        self._communicator = _LoggingCommunicator(pp_group, config, self._log)
+        return self._communicator
+
+    def release(self) -> None:
+        """Release the communicator, so that its process group can be destroyed. The log stays."""
+        self._communicator = None
+
+    @contextmanager
+    def logging(self, iteration: int, generation: int) -> Iterator[None]:
+        """Log all messages that are sent in this context as messages of ``iteration`` in ``generation``."""
+        log = self._log
+        if log is None:
+            yield
+            return
+        log.begin(iteration, generation)
+        try:
+            yield
+            # Not in ``finally``, because a failed iteration has not sent all messages and must not be logged.
+            log.end()
+        finally:
+            log.abandon()
+
+    def commit(self, vote: Vote) -> None:
+        if self._log is not None:
+            self._log.commit(vote)
+
+
+def _current_device() -> torch.device:
+    """Return the device of this process."""
+    device: Any = torch.cuda.current_device()
+    return device if isinstance(device, torch.device) else torch.device("cuda", device)
+
+
+def _sends_host_memory_only(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` cannot send tensors of this process's device."""
+    return str(dist.get_backend(group)) == "gloo" and _current_device().type == "cuda"
+
+
+@dataclass
+class _Transfer:
+    """One message that goes through host memory. ``target`` is the device tensor of a received message."""
+
+    request: Any
+    host: torch.Tensor
+    target: torch.Tensor | None = None
+    _is_done: bool = field(default=False, init=False)
+
+    def wait(self) -> None:
+        """Wait until the message is sent, or received and copied to ``target``."""
+        if self._is_done:
+            return
+        self.request.wait()
+        if self.target is not None:
+            self.target.data.copy_(self.host)
+        self._is_done = True
+
+
+TAGS: dict[Direction, int] = {"forward": 1_001, "backward": 1_002}
+"""Tags of messages with logged tensors. Megatron's own messages have no tags."""
+
+
+def _route(group: dist.ProcessGroup, direction: Direction) -> tuple[dist.ProcessGroup, int]:
+    """Return process group and tag for messages with logged tensors in ``direction``. NCCL does not support tags, and
+    matches the sends and receives between two ranks of a group in their order. With two pipeline stages and several
+    chunks, messages of both directions come from the same rank. So with NCCL each direction uses another group."""
+    if dist.get_backend(group) == "gloo":
+        return group, TAGS[direction]
+    return (group if direction == "forward" else _world_group()), 0
+
+
+def _world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks of the job."""
+    world = dist.group.WORLD
+    assert world is not None, "process groups are not initialized"
+    return world
+
+
 @dataclass(frozen=True, slots=True)
 class _Done:
     """Request of a message that is complete, because it was not sent."""
@@ -169,7 +218,7 @@ class _Done:
         """Return at once."""
 
 
-class ReplayCommunicator(LoggingCommunicator):
+class ReplayCommunicator(_LoggingCommunicator):
     """Communicator of a rank whose stage replays.
 
     Messages to and from adjacent stages that also replay are sent as usual. A stage that does not replay sends the

@@ -8,10 +8,9 @@ import torch
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import ConfigError, RankLost, RecoveryError
 from megatron_ft.mcore.recovery.replicas import ElasticTrainer
-from megatron_ft.mcore.state.resolving import position_of
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position
-from megatron_ft.runtime.transport import waits
+from megatron_ft.mcore.state.rank_status import position_of
+from megatron_ft.planning.recovery.membership import NextMembership, Position
+from megatron_ft.runtime.transport import abort
 
 
 class Coordinator:
@@ -40,7 +39,7 @@ class Coordinator:
         worker = self.trainer.context.worker
         # ``waits`` needs that all groups use gloo. ``_check`` has made sure of this.
         if worker.can_survive:
-            waits.install()
+            abort.install()
         if self.trainer.context.is_joining:
             self._form(worker.await_membership())
         else:

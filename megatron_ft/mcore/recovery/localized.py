@@ -19,26 +19,23 @@ import torch.distributed as dist
 from megatron_ft.control.node.worker_client import Abort, RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import StageRecovery
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.optimizer import commit
+from megatron_ft.mcore.groups import Collectives, Groups
+from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.pipeline.communicator import ReplayCommunicator, serve
-from megatron_ft.mcore.recovery.replay import Replayer
 from megatron_ft.mcore.recovery.upstream_log import keep_room
-from megatron_ft.mcore.snapshot.local_window import LocalWindow
+from megatron_ft.mcore.snapshot.local_window import LocalWindow, Replayer, carry_out
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.state.carried import Carried
 from megatron_ft.mcore.state.tensors import put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.recovery.localized import LocalizedPlan, Standing
 from megatron_ft.planning.recovery.replicas import Declined
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.records import Record
-from megatron_ft.runtime.execute.replay import carry_out
-from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 
 
@@ -363,7 +360,7 @@ class LocalizedReplay:
         put_state(engine.model_chunks, engine.optimizer, carried.state)
         engine.restore(carried.host)
         # If an iteration was finished after the failure, only this rank's shard of the parameters is updated.
-        commit.gather(engine.optimizer, engine.model_chunks)
+        adamw.gather(engine.optimizer, engine.model_chunks)
         if key is None:
             return None
         for found in client.inventory(self._context.rank):

@@ -15,29 +15,24 @@ import torch.distributed as dist
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership_schedule import MembershipChange
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import MembershipChange, config_of
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
-from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_data
-from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
-from megatron_ft.mcore.moe.migration import move_experts
+from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_store
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
-from megatron_ft.mcore.optimizer.build import set_position
+from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.localized import LocalizedReplay
 from megatron_ft.mcore.state.carried import Carried, MembershipStart, hand_over, seed_newcomer, shapes_of
-from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding
-from megatron_ft.mcore.state.resolving import resolve_iteration
-from megatron_ft.mcore.state.tensors import NamedState, put_state, take_state
+from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
+from megatron_ft.mcore.state.tensors import NamedState, move_experts, put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
 from megatron_ft.planning.placement.migration import MigrationPlan
-from megatron_ft.planning.recovery.membership import NextMembership
+from megatron_ft.planning.recovery.membership import NextMembership, Target
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
-from megatron_ft.planning.recovery.target import Target
-from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME

@@ -89,7 +89,7 @@ def _listed(reasons: Sequence[str]) -> str:
 
 
 def _newest_iteration(run_dir: Path) -> int:
-    """Return the newest iteration in ``metrics.jsonl`` of a run; 0 if the file does not exist or cannot be read."""
+    """Return the newest iteration in ``metrics.jsonl`` of a run, or 0 if the file does not exist or cannot be read."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as file:
             newest = deque(file, maxlen=2)

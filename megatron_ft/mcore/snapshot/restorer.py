@@ -9,20 +9,17 @@ from typing import Any, TypeVar
 from megatron_ft.config.identity import JobIdentity
 from megatron_ft.errors import CheckpointError, ControlError, RecoveryError
 from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem, WindowReplayed
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.recovery.replay import Replayer
-from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow
+from megatron_ft.mcore.groups import Collectives
+from megatron_ft.mcore.snapshot.local_window import CONFIG, LocalWindow, Replayer, ReplayResult, carry_out
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.runtime.execute.replay import ReplayResult, carry_out
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import is_named, iteration_of
-from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow, window_digest
 from megatron_ft.snapshot.storage.run_settings import other_window
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder, window_digest
 from megatron_ft.snapshot.window import Window
-from megatron_ft.strict_json import parse_json
 
 _Result = TypeVar("_Result")
 
@@ -76,7 +73,8 @@ class SnapshotRestorer:
         self.chosen = RecoverySource(kind="nothing", iteration=0)
         """The state that ``find`` has chosen, and the reasons why newer states were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Why ``find`` could not use the existing windows, if it has found no state at all. The same on every rank."""
+        """Reasons why ``find`` could not use the existing windows, if it has found no state. Every rank has the same
+        reasons."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
         """Find and verify the newest window that every rank can load. Return None if ``checkpoint`` is not older.

@@ -15,26 +15,27 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
-from megatron_ft.mcore.collectives import Collectives
+from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.snapshot.local_window import PLAN
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import planned_record
-from megatron_ft.planning.commit import Vote, WindowReport
+from megatron_ft.planning.iteration import Vote, WindowReport
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.activations import Activations
-from megatron_ft.planning.snapshot.buffers import WindowBuffers
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.memory import buffer_bytes, host_bytes
-from megatron_ft.planning.snapshot.peers import PeerAssignment
-from megatron_ft.planning.snapshot.pieces import window_bytes
-from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
+from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
+from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan
 from megatron_ft.planning.snapshot.report import check_limit, whole_plan
-from megatron_ft.snapshot.capture.capture import CaptureFigures, WindowCapture, WindowMemory
-from megatron_ft.snapshot.capture.copier import capture_bandwidth, open_copier
+from megatron_ft.snapshot.capture.capture import (
+    CaptureFigures,
+    WindowCapture,
+    WindowMemory,
+    capture_bandwidth,
+    open_copier,
+)
 from megatron_ft.snapshot.server.client import (
     NUM_PROBLEMS,
     PERSISTED_BYTES,
@@ -382,9 +383,9 @@ class Snapshotter:
         return needed
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, *, is_resumed: bool) -> WindowMemory:
-        """Return memory for windows of ``plan``: the current memory if it is large enough on all ranks, else new one.
-        If ``is_resumed``, memory of an earlier process contains the window from which the job continues. Then no more
-        than the exact size is requested, so that this memory is used again."""
+        """Return memory for windows of ``plan``. This is the current memory if it is large enough on all ranks, and
+        otherwise new memory. If ``is_resumed``, memory of an earlier process contains the window from which the job
+        continues. Then no more than the exact size is requested, so that this memory is used again."""
         exact = window_bytes(plan, view.shards)
         needed = exact if is_resumed else buffer_bytes(plan, view.shards, plans_again=self._plans_again)
         is_outgrown = self._memory is not None

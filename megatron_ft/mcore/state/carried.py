@@ -9,17 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ft.mcore.checkpoint.rng import seed_rng
-from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.moe.migration import by_expert
+from megatron_ft.mcore.groups import Groups, exchange_tensors
 from megatron_ft.mcore.state.rank_status import Holding
-from megatron_ft.mcore.state.tensors import NamedState, expert_of
-from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.mcore.training.iteration import IterationResult
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.mcore.state.tensors import NamedState, by_expert, expert_of
+from megatron_ft.mcore.state.train_state import IterationResult, TrainState, seed_rng
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.recovery.replicas import share_out
 from megatron_ft.planning.snapshot.plan import WindowKey, WindowPlan
-from megatron_ft.runtime.transport.exchange import exchange_tensors
 
 Shape = tuple[str, str, str, list[int]]
 """Name, dtype, device type and shape of a tensor."""
@@ -39,13 +35,14 @@ class Carried:
     host: TrainState
     """State besides tensors."""
     finished: IterationResult | None
-    """The iteration that was in progress when the membership ended and was then finished, to be reported; else None."""
+    """Result, still to be reported, of the iteration that was finished after the membership had ended; None without
+    one."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     kept: WindowKey | None = None
     """The newest window that was committed, as far as this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
-    """Plan of snapshot windows; None before the first plan."""
+    """Plan of snapshot windows, or None before the first plan."""
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""

@@ -1,11 +1,13 @@
-"""Finds the tensor elements of each operator on one rank, to capture and restore them.
+"""Finds the tensor elements of each operator on one rank, divides them among the ranks that capture, and restores them.
 
 Master weights and moments are found with Megatron's lists of parameters and of the tensors that its optimizers update.
 So the view works for every precision, and with or without a sharded optimizer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,18 +15,181 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ft.mcore.checkpoint.optimizer_state import allocate_state, sub_optimizers
-from megatron_ft.mcore.collectives import Collectives
-from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.model.names import named_parameters
-from megatron_ft.mcore.model.weights import tensor_part
-from megatron_ft.mcore.optimizer.masters import MOMENTS
-from megatron_ft.mcore.state.digest import masters_of
-from megatron_ft.mcore.state.restoring import MASTER, WEIGHT, Payload, restore_slice
-from megatron_ft.mcore.state.shards import Holding, Part, cut_shards, from_record, sizes, to_record
-from megatron_ft.operator_state import Component, check_shards
-from megatron_ft.planning.snapshot.pieces import Piece
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
+from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
+from megatron_ft.mcore.optimizer.adamw import MOMENTS, allocate_state, masters_of, sub_optimizers
+from megatron_ft.operator_state import Component, StateShard, check_shards, operator_of
+from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
+
+Part = tuple[str, int]
+"""A parameter's global name, and the index of its tensor-parallel part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartHolding:
+    """State of one tensor-parallel part of a parameter on one rank: its weight, and optimizer state for ``ranges``."""
+
+    part: Part
+    num_elements: int
+    ranges: tuple[tuple[int, int], ...]
+    """Ranges (start, stop) of elements of the flattened part whose master weights and moments are on this rank."""
+    full: tuple[Component, ...]
+    """Components of the full state: master weight, moments and step count."""
+    frozen: tuple[Component, ...]
+    """Components of a frozen operator: only the weight."""
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Return whether the optimizer state of elements [start, stop) is on this rank."""
+        return any(first <= start and stop <= last for first, last in self.ranges)
+
+
+def _to_record(holdings: Iterable[_PartHolding]) -> dict[str, Any]:
+    """Return ``holdings`` as a JSON object for ``_from_record``. Each combination of components is stored once, because
+    most parameters have the same."""
+    kinds: dict[tuple[tuple[Component, ...], tuple[Component, ...]], int] = {}
+    rows = [[*h.part, h.num_elements, h.ranges, kinds.setdefault((h.full, h.frozen), len(kinds))] for h in holdings]
+    return {"kinds": [[[asdict(c) for c in group] for group in kind] for kind in kinds], "rows": rows}
+
+
+def _from_record(record: Mapping[str, Any]) -> tuple[_PartHolding, ...]:
+    kinds = [[tuple(Component(**values) for values in group) for group in kind] for kind in record["kinds"]]
+    return tuple(
+        _PartHolding(
+            part=(parameter, tensor_part),
+            num_elements=num_elements,
+            ranges=tuple((start, stop) for start, stop in ranges),
+            full=kinds[kind][0],
+            frozen=kinds[kind][1],
+        )
+        for parameter, tensor_part, num_elements, ranges, kind in record["rows"]
+    )
+
+
+def _cut_shards(
+    holdings_by_rank: Sequence[Sequence[_PartHolding]], num_layers: int
+) -> tuple[tuple[StateShard, ...], ...]:
+    """Compute the shards that each rank captures. An element range that several ranks have is divided evenly."""
+    held: dict[Part, dict[int, _PartHolding]] = {}
+    for rank, holdings in enumerate(holdings_by_rank):
+        for holding in holdings:
+            held.setdefault(holding.part, {})[rank] = holding
+    shards: list[list[StateShard]] = [[] for _ in holdings_by_rank]
+    for part, by_rank in held.items():
+        for rank, start, stop in _cut(by_rank):
+            shards[rank].append(_shard(part, by_rank[rank], start, stop, num_layers))
+    return tuple(tuple(of_rank) for of_rank in shards)
+
+
+def _sizes(holdings_by_rank: Iterable[Iterable[_PartHolding]]) -> dict[Part, int]:
+    """Return the number of elements of each tensor-parallel part of each parameter."""
+    return {holding.part: holding.num_elements for holdings in holdings_by_rank for holding in holdings}
+
+
+def _cut(by_rank: Mapping[int, _PartHolding]) -> Iterable[tuple[int, int, int]]:
+    # Yields (rank, start, stop). Ranges of ranks may overlap partly, for example if two stages share the embedding.
+    edges = sorted({edge for holding in by_rank.values() for bounds in holding.ranges for edge in bounds})
+    for start, stop in pairwise(edges):
+        # Divided in rank order, so that all ranks compute the same shards; evenly, so that they capture in parallel.
+        holders = [rank for rank, holding in by_rank.items() if holding.covers(start, stop)]
+        for place, rank in enumerate(holders):
+            first = start + (stop - start) * place // len(holders)
+            last = start + (stop - start) * (place + 1) // len(holders)
+            if last > first:
+                yield rank, first, last
+
+
+def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers: int) -> StateShard:
+    return StateShard(
+        operator=operator_of(part[0], num_layers),
+        parameter=part[0],
+        tensor_part=part[1],
+        start=start,
+        stop=stop,
+        full=holding.full,
+        frozen=holding.frozen,
+    )
+
+
+Payload = bytes | bytearray | memoryview
+"""Bytes of a slice, which are only read."""
+
+WEIGHT, MASTER = "weight", "master"
+
+
+def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: Payload) -> int:
+    """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
+    holders = _holders(view.holdings_by_rank)
+    outgoing: list[list[torch.Tensor]] = [[] for _ in view.shards_by_rank]
+    pieces = Piece.of_slice(plan, index, view.shards)
+    content = _content(payload, slice_bytes(pieces), index)
+    for piece in pieces:
+        part = (piece.parameter, piece.tensor_part)
+        captured = content[piece.offset : piece.offset + piece.num_bytes]
+        for component, targets in _deliveries(piece, holders[part]):
+            tensor = captured
+            # The sender rounds, so that all receivers get the same bits, and fewer bytes are sent.
+            if component != piece.component:
+                tensor = _rounded(captured, piece.dtype, holders[part][view.rank])
+            for target in targets:
+                outgoing[target].append(tensor)
+    return exchange_tensors(outgoing, _incoming(view, plan, index, holders), view.group)
+
+
+def _incoming(
+    view: "OperatorView", plan: WindowPlan, index: int, holders: dict[Part, dict[int, _PartHolding]]
+) -> list[Sequence[torch.Tensor]]:
+    incoming: list[Sequence[torch.Tensor]] = []
+    for shards in view.shards_by_rank:
+        shared = [s for s in shards if view.rank in holders[s.parameter, s.tensor_part]]
+        incoming.append(
+            [
+                view.live((piece.parameter, piece.tensor_part), component, piece.start, piece.stop)
+                for piece in Piece.of_slice(plan, index, shared)
+                for component, targets in _deliveries(piece, holders[piece.parameter, piece.tensor_part])
+                if view.rank in targets
+            ]
+        )
+    return incoming
+
+
+def _holders(holdings_by_rank: Sequence[Sequence[_PartHolding]]) -> dict[Part, dict[int, _PartHolding]]:
+    found: dict[Part, dict[int, _PartHolding]] = {}
+    for rank, holdings in enumerate(holdings_by_rank):
+        for holding in holdings:
+            found.setdefault(holding.part, {})[rank] = holding
+    return found
+
+
+def _deliveries(piece: Piece, holders: dict[int, _PartHolding]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (component, ranks that receive it) for a captured piece. From a captured master weight, every rank with the
+    parameter also gets the rounded weight."""
+    weight = next(iter(holders.values())).frozen[0]
+    if piece.component in (WEIGHT, MASTER):
+        yield WEIGHT, tuple(holders)
+    # An FP32 weight is its own master.
+    if piece.component != WEIGHT and (piece.component != MASTER or weight.dtype != piece.dtype):
+        yield piece.component, tuple(r for r, holding in holders.items() if holding.covers(piece.start, piece.stop))
+
+
+def _rounded(captured: torch.Tensor, dtype: str, holding: _PartHolding) -> torch.Tensor:
+    # Cloned, because a view needs an address that is aligned for its dtype, and a piece may begin anywhere.
+    master = captured.clone().view(getattr(torch, dtype))
+    return master.to(getattr(torch, holding.frozen[0].dtype))
+
+
+def _content(payload: Payload, num_bytes: int, index: int) -> torch.Tensor:
+    given = memoryview(payload).nbytes
+    if given < num_bytes:
+        raise RecoveryError(
+            f"slice {index} has {given} captured bytes, but this rank needs {num_bytes}: it may have been captured "
+            "with another layout"
+        )
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only memory, but nothing writes to it
+        return torch.frombuffer(payload, dtype=torch.uint8)
 
 
 def _range_of(member: Any, parameter: torch.nn.Parameter) -> tuple[int, int]:
@@ -69,10 +234,12 @@ class OperatorView:
         self._held = _held(model_chunks, optimizer, groups.pg_collection)
         # Gathered once, so that every rank can compute the slices of all ranks without communication.
         mine = [_holding(part, held) for part, held in self._held.items()]
-        self.holdings_by_rank = tuple(from_record(record) for record in Collectives(self.group).gather(to_record(mine)))
-        self.shards_by_rank = cut_shards(self.holdings_by_rank, num_layers)
+        self.holdings_by_rank = tuple(
+            _from_record(record) for record in Collectives(self.group).gather(_to_record(mine))
+        )
+        self.shards_by_rank = _cut_shards(self.holdings_by_rank, num_layers)
         # Checked now, because an element that no rank captures would otherwise be noticed only in a replay.
-        check_shards(self.shards_by_rank, sizes(self.holdings_by_rank))
+        check_shards(self.shards_by_rank, _sizes(self.holdings_by_rank))
         self.shards = self.shards_by_rank[self.rank]
 
     def pieces(self, plan: WindowPlan, index: int) -> tuple[Piece, ...]:
@@ -107,7 +274,7 @@ class OperatorView:
         Raises:
             RecoveryError: ``payload`` is too small.
         """
-        return restore_slice(self, plan, index, payload)
+        return _restore_slice(self, plan, index, payload)
 
 
 def _held(
@@ -131,9 +298,9 @@ def _held(
     return found
 
 
-def _holding(part: Part, held: _Held) -> Holding:
+def _holding(part: Part, held: _Held) -> _PartHolding:
     state = next(iter(held.states.values()), {})
-    return Holding(
+    return _PartHolding(
         part=part,
         num_elements=held.weight.numel(),
         ranges=tuple(held.states),

@@ -1,22 +1,41 @@
-"""The state of a rank after an iteration, besides parameters and optimizer state."""
+"""The state of a rank besides parameters and optimizer state, after an iteration and while an iteration runs."""
 
 import base64
 import json
+import math
+import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.checkpoint.optimizer_state import sub_optimizers
-from megatron_ft.mcore.checkpoint.rng import capture_rng, restore_rng
-from megatron_ft.mcore.model.names import unwrap
-from megatron_ft.mcore.optimizer.commit import grad_scalers
-from megatron_ft.planning.commit import History, Vote
+from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.optimizer.adamw import grad_scalers, sub_optimizers
+from megatron_ft.planning.iteration import Decision, History, Vote
 
-_TENSOR = "tensor_base64"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationResult:
+    """Vote, decision and figures of one iteration, the same on every rank."""
+
+    vote: Vote
+    decision: Decision
+    learning_rate: float
+    median_loss: float = math.nan
+    """Median loss of earlier committed iterations; NaN if there are none."""
+    expert_load: torch.Tensor | None = None
+    """Tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if not
+    needed."""
+    pass_seconds: tuple[float, ...] = ()
+    """Seconds of a forward pass on each rank, from the ballots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +47,7 @@ class TrainState:
     iteration: int
     """Number of completed iterations."""
     rng: Mapping[str, Any] | None = None
-    """Random number generators from ``capture_rng``. None in state from other ranks, because each rank has its own."""
+    """Random number generators from ``_capture_rng``. None in state from other ranks, because each rank has its own."""
     buffers: Mapping[str, torch.Tensor]
     """Buffers of the model, such as router biases, by ``<chunk>.<name>``."""
     grad_scalers: tuple[Mapping[str, Any], ...]
@@ -50,7 +69,7 @@ class TrainState:
         """Copy the current state of this process, which has completed ``iteration`` iterations."""
         return cls(
             iteration=iteration,
-            rng=capture_rng(),
+            rng=_capture_rng(),
             buffers={name: _copied(buffer) for name, buffer in _buffers(model_chunks)},
             grad_scalers=tuple(
                 {name: _copied(value) for name, value in scaler.state_dict().items()}
@@ -149,6 +168,88 @@ class TrainState:
             }
         )
         return record
+
+
+@dataclass(kw_only=True)
+class IterationState:
+    """Progress of one iteration, from before its forward pass until its decision is carried out."""
+
+    iteration: int
+    before: TrainState
+    """State before the forward pass, to which the iteration is rolled back."""
+    expert_load: torch.Tensor | None = None
+    """Tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if not needed."""
+    contributed: bool = False
+    """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
+    vote: Vote | None = None
+    """The vote; None until it is complete on this rank."""
+    pass_seconds: tuple[float, ...] = ()
+    """Seconds of a forward pass on each rank, from the ballots; empty until the vote is complete."""
+    update: Literal["none", "begun", "done"] = "none"
+    """Progress of the update of master weights, moments and compute weights."""
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Set ``update`` to ``begun`` while the block runs, and to ``done`` after it."""
+        self.update = "begun"
+        # No ``finally``: after an exception the state is partly updated and unusable, so the value must stay ``begun``.
+        yield
+        self.update = "done"
+
+
+def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
+    """Seed the generators of torch and Megatron from ``seed`` and this rank's place in the layout."""
+    pg = pg_collection
+    torch.manual_seed(seed + 100 * pg.pp.rank() + 10 * pg.dp.rank())
+    model_parallel_cuda_manual_seed(
+        seed + 100 * pg.pp.rank(),
+        force_reset_rng=True,
+        tp_rank=pg.tp.rank(),
+        ep_rank=pg.ep.rank(),
+        etp_rank=pg.expt_tp.rank(),
+    )
+
+
+def _capture_rng() -> dict[str, Any]:
+    """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron. Tensors
+    are copies, which later random numbers do not change."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state().clone(),
+        "tracker": {name: value.clone() for name, value in _tracker().get_states().items()},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().clone()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Restore the generators from ``state``, the result of :func:`_capture_rng`."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    numpy = state["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    _tracker().set_states({name: value.clone() for name, value in state["tracker"].items()})
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+_TENSOR = "tensor_base64"
 
 
 def _buffers(model_chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,33 +17,29 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_mo
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.checkpoint.rng import seed_rng
 from megatron_ft.mcore.data.batches import BatchReader, Microbatch, Samples, plan_batches
-from megatron_ft.mcore.groups import Groups
+from megatron_ft.mcore.groups import Groups, exchange
 from megatron_ft.mcore.model.build import build_model, release_caches
-from megatron_ft.mcore.model.names import unwrap
+from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
-from megatron_ft.mcore.moe.layer import MixtureLayer
-from megatron_ft.mcore.moe.replica_gradients import ReplicaGradients
-from megatron_ft.mcore.moe.replicas import Replicas
-from megatron_ft.mcore.moe.router import PaddingAwareRouter
-from megatron_ft.mcore.moe.trace_router import router_builder
-from megatron_ft.mcore.optimizer import commit
-from megatron_ft.mcore.optimizer.build import build_optimizer, build_scheduler, set_position
+from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, Replicas
+from megatron_ft.mcore.moe.router import PaddingAwareRouter, router_builder
+from megatron_ft.mcore.optimizer import adamw
+from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, set_position
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
-from megatron_ft.mcore.pipeline.boundaries import Boundaries
-from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.mcore.training.iteration import IterationResult, IterationState
+from megatron_ft.mcore.pipeline.communicator import Boundaries
+from megatron_ft.mcore.state.tensors import NamedState, expert_of, move_experts, put_state, take_state
+from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, seed_rng
 from megatron_ft.mcore.training.reporting import StragglerTimer
-from megatron_ft.planning.commit import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
+from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
+from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.runtime.vote import exchange
 
 _Z_LOSS = "z_loss"
 
 
-def routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
+def _routers(model_chunks: list[torch.nn.Module]) -> list[PaddingAwareRouter]:
     """Return the routers of all MoE layers of ``model_chunks``, in the order of the layers within each chunk."""
     return [m for chunk in model_chunks for m in unwrap(chunk).modules() if isinstance(m, PaddingAwareRouter)]
 
@@ -77,7 +73,7 @@ def _expert_load(model_chunks: list[torch.nn.Module], num_layers: int, num_exper
     """Return the number of tokens that this rank has routed to each expert in this iteration. The result is int64
     [num_layers, num_experts], on the CPU."""
     load = torch.zeros((num_layers, num_experts), dtype=torch.int64)
-    for router in routers(model_chunks):
+    for router in _routers(model_chunks):
         load[router.layer_number - 1] = router.load.cpu()
     return load
 
@@ -203,6 +199,33 @@ class TrainingEngine:
         # The scheduler is built last, so model and optimizer are complete if it exists.
         return "scheduler" in self.__dict__
 
+    def migrate(
+        self,
+        replicas: Replicas,
+        migration: MigrationPlan,
+        *,
+        keep: Callable[[NamedState], None] | None = None,
+    ) -> NamedState:
+        """Carry out ``migration``, and rebuild the engine for ``replicas``. All ranks of the stage must call this.
+
+        Args:
+            keep: called with all tensors of this rank before the migration, so that the caller can restore them.
+
+        Returns:
+            The tensors of the experts that this rank no longer has.
+        """
+        state = take_state(self.model_chunks, self.optimizer)
+        # A copy of the dict, because ``move_experts`` adds tensors to ``state``.
+        if keep is not None:
+            keep(dict(state))
+        move_experts(state, migration, self.pg.ep)
+        # Until ``put_state`` returns, the engine has no usable state. After a failure, the caller needs what ``keep``
+        # got.
+        self.rebuild(replicas)
+        put_state(self.model_chunks, self.optimizer, state)
+        held = migration.placement.of_rank(self.pg.ep.rank())
+        return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
+
     def rebuild(self, replicas: Replicas | None) -> None:
         """Build model and optimizer again on the same groups. The caller must then restore weights and moments."""
         state = self.train_state()
@@ -301,7 +324,7 @@ class TrainingEngine:
         )
 
     def apply(self, result: IterationResult) -> None:
-        """Carry out the decision in this rank's state: commit, skip or roll back the iteration in progress."""
+        """Carry out the decision in this rank's state: adamw, skip or roll back the iteration in progress."""
         in_progress = self._of(result.vote.iteration)
         if result.decision.action == "commit":
             self.commit(result.vote)
@@ -327,7 +350,7 @@ class TrainingEngine:
         self.boundaries.commit(vote)
 
     def prepare(self, iteration: int) -> Ballot:
-        """Compute gradients and their norm for ``iteration``; return this rank's ballot."""
+        """Compute gradients and their norm for ``iteration``. Return this rank's ballot."""
         # Captured first, because Megatron updates the router bias and the loss scale before the vote.
         self.in_progress = in_progress = IterationState(iteration=iteration, before=self.train_state())
         reports = self.accumulate(iteration)
@@ -337,7 +360,7 @@ class TrainingEngine:
             in_progress.expert_load = self.expert_load()
         # Read before ``prepare``, which updates the scale: the ballot contains the scale of these gradients.
         loss_scale = float(self.optimizer.get_loss_scale())
-        found_inf, grad_norm = commit.prepare(self.optimizer)
+        found_inf, grad_norm = adamw.prepare(self.optimizer)
         return self.ballot(reports, loss_scale=loss_scale, found_inf=found_inf, grad_norm=grad_norm)
 
     def accumulate(self, iteration: int) -> list[torch.Tensor]:
@@ -383,7 +406,7 @@ class TrainingEngine:
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
         # Set before the exchange: as soon as this rank may have sent its ballot, other ranks may have the complete vote
-        # and commit. Then this rank must be able to finish the iteration, too.
+        # and adamw. Then this rank must be able to finish the iteration, too.
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
@@ -408,12 +431,12 @@ class TrainingEngine:
             self.before_update()
         # A replay has no iteration in progress. If it fails, it starts again from its window.
         with nullcontext() if self.in_progress is None else self.in_progress.updating():
-            commit.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
+            adamw.update(self.optimizer, self.config.optimizer.clip_grad, vote.grad_norm)
 
     def gather(self) -> None:
         """All-gather the updated compute weights, and update the copies of optimizer state."""
         failpoints.hit("gather", self._current_iteration)
-        commit.gather(self.optimizer, self.model_chunks)
+        adamw.gather(self.optimizer, self.model_chunks)
         # Ranks with copies repeat the update with the clipped gradients, which exist until the next iteration begins.
         if self.state_copies is not None:
             self.state_copies.follow(self._learning_rate())

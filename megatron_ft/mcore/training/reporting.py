@@ -16,15 +16,14 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import to_dict
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.events import ExpertLoad, Metrics, PlacementInForce, RunStarted, SnapshotPlanned
-from megatron_ft.mcore.model.names import unwrap
+from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import moe_layer_pattern
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
-from megatron_ft.mcore.training.iteration import IterationResult
+from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.operator_state import StateShard
 from megatron_ft.planning.alerts import Slowest
-from megatron_ft.planning.batch import BatchPlan
-from megatron_ft.planning.snapshot.pieces import window_bytes
-from megatron_ft.planning.snapshot.plan import WindowPlan
+from megatron_ft.planning.iteration import BatchPlan
+from megatron_ft.planning.snapshot.plan import WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.report import dense_plan
 
 _PACKAGES = ("torch", "megatron-core", "numpy")

@@ -12,9 +12,9 @@ import torch
 
 from megatron_ft import failpoints
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import config_of
 from megatron_ft.control.node.worker_client import Abort, RankContext
-from megatron_ft.corpus.check import resolve_vocab_size
+from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import (
     Evaluation,
@@ -27,31 +27,28 @@ from megatron_ft.events import (
 )
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
-from megatron_ft.mcore.collectives import Collectives
 from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
-from megatron_ft.mcore.groups import Groups
-from megatron_ft.mcore.moe.migration import PreviousPlacement, migrate
-from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
+from megatron_ft.mcore.groups import Collectives, Groups
+from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
 from megatron_ft.mcore.recovery.restart import recorded_placement, select_restore_source
 from megatron_ft.mcore.recovery.upstream_log import keep_log, replay_window
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
 from megatron_ft.mcore.state.carried import MembershipStart
-from megatron_ft.mcore.state.digest import state_digest
-from megatron_ft.mcore.state.tensors import NamedState
+from megatron_ft.mcore.state.tensors import NamedState, state_digest
+from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.mcore.training.iteration import IterationResult
 from megatron_ft.mcore.training.reporting import (
     expert_load_record,
     metrics_record,
     placement_record,
     run_started,
 )
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.planning.snapshot.plan import WindowPlan
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.run_settings import SETTINGS
@@ -249,7 +246,7 @@ class Trainer:
             self.snapshots.persist_newest()
 
     def round_off(self, iteration: int) -> None:
-        """Evaluate, save a checkpoint and report digests, if they are due after ``iteration``."""
+        """Evaluate, save a checkpoint and report digests, whichever of these is due after ``iteration``."""
         self._evaluate(iteration)
         self.checkpoints.poll()
         if _due(iteration, self.config.checkpoint.save_interval_iterations):
@@ -330,7 +327,7 @@ class Trainer:
 
         replicas = self.placement.replicas(migration.placement)
         # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
-        self.previous_placement = former(state=migrate(self.engine, replicas, migration, keep=keep))
+        self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
     def keep_copies(self) -> None:
         """Copy optimizer state to other ranks if ``placement.state_copies`` is set."""

@@ -1,12 +1,76 @@
-"""Computes the memory of a rank. State is counted exactly; activations and the process itself are estimates."""
+"""Computes parameters and memory of a rank. State is counted exactly; activations and the process are estimates."""
 
 from dataclasses import dataclass
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
-from megatron_ft.operators import head_channels, is_moe_layer, operators_of
-from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.operators import Operator, head_channels, is_moe_layer, operators_of
 from megatron_ft.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParameters:
+    """Number of parameters of a rank, equal on all ranks of a stage.
+
+    Dense parameters exist DP * CP times in the job, parameters of experts expert-DP times.
+    """
+
+    num_dense: int
+    num_expert: int
+
+    @property
+    def total(self) -> int:
+        return self.num_dense + self.num_expert
+
+    @classmethod
+    def of_stage(
+        cls,
+        model: ModelConfig,
+        operators: tuple[Operator, ...],
+        topology: Topology,
+        pipeline_stage: int,
+        num_slots_per_rank: int | None = None,
+    ) -> "RankParameters":
+        """Count the parameters of each rank of a pipeline stage, over all its virtual chunks.
+
+        With replica slots, every rank counts ``num_slots_per_rank`` experts per layer, the largest number that it can
+        hold.
+        """
+        # All experts of a layer have the same size, so the first experts represent the experts of any rank.
+        num_local_experts = (model.num_moe_experts or 0) // topology.expert_model_parallel_size
+        if num_slots_per_rank is not None:
+            num_local_experts = min(num_slots_per_rank, model.num_moe_experts or 0)
+        held = _held_layers(model, topology, pipeline_stage)
+        mine = [operator for operator in operators if operator.id.layer in held]
+        dense = [operator for operator in mine if operator.id.kind != "expert"]
+        num_dense = sum(_on_rank(operator, topology.tensor_model_parallel_size) for operator in dense)
+        num_experts = sum(
+            _on_rank(operator, topology.expert_tensor_parallel_size)
+            for operator in mine
+            if operator.id.expert is not None and operator.id.expert < num_local_experts
+        )
+        return cls(num_dense=num_dense + _tied_copy(model, operators, topology, pipeline_stage), num_expert=num_experts)
+
+
+def _held_layers(model: ModelConfig, topology: Topology, pipeline_stage: int) -> set[int]:
+    layers = set(topology.stage_layers(model.num_layers, pipeline_stage))
+    if pipeline_stage == 0:
+        layers.add(0)
+    if pipeline_stage == topology.pipeline_model_parallel_size - 1:
+        layers.add(model.num_layers + 1)
+    return layers
+
+
+def _on_rank(operator: Operator, split_over: int) -> int:
+    return operator.num_split_parameters // split_over + operator.num_repeated_parameters
+
+
+def _tied_copy(model: ModelConfig, operators: tuple[Operator, ...], topology: Topology, pipeline_stage: int) -> int:
+    last = topology.pipeline_model_parallel_size - 1
+    if model.untie_embeddings_and_output_weights or last == 0 or pipeline_stage != last:
+        return 0
+    return operators[0].num_split_parameters // topology.tensor_model_parallel_size
+
 
 BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32_BYTES = 4

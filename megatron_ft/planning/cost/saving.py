@@ -7,8 +7,7 @@ group holds master weights and moments of all its parameters, not only of its sh
 from dataclasses import dataclass
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
-from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, RankParameters
 from megatron_ft.topology import Topology
 
 OPTIMIZER_BYTES = 3 * FP32_BYTES

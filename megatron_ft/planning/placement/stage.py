@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.operators import is_moe_layer
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm

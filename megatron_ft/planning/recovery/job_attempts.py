@@ -12,7 +12,8 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # One failure can be chance.
 MOST_FAILURES = 2
-"""A host with this many failures in the newest ``MEMORY`` attempts is not used if there are enough other hosts."""
+"""Number of failures in the newest ``MEMORY`` attempts from which a host is not used if there are enough other hosts.
+"""
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 
@@ -109,7 +110,7 @@ class Verdict:
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Return the reason to end the job after too many attempts without progress; None if another one is allowed."""
+    """Return the reason to end the job after too many attempts without progress, or None if another one is allowed."""
     fruitless = _num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None

@@ -68,7 +68,7 @@ class LocalizedPlan:
         return range(start + 1, self.target + 1)
 
     def region_of(self, stage: int) -> tuple[int, ...] | None:
-        """Return the region that contains ``stage``; None for a healthy stage."""
+        """Return the region that contains ``stage``, or None for a healthy stage."""
         return next((region for region in self.regions if stage in region), None)
 
     def replays(self, stage: int) -> bool:

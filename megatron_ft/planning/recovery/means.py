@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_ft.config.checks.primitives import show
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import config_of
 from megatron_ft.config.requirements import KEPT_LAYOUT, REPLICAS, Requirement, value_of
 from megatron_ft.operators import OperatorId, operators_of
 from megatron_ft.planning.cost.memory import expert_state_bytes

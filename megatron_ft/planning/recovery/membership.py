@@ -1,11 +1,123 @@
-"""``NextMembership``: the ranks of the next membership, their order, and the iteration after which they continue."""
+"""``NextMembership``: the ranks of the next membership, their order, and the iteration after which they continue.
+
+The job continues after the newest iteration of which at least one survivor has the complete vote.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.errors import RecoveryError
+from megatron_ft.planning.iteration import Vote
+
+# A vote is complete only after every rank has contributed. So if one survivor has the complete vote of an iteration,
+# every survivor still has its reduced gradients and can finish the iteration with the values of this vote. If no
+# survivor has the complete vote, all survivors return to the state before the iteration.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Progress of a rank at the end of a membership; the rank has the complete state after iteration ``completed``."""
+
+    rank: int
+    """Rank in the membership that ends."""
+    generation: int
+    completed: int
+    """Newest iteration that this rank has committed or skipped; 0 before the first."""
+    contributed: int
+    """Newest iteration to whose vote this rank has contributed: ``completed`` or ``completed + 1``. The rank still has
+    the gradients of this iteration."""
+    vote: Vote | None
+    """Newest complete vote of this rank, for iteration ``completed`` or ``completed + 1``; None before the first."""
+    has_state: bool = True
+    """False for a joining rank that had not received its state when the membership ended."""
+
+    def validate(self) -> None:
+        """Check that the fields are consistent.
+
+        Raises:
+            RecoveryError: the fields contradict each other.
+        """
+        settled = 0 if self.vote is None else self.vote.iteration
+        in_order = self.completed <= self.contributed <= self.completed + 1 and settled <= self.contributed
+        if not in_order or (self.vote is not None and settled < self.completed):
+            raise RecoveryError(
+                f"rank {self.rank} reports an impossible position: it has completed iteration {self.completed}, "
+                f"contributed to the vote of {self.contributed} and received the complete vote of {settled}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        content = {name: getattr(self, name) for name in self.__slots__}
+        return {**content, "vote": None if self.vote is None else self.vote.to_record()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Position":
+        vote = content["vote"]
+        return cls(**{**content, "vote": None if vote is None else Vote.from_record(vote)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Iteration after which every survivor continues."""
+
+    iteration: int
+    vote: Vote | None
+    """Vote with which survivors finish ``iteration``; None if all survivors have already completed it."""
+
+    def validate(self) -> None:
+        """Assert that ``vote`` is the vote of ``iteration``."""
+        assert self.vote is None or self.vote.iteration == self.iteration, "the vote is of another iteration"
+
+    def summary(self) -> str:
+        how = "all ranks completed it" if self.vote is None else "its vote was complete"
+        return f"continue after iteration {self.iteration}: {how}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "vote": None if self.vote is None else self.vote.to_record()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Target":
+        vote = content["vote"]
+        return cls(iteration=content["iteration"], vote=None if vote is None else Vote.from_record(vote))
+
+
+def choose_target(positions: Sequence[Position]) -> Target:
+    """Choose the iteration after which the survivors of one generation continue.
+
+    Raises:
+        RecoveryError: no rank with state survives, or positions contradict each other.
+    """
+    if not positions:
+        raise RecoveryError("no rank survives")
+    if not any(position.has_state for position in positions):
+        raise RecoveryError("no surviving rank has state: all ranks with state are lost")
+    for position in positions:
+        position.validate()
+    _check_alike("generation", [position.generation for position in positions])
+    # A complete vote proves that every rank has contributed, including lost ranks. So no survivor is more than one
+    # iteration behind, and every survivor still has the gradients to finish the iteration.
+    settled = {position.vote.iteration: position.vote for position in positions if position.vote is not None}
+    target = max([position.completed for position in positions] + list(settled))
+    for position in positions:
+        # Positions that contradict this belong to different histories, which must not be mixed.
+        if position.completed < target and position.contributed != target:
+            raise RecoveryError(
+                f"rank {position.rank} has completed iteration {position.completed} and has no gradients of "
+                f"iteration {target}, but another rank has the complete vote of {target}"
+            )
+    votes = [p.vote for p in positions if p.vote is not None and p.vote.iteration == target]
+    # As text, which is exact for floats and equal for NaN.
+    _check_alike("vote", [repr(vote) for vote in votes])
+    if all(position.completed == target for position in positions):
+        return Target(iteration=target, vote=None)
+    return Target(iteration=target, vote=votes[0])
+
+
+def _check_alike(name: str, values: Sequence[object]) -> None:
+    if any(value != values[0] for value in values):
+        found = ", ".join(sorted(set(map(str, values))))
+        raise RecoveryError(f"all surviving ranks must report the same {name}, but they report {found}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.snapshot.plan import WindowPlan
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.strict_json import JsonValue, decode
+from megatron_ft.serde import JsonValue, decode
 
 Where = Literal["own", "copy", "persisted"]
 _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}

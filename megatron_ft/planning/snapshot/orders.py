@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.activations import Activations
+from megatron_ft.planning.snapshot.plan import Activations
 
 
 class OperatorOrder(Protocol):

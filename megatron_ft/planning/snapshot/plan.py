@@ -1,26 +1,27 @@
-"""``WindowPlan``: units of state that each iteration of a window captures in full. ``WindowKey``: id of a window."""
+"""``WindowPlan``: units of state that each iteration of a window captures in full, and their layout in bytes.
 
-from collections.abc import Iterable, Mapping
+``WindowKey`` identifies a window. ``PlanBasis`` contains the activation counts of experts on which a plan is based.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_ft.operator_state import StateShard
-from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.activations import Activations
+from megatron_ft.config.model import ModelConfig
+from megatron_ft.operator_state import Component, StateShard
+from megatron_ft.operators import OperatorId, is_moe_layer
+
+# A restore uses each piece in place as a tensor of its dtype, so the address of the piece must be aligned.
+PIECE_ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class WindowKey:
-    """Identity of a captured window, the same on every rank of the job."""
-
-    start_iteration: int
-    generation: int
-    """Generation of the membership that captured the window. Windows of two generations are never mixed."""
+SLICE_ALIGNMENT_BYTES = 4096
+"""Slices, and the payload of a window in its file, begin at multiples of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Unit:
-    """An operator, or one of ``_num_parts`` equal ranges of each of its shards, that is captured in one slice."""
+    """An operator, or one of ``num_parts`` equal ranges of each of its shards, that is captured in one slice."""
 
     operator: OperatorId
     part: int = 0
@@ -36,6 +37,50 @@ class Unit:
 
     def __str__(self) -> str:
         return str(self.operator) + ("" if self.num_parts == 1 else f"[{self.part + 1}/{self.num_parts}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Number of tokens that each expert received in the whole job; the values are the same on every rank."""
+
+    layers: tuple[int, ...]
+    """Layers with experts, in Megatron's numbering (from 1)."""
+    tokens: tuple[tuple[tuple[int, ...], ...], ...]
+    """Numbers of tokens [record][layer][expert], oldest record first; a record covers one or several iterations."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
+        """Create activations from records of tokens [layer of the model][expert], oldest first; None without any."""
+        layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
+        records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
+        return cls(layers=layers, tokens=records) if records else None
+
+    def validate(self) -> None:
+        """Assert that every record has a row of counts for each layer, all of equal length."""
+        assert self.tokens, "there is no record of activations"
+        width = len(self.tokens[0][0]) if self.layers else 0
+        for rows in self.tokens:
+            assert len(rows) == len(self.layers), f"{len(rows)} rows of activations for {len(self.layers)} layers"
+            assert all(len(row) == width for row in rows), "layers have different numbers of experts"
+            assert all(value >= 0 for row in rows for value in row), "a count is negative"
+
+    @property
+    def totals(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens over all records, as [layer][expert]."""
+        return tuple(
+            tuple(sum(column) for column in zip(*rows, strict=True)) for rows in zip(*self.tokens, strict=True)
+        )
+
+    def collapsed(self) -> "Activations":
+        """Return the same activations with ``totals`` as the only record."""
+        return Activations(layers=self.layers, tokens=(self.totals,))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Activations":
+        return cls(
+            layers=tuple(content["layers"]),
+            tokens=tuple(tuple(tuple(row) for row in rows) for rows in content["tokens"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +170,140 @@ class WindowPlan:
             reason=content["reason"],
             basis=None if basis is None else PlanBasis.from_json(basis),
         )
+
+
+class Piece(NamedTuple):
+    """One kind of state for a range of elements of one parameter; a row in the manifest of a slice."""
+
+    parameter: str
+    """Name of the parameter in the whole model."""
+    tensor_part: int
+    """Number of the tensor-parallel part of the parameter."""
+    component: str
+    """Kind of state: ``weight``, ``master``, ``exp_avg``, ..."""
+    dtype: str
+    """Name of the data type in torch."""
+    start: int
+    stop: int
+    """End of the elements [start, stop) of the flattened tensor part. A component that is not per element, such as
+    ``step``, has one value for all of them."""
+    offset: int
+    """Offset of the first byte from the start of the slice."""
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the byte after the piece, from the start of the slice."""
+        return self.offset + self.num_bytes
+
+    @classmethod
+    def of_slice(cls, plan: WindowPlan, index: int, shards: Sequence[StateShard]) -> "tuple[Piece, ...]":
+        """Return the pieces that the rank with ``shards`` captures in slice ``index``, in order of their offsets."""
+        # The order is a function of plan and shards alone: a window is loaded only into a model that gives the same
+        # pieces.
+        by_operator: dict[OperatorId, list[StateShard]] = {}
+        for shard in shards:
+            by_operator.setdefault(shard.operator, []).append(shard)
+        wanted = [(unit, True) for unit in plan.slices[index]] + [(unit, False) for unit in plan.frozen(index)]
+        pieces: list[Piece] = []
+        offset = 0
+        for unit, is_full in wanted:
+            for shard in by_operator.get(unit.operator, ()):
+                for piece in _pieces_of(unit, shard, shard.full if is_full else shard.frozen, offset):
+                    pieces.append(piece)
+                    offset = align(piece.end, PIECE_ALIGNMENT_BYTES)
+        return tuple(pieces)
+
+
+def slice_bytes(pieces: Sequence[Piece]) -> int:
+    """Return the bytes that a slice with ``pieces`` occupies in the buffer of its window."""
+    return align(pieces[-1].end) if pieces else 0
+
+
+def _pieces_of(unit: Unit, shard: StateShard, components: Sequence[Component], offset: int) -> Iterator[Piece]:
+    start, stop = unit.range_of(shard)
+    for component in components:
+        num_items = stop - start if component.per_element else int(stop > start)
+        if num_items == 0:
+            continue
+        yield Piece(
+            parameter=shard.parameter,
+            tensor_part=shard.tensor_part,
+            component=component.name,
+            dtype=component.dtype,
+            start=start,
+            stop=stop,
+            offset=offset,
+            num_bytes=num_items * component.item_bytes,
+        )
+        offset = align(offset + num_items * component.item_bytes, PIECE_ALIGNMENT_BYTES)
+
+
+def align(num_bytes: int, alignment: int = SLICE_ALIGNMENT_BYTES) -> int:
+    """Return ``num_bytes`` rounded up to a multiple of ``alignment``."""
+    return -(-num_bytes // alignment) * alignment
+
+
+def window_bytes(plan: WindowPlan, shards: Sequence[StateShard]) -> int:
+    """Return the bytes of a window on the rank with ``shards``, which are the sum of ``slice_bytes`` of its slices."""
+    by_operator: dict[OperatorId, list[StateShard]] = {}
+    for shard in shards:
+        by_operator.setdefault(shard.operator, []).append(shard)
+    total = later_frozen = 0
+    # Backwards from the last slice: every slice contains the compute weights of the units of all later slices.
+    for units in reversed(plan.slices):
+        found = [(unit, shard) for unit in units for shard in by_operator.get(unit.operator, ())]
+        full = sum(_aligned_bytes(unit, shard, shard.full) for unit, shard in found)
+        total += align(full + later_frozen)
+        later_frozen += sum(_aligned_bytes(unit, shard, shard.frozen) for unit, shard in found)
+    return total
+
+
+def _aligned_bytes(unit: Unit, shard: StateShard, components: Sequence[Component]) -> int:
+    pieces = _pieces_of(unit, shard, components, 0)
+    return sum(align(piece.num_bytes, PIECE_ALIGNMENT_BYTES) for piece in pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReorderTrigger:
+    """Decides when the popularity of experts has changed so much that operators are ordered again (MoEvement, 3.5).
+
+    The frequency of an expert is its share of its layer's tokens. It is compared with the frequency for which the
+    present order was made, not with the previous value: so slow drift triggers a new order, and oscillation does not.
+    """
+
+    min_change: float = 0.10
+    """Relative change of an expert's frequency above which the expert counts as changed."""
+    min_share: float = 0.25
+    """Share of all experts that must have changed; with a value above 1, the first order is kept."""
+
+    def fires(self, before: Activations | None, now: Activations | None) -> bool:
+        """Whether the order that was made from ``before`` is outdated for ``now``."""
+        if now is None:
+            return False
+        # Checked before ``before``: the first order is kept even if it was made without activations.
+        if self.min_share > 1:
+            return False
+        if before is None or before.layers != now.layers:
+            return True
+        pairs = [
+            pair
+            for rows in zip(_frequencies(before), _frequencies(now), strict=True)
+            for pair in zip(*rows, strict=True)
+        ]
+        num_moved = sum(abs(new - old) > self.min_change * old for old, new in pairs)
+        # With a share of 0 equal frequencies must not count as changed.
+        return num_moved > 0 and num_moved >= self.min_share * len(pairs)
+
+
+def _frequencies(activations: Activations) -> list[list[float]]:
+    return [[tokens / (sum(row) or 1) for tokens in row] for row in activations.totals]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class WindowKey:
+    """Identity of a captured window, the same on every rank of the job."""
+
+    start_iteration: int
+    generation: int
+    """Generation of the membership that captured the window. Windows of two generations are never mixed."""

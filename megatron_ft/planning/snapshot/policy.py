@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.plan import PlanBasis, Unit, WindowPlan
+from megatron_ft.planning.snapshot.plan import Activations, PlanBasis, ReorderTrigger, Unit, WindowPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

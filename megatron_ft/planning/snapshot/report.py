@@ -6,15 +6,13 @@ from typing import Any
 
 from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import Operator, operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
-from megatron_ft.planning.snapshot.peers import PeerAssignment
-from megatron_ft.planning.snapshot.pieces import window_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
+from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.topology import Topology
 

@@ -8,10 +8,9 @@ import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.activations import ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand, Matrix, UnitBytes
 from megatron_ft.planning.snapshot.orders import HardCount, OperatorOrder
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.plan import ReorderTrigger, Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext, make_plan
 
 Rows = npt.NDArray[np.intp]

@@ -7,11 +7,6 @@ from itertools import accumulate
 
 import torch
 
-from megatron_ft.planning.balanced_shares import MAX_TOKENS
-
-_NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
-"""Results of ``check_counts`` in ``csrc/dispatch/schedule.hpp``. Any other result is 1 + an expert without a copy."""
-
 
 def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> None:
     """Check that ``counts`` and ``replicas`` are int64 [E, N], and that ``rank`` is one of the N ranks. The values are
@@ -21,18 +16,6 @@ def check_matrices(counts: torch.Tensor, replicas: torch.Tensor, rank: int) -> N
         both = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (counts, replicas))
         raise ValueError(f"counts and replicas are {both}: both must be int64 [E, N]")
     _check_rank(rank, counts.shape[1])
-
-
-def check_counts(problem: int) -> None:
-    """Raise ``ValueError`` unless ``problem``, the result of the C++ function with the same name, is ``_FINE``."""
-    if problem == _NEGATIVE:
-        raise ValueError("counts or replicas has a negative value: all values must be at least 0")
-    if problem == _TOO_MANY_TOKENS:
-        raise ValueError(
-            f"counts: the sum must be below {MAX_TOKENS} with placement.shares=balanced; set placement.shares=even"
-        )
-    if problem != _FINE:
-        raise ValueError(f"expert {problem - 1} has tokens but no replica: each such expert needs a replica")
 
 
 def check_plan(routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]) -> None:

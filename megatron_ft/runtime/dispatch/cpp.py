@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ft.config.placement import BALANCED
+from megatron_ft.planning.balanced_shares import MAX_TOKENS
 from megatron_ft.runtime.dispatch import extension
-from megatron_ft.runtime.dispatch.checks import Totals, check_counts, check_matrices, check_plan
+from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
 from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
 
@@ -22,6 +23,8 @@ SIGNATURES = {
     "dispatch_weigh": [INTEGER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER],
 }
 """Argument types of every function in ``csrc/bindings.cpp``."""
+_NEGATIVE, _TOO_MANY_TOKENS, _FINE = -1, -2, 0
+"""Results of ``dispatch_schedule``. Any other result is 1 + an expert that has tokens but no replica."""
 
 
 class CppDispatch(RowOperations):
@@ -43,11 +46,10 @@ class CppDispatch(RowOperations):
         num_experts, num_ranks = counts.shape
         planned, quotas = counts.new_empty((2, num_experts, num_ranks)), torch.empty_like(counts)
         is_balanced = int(self.shares == BALANCED)
-        check_counts(
-            self.library.dispatch_schedule(
-                *(_at(counts), _at(replicas), num_experts, num_ranks, rank, is_balanced, _at(quotas), _at(planned))
-            )
+        result = self.library.dispatch_schedule(
+            *(_at(counts), _at(replicas), num_experts, num_ranks, rank, is_balanced, _at(quotas), _at(planned))
         )
+        _check_result(result)
         return planned
 
     def plan(
@@ -100,6 +102,17 @@ class CppDispatch(RowOperations):
             *(_at(grad_rows), _at(dots)),
         )
         return grad_rows, dots
+
+
+def _check_result(result: int) -> None:
+    if result == _NEGATIVE:
+        raise ValueError("counts or replicas has a negative value: all values must be at least 0")
+    if result == _TOO_MANY_TOKENS:
+        raise ValueError(
+            f"counts: the sum must be below {MAX_TOKENS} with placement.shares=balanced; set placement.shares=even"
+        )
+    if result != _FINE:
+        raise ValueError(f"expert {result - 1} has tokens but no replica: each such expert needs a replica")
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:

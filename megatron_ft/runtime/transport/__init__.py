@@ -1,1 +1,1 @@
-"""Moves tensors of any dtype between ranks as bytes, and ends waits for ranks that are lost."""
+"""Ends waits for ranks that are lost."""

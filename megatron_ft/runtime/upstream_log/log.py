@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.pipeline import Direction, LogKey
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

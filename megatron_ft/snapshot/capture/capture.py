@@ -1,5 +1,8 @@
-"""Copies the slices of windows into shared memory, and reports each finished slice to the snapshot server."""
+"""Copies the slices of windows into shared memory during the computation, and reports each finished slice."""
 
+import ctypes
+import mmap
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,11 +11,218 @@ from typing import Any
 import torch
 
 from megatron_ft.operator_state import StateShard
-from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes
-from megatron_ft.planning.snapshot.plan import WindowPlan
-from megatron_ft.snapshot.capture.copier import Copier, CopyBatch, pin, unpin
+from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
 from megatron_ft.snapshot.server.client import Arena, KeeperClient
 from megatron_ft.snapshot.window import Slice
+
+# A batch of copies is prepared once and can be started many times without new allocations. After each start, the caller
+# waits for the batch before it changes the copied tensors.
+
+_PROBE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+_NUM_PIECES = 4
+"""Number of parts in which a large tensor is copied, so that temporary device memory is needed for one part only."""
+_NUM_PROBES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBatch:
+    """Pairs of sources and targets that are copied together."""
+
+    sources: tuple[torch.Tensor, ...]
+    """Contiguous tensors of any shape and dtype."""
+    targets: tuple[torch.Tensor, ...]
+    """Host memory for each source, uint8 [bytes of the source]."""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> "CopyBatch":
+        """Pair each source with a target.
+
+        Raises:
+            ValueError: a source is not contiguous, or a target has another size than its source.
+        """
+        for source, target in zip(sources, targets, strict=True):
+            size = source.numel() * source.element_size()
+            # Both are checked once, here: ``memmove`` checks nothing.
+            if not source.is_contiguous() or target.dtype is not torch.uint8 or target.numel() != size:
+                raise ValueError(
+                    f"cannot copy {source.dtype}{tuple(source.shape)} to {target.numel()} bytes without conversion"
+                )
+        return cls(sources=tuple(sources), targets=tuple(targets), num_bytes=sum(t.numel() for t in targets))
+
+
+class _ThreadCopier:
+    """Copies in a separate thread. The thread releases the interpreter lock while it copies bytes."""
+
+    def __init__(self) -> None:
+        self._batch: CopyBatch | None = None
+        self._closed = False
+        self._wake = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+        self._under_way = False
+        self._failure: BaseException | None = None
+        self.busy_seconds = 0.0
+        """Duration of the copies of the last batch."""
+        self.cpu_seconds = 0.0
+        """CPU time that the copying thread has used."""
+        self._thread = threading.Thread(target=self._serve, name="capture", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: CopyBatch) -> None:
+        """Start to copy and return at once. Only one batch may be in progress."""
+        assert not self._under_way, "a batch is still being copied"
+        self._batch, self._under_way = batch, True
+        self._wake.release()
+
+    def wait(self) -> float:
+        """Wait until the batch is copied. Return the seconds of waiting, 0 if no batch is in progress.
+
+        Raises:
+            BaseException: the error that the copying thread raised.
+        """
+        if not self._under_way:
+            return 0.0
+        began = time.perf_counter()
+        self._done.acquire()
+        self._under_way, self._batch = False, None
+        if self._failure is not None:
+            raise self._failure
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """End the thread. No batch may be in progress."""
+        assert not self._under_way, "a batch is still being copied"
+        self._closed = True
+        self._wake.release()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._closed:
+                return
+            began = time.perf_counter()
+            try:
+                self._copy()
+            except BaseException as failure:  # noqa: BLE001 - raised again in wait()
+                self._failure = failure
+            self.busy_seconds = time.perf_counter() - began
+            self.cpu_seconds = time.thread_time()
+            self._done.release()
+
+    def _copy(self) -> None:
+        assert self._batch is not None, "there is no batch to copy"
+        for source, target in zip(self._batch.sources, self._batch.targets, strict=True):
+            # On this thread alone: ``Tensor.copy_`` would also use PyTorch's intra-op threads, which have to compute.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+
+
+class _StreamCopier:
+    """Copies on a separate CUDA stream into pinned memory. The methods are those of ``_ThreadCopier``.
+
+    Sources in host memory are copied by the host itself, in ``start``. Only the host writes to them, so their values
+    belong to the same iteration as those of the device tensors, whose copies are queued at that time. The ``step`` of
+    PyTorch's Adam is such a source.
+
+    The batch keeps references to its sources until ``wait``. ``Tensor.record_stream`` would keep their memory in use
+    for longer and would cost time for each source.
+
+    Args:
+        device: device of the sources that are not in host memory.
+        cuda: ``torch.cuda``, or a replacement with ``Stream``, ``Event``, ``current_stream`` and ``stream`` for tests.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._cuda, self._device = cuda, device
+        self._stream = cuda.Stream(device)
+        self._began = cuda.Event(enable_timing=True)
+        self._ended = cuda.Event(enable_timing=True)
+        self._batch: CopyBatch | None = None
+        self.busy_seconds = 0.0
+
+    def start(self, batch: CopyBatch) -> None:
+        # After what the computing stream has queued so far.
+        assert self._batch is None, "a batch is still being copied"
+        self._batch = batch
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
+            self._began.record()
+            for source, target in zip(batch.sources, batch.targets, strict=True):
+                if source.device.type == "cpu":
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+                else:
+                    target.copy_(source.detach().view(-1).view(torch.uint8), non_blocking=True)
+            self._ended.record()
+
+    def wait(self) -> float:
+        if self._batch is None:
+            return 0.0
+        began = time.perf_counter()
+        # The device must not overwrite sources before the copies end, and the host reports the bytes after this.
+        self._cuda.current_stream(self._device).wait_event(self._ended)
+        self._ended.synchronize()
+        self._batch = None
+        self.busy_seconds = self._began.elapsed_time(self._ended) / 1000
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        assert self._batch is None, "a batch is still being copied"
+
+
+Copier = _ThreadCopier | _StreamCopier
+
+
+def open_copier(device: torch.device) -> Copier:
+    """Return the copier for tensors on ``device``."""
+    return _StreamCopier(device) if device.type == "cuda" else _ThreadCopier()
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Pin host memory, so that CUDA can copy to it asynchronously. Call ``unpin`` before the memory is unmapped.
+
+    Raises:
+        RuntimeError: the driver refuses, for instance because the limit of locked memory is reached.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # ``Tensor.pin_memory`` would copy to memory of its own; this memory belongs to the snapshot server.
+    code = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cannot pin {memory.numel()} bytes of snapshot memory: CUDA error {code} (check ulimit -l)")
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Unpin host memory; no copy to it may be in progress. Raises RuntimeError if it was not pinned."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = cudart.cudaHostUnregister(memory.data_ptr())
+    if int(code) != 0:
+        raise RuntimeError(f"cannot unpin {memory.numel()} bytes of snapshot memory: CUDA error {code}")
+
+
+def capture_bandwidth(device: torch.device, copier: Copier) -> float:
+    """Measure how many bytes per second ``copier`` copies from ``device`` to host memory: the best of several trials.
+
+    The host memory has the properties of a window buffer: shared, with all pages allocated, and pinned if ``device`` is
+    CUDA. No copy may be in progress.
+    """
+    num_bytes = _PROBE_BYTES[device.type]
+    source = torch.ones(num_bytes // _NUM_PIECES, dtype=torch.uint8, device=device)
+    target = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).fill_(1)
+    batch = CopyBatch.of([source] * _NUM_PIECES, target.chunk(_NUM_PIECES))
+    is_pinned = device.type == "cuda"
+    if is_pinned:
+        pin(target)
+    try:
+        best = float("inf")
+        for _ in range(_NUM_PROBES):
+            copier.start(batch)
+            copier.wait()
+            # The fastest: other ranks of the node may copy at the same time and only slow it down.
+            best = min(best, copier.busy_seconds)
+    finally:
+        if is_pinned:
+            unpin(target)
+    return num_bytes / best
+
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the present elements of a piece as a contiguous 1-D tensor."""

@@ -1,1 +1,2 @@
-"""The snapshot server, a process on each node that owns the memory of snapshots and replicates it. No torch."""
+"""The snapshot server, a process on each node that owns the memory of snapshots and replicates it. It does not import
+torch."""

@@ -1,4 +1,4 @@
-"""Connection of a rank to the snapshot server of its node. No torch: memory is returned as buffers."""
+"""Connection of a rank to the snapshot server of its node. It does not import torch, and returns memory as buffers."""
 
 import mmap
 import os
@@ -11,9 +11,9 @@ from typing import Any
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 from megatron_ft.planning.recovery.sources import StoredWindow
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS, BufferStates
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.fields import items, stored_window
+from megatron_ft.snapshot.server.wire import items, stored_window
 from megatron_ft.snapshot.window import Slice, Window
 
 CONNECT_SECONDS = 10.0

@@ -12,7 +12,7 @@ import xxhash
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import Message
-from megatron_ft.snapshot.server import fields
+from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.store import PAGE_BYTES, Copy, Store
 from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, HeldWindow
 from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_token
@@ -56,7 +56,7 @@ class PeerSessions:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close connections that have not presented the token in time. Return the seconds until the next one is due;
+        """Close connections that have not presented the token in time. Return the seconds until the next one is due, or
         None if there is no such connection."""
         now = time.monotonic()
         with self._lock:

@@ -20,13 +20,11 @@ from typing import Any
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
 from megatron_ft.reading import means_every_interface
-from megatron_ft.snapshot.server.fields import MAX_BYTES, MAX_RANK, integer, text
-from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.peer_session import PeerSessions
 from megatron_ft.snapshot.server.rank_session import RankSession
-from megatron_ft.snapshot.server.sender import Sender
-from megatron_ft.snapshot.server.store import Store
-from megatron_ft.snapshot.server.workers import Hasher, Persister
+from megatron_ft.snapshot.server.store import Memory, Store
+from megatron_ft.snapshot.server.wire import MAX_BYTES, MAX_RANK, integer, text
+from megatron_ft.snapshot.server.workers import Hasher, Persister, Sender
 
 MIN_TOKEN_LENGTH = 32
 MAX_LINE_BYTES = 64 * 1024

@@ -11,12 +11,11 @@ from typing import Any
 
 from megatron_ft.errors import CheckpointError, ControlError
 from megatron_ft.framing import FrameReader, Message, send
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.planning.snapshot.pieces import align
-from megatron_ft.snapshot.server import fields
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
+from megatron_ft.planning.snapshot.plan import align
+from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
-from megatron_ft.snapshot.server.memory import Memory, Segment
-from megatron_ft.snapshot.server.store import PAGE_BYTES, OwnRank, Settings, Store
+from megatron_ft.snapshot.server.store import PAGE_BYTES, Memory, OwnRank, Segment, Settings, Store
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
 from megatron_ft.snapshot.server.workers import Persister

@@ -1,26 +1,130 @@
-"""State of a node's snapshot server: its ranks with their windows, copies of windows of other nodes, and the
-generation.
+"""State of a node's snapshot server: its ranks with their windows, memory files, copies of windows of other nodes, and
+the generation.
 
 One lock protects this state. Threads hold the lock only for bookkeeping; they hash, send, receive and write bytes
 without it. After a change for which a thread may wait, call ``changed``.
 """
 
+import mmap
+import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.windows import NUM_COPY_BUFFERS, CopyWindows, HeldWindow, OwnWindows
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.snapshot.window import Origin, Slice
+
+# The snapshot server allocates pages with ``posix_fallocate``, during which its other threads run. Mapping with
+# ``MAP_POPULATE`` would block them; only ranks map with it.
+
+# ``MemAvailable`` is an estimate, and beyond it the kernel kills processes, ranks among them.
+_USABLE_SHARE = 0.9
+_CHUNK_BYTES = 1 << 28
+"""Number of bytes that one call allocates. Between calls, the number of bytes still to be allocated is updated."""
+
+
+class Segment:
+    """A mapped memory file. It is closed with the last reference to this object; views of its memory stay valid."""
+
+    def __init__(self, name: str, num_bytes: int, on_allocated: Callable[[int], None]) -> None:
+        """Allocate a memory file with all its pages. Raises OSError if there is not enough memory.
+
+        Args:
+            on_allocated: called with the number of bytes allocated since the last call.
+        """
+        self.num_bytes = num_bytes
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        for start in range(0, num_bytes, _CHUNK_BYTES):
+            chunk_bytes = min(_CHUNK_BYTES, num_bytes - start)
+            # If a page could not be allocated later, the process that touches it would get a SIGBUS.
+            os.posix_fallocate(self.descriptor, start, chunk_bytes)
+            on_allocated(chunk_bytes)
+        self.view = memoryview(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED))
+
+    def read_only_descriptor(self) -> int:
+        """Open the memory file again for reading only, and return the descriptor."""
+        # A duplicate would share the access mode: its receiver could change a window that others restore from.
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Memory:
+    """All memory files of a process, with a common limit. Threads may use it at the same time."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """Limit the total size to ``limit_bytes``. With None, the available memory is the limit."""
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._missing_bytes = 0
+        """Bytes of running allocations whose pages do not exist yet, so the machine still reports them as available."""
+        # Reentrant: garbage collection can run ``_give_back`` in a thread that holds the lock.
+        self._lock = threading.RLock()
+
+    def allocate(self, name: str, num_bytes: int) -> Segment:
+        """Allocate a memory file. Raises ControlError if it exceeds the limit or the available memory."""
+        with self._lock:
+            self._check(name, num_bytes)
+            self.used_bytes += num_bytes
+            self._missing_bytes += num_bytes
+        missing_bytes = num_bytes
+
+        def allocated(chunk_bytes: int) -> None:
+            nonlocal missing_bytes
+            missing_bytes -= chunk_bytes
+            with self._lock:
+                self._missing_bytes -= chunk_bytes
+
+        try:
+            # Do not hold the lock here, because the allocation of a large segment takes seconds.
+            segment = Segment(name, num_bytes, allocated)
+        except OSError as error:
+            allocated(missing_bytes)
+            self._give_back(num_bytes)
+            raise ControlError(f"{name}: cannot allocate {num_bytes} bytes: {error}") from error
+        weakref.finalize(segment, self._give_back, num_bytes)
+        return segment
+
+    def _check(self, name: str, num_bytes: int) -> None:
+        if self.limit_bytes is not None and self.used_bytes + num_bytes > self.limit_bytes:
+            raise ControlError(
+                f"{name}: cannot allocate {num_bytes} bytes: {self.used_bytes} bytes are in use, and the "
+                f"limit is {self.limit_bytes} (memory_limit_bytes of the snapshot server)"
+            )
+        available = _available_bytes()
+        # Two threads that allocate at the same time must not both count on the same pages.
+        if num_bytes > available * _USABLE_SHARE - self._missing_bytes:
+            missing = f", and {self._missing_bytes} of them are already being allocated" if self._missing_bytes else ""
+            raise ControlError(
+                f"{name}: cannot allocate {num_bytes} bytes: the machine has only {available} bytes available{missing}"
+            )
+
+    def _give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self.used_bytes -= num_bytes
+
+
+def _available_bytes() -> int:
+    """Estimate the memory that can be allocated without swapping.
+
+    Source: proc_meminfo(5), ``MemAvailable``.
+    """
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ControlError("/proc/meminfo has no MemAvailable: this machine must run Linux")
+
 
 PAGE_BYTES = 4096
 """Size in bytes of a status page, and alignment of windows in memory."""

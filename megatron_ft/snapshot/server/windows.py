@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.fields import MAX_RANK, integer, items, stored_window
+from megatron_ft.snapshot.server.wire import MAX_RANK, integer, items, stored_window
 from megatron_ft.snapshot.window import Slice, Window
 
 NUM_COPY_BUFFERS = 2
@@ -118,7 +118,7 @@ class OwnWindows:
         window.slices.append(part)
 
     def next_unhashed(self) -> tuple[HeldWindow, Slice] | None:
-        """Return the oldest slice without hashes, and its window; None if all slices have hashes."""
+        """Return the oldest slice without hashes, and its window, or None if all slices have hashes."""
         waiting = ((window, part) for window in self._order for part in window.slices if part.hashes is None)
         return next(waiting, None)
 
@@ -176,8 +176,8 @@ class OwnWindows:
         self._order.remove(found[0])
 
     def is_persist_due(self, persist_every: int) -> bool:
-        """Return whether the window that was just committed must be written to storage: every ``persist_every``-th
-        commit of the generation; never if 0."""
+        """Return whether the window that was just committed must be written to storage. This is true for every
+        ``persist_every``-th commit of the generation, and never if ``persist_every`` is 0."""
         return persist_every > 0 and self._is_new_commit and self._num_commits % persist_every == 0
 
     def find(self, start_iteration: int, generation: int | None = None) -> HeldWindow:
@@ -279,7 +279,7 @@ class PeerBuffers:
             self.buffers[window.buffer] = window
 
     def find(self, key: WindowKey) -> StoredWindow | None:
-        """Return the window with ``key`` in the peer's buffers; None if the peer does not have it."""
+        """Return the window with ``key`` in the peer's buffers, or None if the peer does not have it."""
         return next((held for held in self.buffers if held is not None and held.key == key), None)
 
     def num_received(self, window: HeldWindow) -> int:

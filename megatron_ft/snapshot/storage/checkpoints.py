@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
-from megatron_ft.strict_json import parse_json
 
 LATEST_NAME = "latest"
 _DIRECTORY = re.compile(r"iter_(\d{7,})(?:\.(\d{1,6}))?")
@@ -140,7 +140,7 @@ def newest_valid(
 
 
 def other_iteration(path: Path, manifest: Manifest) -> str | None:
-    """Describe the difference if a directory's name and manifest have different iterations; None if they agree."""
+    """Describe how the iterations in a directory's name and manifest differ. Return None if they agree."""
     named = iteration_of(path)
     if named == manifest.iteration:
         return None
@@ -158,7 +158,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint to which ``latest`` points; None without it. Raises CheckpointError if it is damaged."""
+    """Return the checkpoint to which ``latest`` points, or None without it. Raises CheckpointError if it is damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]

@@ -18,8 +18,8 @@ import xxhash
 
 from megatron_ft.config.identity import Settings
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import decode
 from megatron_ft.snapshot.storage.files import FileEntry, hash_file, write_atomically
-from megatron_ft.strict_json import decode
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -127,7 +127,7 @@ class Manifest:
     def verified(cls, directory: Path, *, part: int = 0, num_parts: int = 1) -> "Manifest":
         """Compare the files of a checkpoint with its manifest, and return the manifest.
 
-        Every caller checks the names and sizes of all files. It computes the checksums of every ``_num_parts``-th file,
+        Every caller checks the names and sizes of all files. It computes the checksums of every ``num_parts``-th file,
         starting at ``part``, so that ranks can share the reading.
 
         Raises:

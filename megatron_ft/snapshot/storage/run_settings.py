@@ -4,11 +4,11 @@ from pathlib import Path
 
 from megatron_ft.config.identity import Difference, JobIdentity, Settings
 from megatron_ft.errors import CheckpointError
+from megatron_ft.serde import parse_json
 from megatron_ft.snapshot.storage.checkpoints import list_checkpoints, other_iteration
 from megatron_ft.snapshot.storage.manifest import Manifest
 from megatron_ft.snapshot.storage.window_folder import WindowFolder
 from megatron_ft.snapshot.window import Window
-from megatron_ft.strict_json import parse_json
 
 SETTINGS = "settings"
 """Key of a window's settings in the header of its first slice; the value is JSON text."""
@@ -51,7 +51,7 @@ def check_same_settings(
 
 
 def other_checkpoint(path: Path, manifest: Manifest, settings: Settings, *, ignores_data: bool) -> str | None:
-    """Describe the settings in which a checkpoint differs from the job; None if there is no difference."""
+    """Describe the settings in which a checkpoint differs from the job. Return None if there is no difference."""
     if manifest.format_version == 1:  # it has no settings
         return None
     found = _differences(manifest.settings, settings, ignores_data=ignores_data)
@@ -64,7 +64,7 @@ def other_checkpoint(path: Path, manifest: Manifest, settings: Settings, *, igno
 
 
 def other_window(window: Window, where: str, settings: Settings, *, ignores_data: bool = False) -> str | None:
-    """Describe the settings in which a window differs from the job; None if there is no difference.
+    """Describe the settings in which a window differs from the job. Return None if there is no difference.
 
     Raises:
         CheckpointError: the window has no readable settings.

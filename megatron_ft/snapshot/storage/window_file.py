@@ -19,8 +19,7 @@ from types import TracebackType
 import xxhash
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.pieces import align
-from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.planning.snapshot.plan import WindowKey, align
 from megatron_ft.snapshot.storage.backends import Backend, Source, open_backend
 from megatron_ft.snapshot.storage.manifest import MAX_MANIFEST_BYTES, parse_object
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, check_version

@@ -7,17 +7,94 @@
     windows/superseded_window_0000020          renamed, because the run resumed from an earlier iteration
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+import xxhash
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import CheckpointError
 from megatron_ft.planning.snapshot.plan import WindowKey
+from megatron_ft.serde import JsonValue, decode, parse_json
 from megatron_ft.snapshot.storage.backends import open_backend
 from megatron_ft.snapshot.storage.checkpoints import DamageReport
+from megatron_ft.snapshot.storage.files import write_atomically
 from megatron_ft.snapshot.storage.window_file import WindowFile, rank_name, window_name
 from megatron_ft.snapshot.window import Window
+
+# Rejected windows are not tried again, because their replay gave other results than the logged iterations. Their
+# files are intact. The list is ``refused_windows.json`` in the run's folder. It identifies windows by their
+# content and not by their names, because a run that resumes from an earlier iteration captures other windows with the
+# same names.
+
+REJECTED_NAME = "refused_windows.json"
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectedWindow:
+    """A window that must not be replayed again."""
+
+    start_iteration: int
+    generation: int
+    """Generation that captured the window."""
+    digest: str
+    """Digest of the window, from ``window_digest``."""
+    reason: str
+
+    @classmethod
+    def from_json(cls, content: JsonValue) -> "RejectedWindow":
+        """Read the result of ``dataclasses.asdict``. Raises ValueError for anything else."""
+        names = [entry.name for entry in fields(cls)]
+        if not isinstance(content, dict) or sorted(content) != sorted(names):
+            raise ValueError(f"{str(content)[:80]}: must be an object of {', '.join(names)}")
+        window = cls(**{entry.name: decode(entry.type, content[entry.name], entry.name) for entry in fields(cls)})
+        if not _DIGEST.fullmatch(window.digest):
+            raise ValueError(f"digest={window.digest[:80]!r}: must be 32 hexadecimal digits")
+        return window
+
+    def add_to(self, run_dir: Path) -> None:
+        """Add a window to the list and sync the file. Readers see the old or new list. Call it in one process only.
+
+        Raises:
+            CheckpointError: the file cannot be read or written; its content is unchanged.
+        """
+        rejected = [asdict(entry) for entry in [*RejectedWindow.read_all(run_dir), self]]
+        try:
+            write_atomically(run_dir, REJECTED_NAME, json.dumps(rejected, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise CheckpointError(f"{run_dir / REJECTED_NAME}: cannot be written: {error}") from error
+
+    @classmethod
+    def read_all(cls, run_dir: Path) -> "list[RejectedWindow]":
+        """Read the list of rejected windows of a run, the oldest first; empty if the file does not exist.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ``RejectedWindow.add_to`` has not written it.
+        """
+        path = run_dir / REJECTED_NAME
+        try:
+            content = parse_json(path.read_bytes())
+            if not isinstance(content, list):
+                raise ValueError("must be a list")
+            return [RejectedWindow.from_json(entry) for entry in content]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {error}; delete the file to try rejected windows again") from error
+
+
+def window_digest(manifests: Sequence[str]) -> str:
+    """Return a checksum of the manifests of all ranks' parts of a window: 32 hexadecimal digits.
+
+    The checksum identifies the content, because a manifest contains the plan, the votes and a checksum of every piece.
+    """
+    # In rank order, and each manifest as canonical JSON: every restart computes the same digest for the same content.
+    return xxhash.xxh3_128("\n".join(manifests).encode()).hexdigest()
+
 
 _DIRECTORY = re.compile(r"window_(\d{7,19})(?:\.(\d{1,9}))?")
 _FOLDER = "windows"
@@ -65,7 +142,7 @@ class WindowFolder:
         """Check that a window is complete, and return rank ``part``'s part of it.
 
         Every caller opens the files of all ranks and compares their descriptions. It reads the payload of every
-        ``_num_parts``-th file, starting at ``part``, so that callers can share the reading.
+        ``num_parts``-th file, starting at ``part``, so that callers can share the reading.
 
         Raises:
             CheckpointError: a file is missing, damaged, or of another window; the message names the first such file.
@@ -89,7 +166,7 @@ class WindowFolder:
         newer than the oldest of them.
 
         Nothing is deleted while fewer than ``num_windows`` are complete and undamaged. Only one process of the job may
-        call it; ``part`` and ``_num_parts`` limit the payload that it reads, as in :meth:`verify`.
+        call it; ``part`` and ``num_parts`` limit the payload that it reads, as in :meth:`verify`.
 
         Returns:
             The deleted windows.
@@ -110,7 +187,7 @@ class WindowFolder:
         return removed
 
     def set_aside_from(self, iteration: int) -> list[str]:
-        """Rename windows that start at ``iteration`` or later; return the new names.
+        """Rename windows that start at ``iteration`` or later. Return the new names.
 
         Call it before training resumes at ``iteration`` from another state, because training may write windows with the
         same names again.
@@ -118,7 +195,7 @@ class WindowFolder:
         return self.set_aside([stored for stored in self.list_windows() if stored.start_iteration >= iteration])
 
     def set_aside(self, windows: Sequence[WindowKey]) -> list[str]:
-        """Rename ``windows``, so that they no longer count as windows of the run; return the new names."""
+        """Rename ``windows``, so that they no longer count as windows of the run. Return the new names."""
         taken, moved = set(self._backend.list_directories()), []
         for stored in windows:
             name, attempt = _SUPERSEDED_PREFIX + window_name(stored), 0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.events import Metrics, PlacementInForce, Record
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.strict_json import JsonValue, decode, parse_json
+from megatron_ft.serde import JsonValue, decode, parse_json
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to_metrics
 
 DECISIONS_FILE = "decisions.jsonl"

@@ -121,8 +121,8 @@ class Timeline:
 
     @classmethod
     def of(cls, recovery: Recovery) -> "Timeline | None":
-        """Make the timeline of a recovery; None if the records have no times, or if the recovery is the start of a
-        later job."""
+        """Make the timeline of a recovery. Return None if the records have no times, or if the recovery is the start of
+        a later job."""
         course = recovery.course
         if course is None or recovery.is_new_job:
             return None

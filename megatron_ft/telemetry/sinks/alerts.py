@@ -1,4 +1,4 @@
-"""Reports an alert when a figure of the run passes its limit, and reports it as cleared when the figure returns."""
+"""Reports an alert when a figure of the run passes its limit, and its end when the figure is within the limit again."""
 
 import shutil
 import statistics
@@ -32,7 +32,7 @@ def _free_share(folder: Path) -> float:
 
 
 class AlertSink(Sink):
-    """Computes the figures that have alert limits, and reports when one passes its limit or returns."""
+    """Computes the figures that have alert limits, and reports when one passes its limit or is within it again."""
 
     name = "alerts"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Record
-from megatron_ft.strict_json import encode
+from megatron_ft.serde import encode
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 from megatron_ft.telemetry.state import RunState
 

@@ -20,10 +20,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_ft import events
-from megatron_ft.config.telemetry import TelemetryConfig
+from megatron_ft.config.job import TelemetryConfig
 from megatron_ft.durable import replace_file
 from megatron_ft.events import Evaluation, ExpertLoad, Metrics, Record, RunStarted
-from megatron_ft.strict_json import JsonValue
+from megatron_ft.serde import JsonValue
 from megatron_ft.telemetry.expert_load import load_figures
 from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines
 from megatron_ft.telemetry.run_figures import RunFigures
@@ -254,7 +254,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def _last_offline_step(run_dir: Path) -> int:
-    """Return the newest step in the offline folders of earlier attempts; 0 if there is none.
+    """Return the newest step in the offline folders of earlier attempts, or 0 if there is none.
 
     Steps only rise from attempt to attempt, so the newest folder that contains a step contains the newest step. If
     wandb was killed, the last records are missing, because wandb keeps records in memory for some time.

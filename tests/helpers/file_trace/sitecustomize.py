@@ -2,8 +2,8 @@
 
 Python imports this module at its start from ``PYTHONPATH``. Each file of the folder ``FILE_TRACE_FOLDER`` is compiled
 with a call before every statement of its functions. The call appends ``<slot> <file>`` to a file of its process in the
-folder ``FILE_TRACE``, at most once for each file and slot of ``SLOT_SECONDS``. A process that is killed has written
-what it had run. Statements of modules and classes, which run at an import, do not count; other folders run at full
+folder ``FILE_TRACE``, at most once for each file and slot of ``SLOT_SECONDS``, so that the record of a killed process
+is complete. Statements of modules and classes, which run at import, do not count. Files in other folders run at full
 speed.
 """
 
@@ -17,14 +17,14 @@ from pathlib import Path
 from types import CodeType
 
 SLOT_SECONDS = 0.005
-"""Slots are numbered by the wall clock, which a run's records have as well."""
+"""Length of a slot. Slots are numbered by the wall clock, as the times in a run's records are."""
 
 _CALL = "__record_file__"
 _FOLDER, _OUT = os.environ.get("FILE_TRACE_FOLDER", ""), os.environ.get("FILE_TRACE", "")
 
 
 def _blocks(function: ast.AST) -> list[list[ast.stmt]]:
-    """Every list of statements of a function."""
+    """Yield every list of statements in a function."""
     found = []
     for node in ast.walk(function):
         for name in ("body", "orelse", "finalbody"):
@@ -35,7 +35,7 @@ def _blocks(function: ast.AST) -> list[list[ast.stmt]]:
 
 
 def with_calls(source: bytes, path: str, number: int) -> CodeType:
-    """A module whose functions call the recorder with ``number`` before each of their statements."""
+    """Return a module whose functions call the recorder with ``number`` before each of their statements."""
     tree = ast.parse(source, path)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     blocks = {id(block): block for function in functions for block in _blocks(function)}
@@ -52,7 +52,7 @@ def with_calls(source: bytes, path: str, number: int) -> CodeType:
 
 
 class Recorder:
-    """Writes which files run in this process."""
+    """Records which files run in this process."""
 
     def __init__(self, out: Path, program: str) -> None:
         self._out, self._program = out, program
@@ -71,13 +71,13 @@ class Recorder:
         self._descriptor = self._open()
 
     def add(self, name: str) -> int:
-        """Take in a file; the number that stands for it."""
+        """Add a file, and return its number."""
         self._names.append(name.encode())
         self._slots.append(0)
         return len(self._names) - 1
 
     def record(self, number: int) -> None:
-        """Write that a function of the file runs now."""
+        """Record that a function of the file runs now."""
         slot = int(time.time() / SLOT_SECONDS)
         if self._slots[number] != slot:
             self._slots[number] = slot

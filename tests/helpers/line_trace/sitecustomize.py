@@ -1,8 +1,8 @@
-"""Notes which statements of the files in a folder are executed, in every process of a command.
+"""Records which statements of the files in a folder are executed, in every process of a command.
 
 Python imports this module at its start from ``PYTHONPATH``. Each file of the folder ``LINE_TRACE_FOLDER`` is compiled
-with a call before every statement, which writes the statement's line to the file ``LINE_TRACE`` when it is first
-executed: also a process that is killed has written what it had executed. Other files run at full speed.
+with a call before every statement. At the first execution of a statement, the call writes the statement's line to the
+file ``LINE_TRACE``, so that the record of a killed process is complete. Other files run at full speed.
 """
 
 import ast
@@ -17,7 +17,7 @@ _FOLDER, _OUT = os.environ.get("LINE_TRACE_FOLDER", ""), os.environ.get("LINE_TR
 
 
 def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Every list of statements of a module."""
+    """Yield every list of statements in a module."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)
@@ -26,7 +26,7 @@ def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def does_something(statement: ast.stmt) -> bool:
-    """Whether a statement is more than a text that documents something."""
+    """Return whether a statement is more than a docstring."""
     return not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
 
 

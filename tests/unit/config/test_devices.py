@@ -1,9 +1,9 @@
-"""Every recovery that a device refuses is refused for that device's answer of ``training.device=auto``, too."""
+"""Tests that a recovery that a device refuses is also refused with ``training.device=auto`` if that device is
+chosen."""
 
 import pytest
 
-from megatron_ft.config.devices import on_device, refused_devices
-from megatron_ft.config.validate import validate
+from megatron_ft.config.validate import on_device, refused_devices, validate
 from megatron_ft.errors import ConfigError
 from pretrain_moe import compose
 

@@ -1,4 +1,4 @@
-"""Every key has a documentation line, a type and a default."""
+"""Tests that every key has a documentation line, a type and a default."""
 
 from megatron_ft.config.docs import group_docs, key_docs
 

@@ -1,4 +1,4 @@
-"""Identity of a job, and messages about differences."""
+"""Tests the identity of a job, and messages about differences."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 from megatron_ft.config.identity import Difference, JobIdentity, settings_of
 from megatron_ft.config.job import JobConfig
-from megatron_ft.strict_json import parse_json
+from megatron_ft.serde import parse_json
 
 
 def settings(fingerprint: str = "f", vocab_size: int = 384, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of the default job with some keys changed, by group."""
+    """Return the settings of the default job with some keys changed, by group."""
     config = JobConfig()
     for group, values in changes.items():
         config = replace(config, **{group: replace(getattr(config, group), **values)})
@@ -76,7 +76,8 @@ def test_other_data_is_named_by_its_keys_or_by_its_tokens() -> None:
 
 
 def test_a_longer_run_keeps_its_schedule_only_if_the_key_is_set() -> None:
-    """The default decay ends with the run: a longer one has another learning rate at every iteration."""
+    """By default the learning rate decays until the end of the run, so a longer run would have another learning rate in
+    every iteration."""
     (found,) = Difference.between(settings(), settings(training={"train_iterations": 100}))
     assert (found.key, found.stored, found.present) == ("optimizer.lr_decay_iterations", 60, 100)
     assert "optimizer.lr_decay_iterations=60 keeps the earlier value" in str(found)

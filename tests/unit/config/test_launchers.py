@@ -1,4 +1,5 @@
-"""Under torchrun, ft_launcher and srun every key of the control plane is refused by its name; none does nothing."""
+"""Tests that under torchrun, ft_launcher and srun every key of the control plane is refused by its name instead of
+being ignored."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.detector import DetectorConfig
-from megatron_ft.config.job import JobConfig
+from megatron_ft.config.job import DetectorConfig, JobConfig
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError
@@ -34,7 +34,7 @@ MEANT_ELSEWHERE = {
     "mode": "says who starts ranks",
     "num_nodes": "taken from the launcher, and must agree",
     "ranks_per_node": "likewise",
-    "ranks_per_gpu": "ranks of a machine share its GPUs alike, whoever starts them",
+    "ranks_per_gpu": "ranks of a machine share its GPUs in the same way with every launcher",
     "master_port": "srun serves the store there",
     "start_timeout_seconds": "the wait for rank 0's word",
     "failure_domains": "placement",

@@ -1,4 +1,4 @@
-"""The page for users of Megatron-LM names only keys and options that exist."""
+"""Tests that the page for users of Megatron-LM names only existing keys and options."""
 
 import re
 from pathlib import Path

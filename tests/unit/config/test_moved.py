@@ -1,4 +1,5 @@
-"""Keys that were moved: each old key is answered with the present one, and an old ``config.yaml`` is read."""
+"""Tests moved keys: the error for an old key names the new one, and a recorded ``config.yaml`` with old keys can be
+read."""
 
 import re
 from pathlib import Path

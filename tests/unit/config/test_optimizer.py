@@ -1,4 +1,4 @@
-"""What the schedule's lengths default to."""
+"""Tests the default lengths of the learning-rate schedule."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors for wrong keys, groups and flags."""
+"""Tests the errors for wrong keys, groups and flags."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Placement knobs: what is refused by name, and what is derived."""
+"""Tests keys of the placement: which values are refused by name, and which values are derived."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import pytest
 
 from megatron_ft.config.checks.placement import check_placement, derive_placement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.policy import build_policy
-from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.serialize import build_policy, from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
@@ -18,7 +17,7 @@ SEARCH = {"_target_": f"{FOLDER}.overlap_search.OverlapSearch"}
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """Three nodes of two ranks, eight experts, replica slots; dotted keys changed."""
+    """Return three nodes of two ranks with eight experts and replica slots, with dotted keys changed."""
     values: dict[str, Any] = {
         "model": {"num_moe_experts": 8, "num_layers": 6},
         "launch": {"num_nodes": 3, "ranks_per_node": 2},
@@ -116,7 +115,7 @@ def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "key", "said"),
+    ("spec", "key", "output"),
     [
         ({}, "key._target_", "dotted path"),
         ({"_target_": 3}, "key._target_", "dotted path"),
@@ -137,13 +136,27 @@ def test_builds_the_objective_inside_a_policy(target: dict[str, str]) -> None:
         ({"_target_": "..relative.Policy"}, "key._target_", "dotted path"),
     ],
 )
-def test_other_policies_are_refused(spec: dict[str, Any], key: str, said: str) -> None:
+def test_other_policies_are_refused(spec: dict[str, Any], key: str, output: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         build_policy("key", spec)
-    assert str(refusal.value).startswith(key) and said in str(refusal.value)
+    assert str(refusal.value).startswith(key) and output in str(refusal.value)
 
 
 def test_a_policy_of_another_kind_is_no_algorithm() -> None:
     other = job({"placement.algorithm": {"_target_": f"{FOLDER}.objective.SurvivalObjective"}})
     with pytest.raises(ConfigError, match=r"placement\.algorithm\._target_=.* must be a class with a method 'place'"):
         algorithm_of(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "expected"),
+    [
+        ({}, "cpu", "cpp"),
+        ({}, "cuda", "cuda"),
+        ({"placement.dispatch_backend": "reference"}, "cuda", ""),
+        ({"placement.algorithm": None}, "cpu", ""),
+        ({"placement.algorithm": None, "placement.dispatch_backend": "cpp"}, "cpu", ""),
+    ],
+)
+def test_only_jobs_with_replicas_build_kernels(changes: dict[str, Any], device: str, expected: str) -> None:
+    assert job(changes).placement.kernels_on(device) == expected

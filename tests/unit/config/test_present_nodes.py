@@ -1,7 +1,7 @@
-"""The configuration of the nodes that are there."""
+"""Tests the configuration for the nodes that train at present."""
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 
 SPREAD = {"_target_": "megatron_ft.planning.placement.spread.Spread"}

@@ -1,4 +1,4 @@
-"""Losing nodes: what is refused by name, and what passes."""
+"""Tests keys for lost nodes: which values are refused by name, and which are accepted."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LOSE_ONE = ["lose(nodes=[2],before_iteration=5)"]
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """Three nodes of two ranks, replica slots, no sharded optimizer; dotted keys changed."""
+    """Return three nodes of two ranks with replica slots and an unsharded optimizer, with dotted keys changed."""
     values: dict[str, Any] = {
         "launch": {"num_nodes": 3, "ranks_per_node": 2},
         "parallel": {"use_distributed_optimizer": False},

@@ -1,4 +1,4 @@
-"""One table of requirements: the key that a check refuses is the key that planning names."""
+"""Tests the table of requirements: a check refuses the same key that planning names."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ VIOLATIONS: dict[str, Any] = {
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """Three nodes of two ranks that continue by replicas; dotted keys changed."""
+    """Return three nodes of two ranks that continue from replicas, with dotted keys changed."""
     values: dict[str, Any] = {
         "launch": {"num_nodes": 3, "ranks_per_node": 2},
         "recovery": {"min_nodes": 1},

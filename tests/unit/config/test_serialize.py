@@ -1,4 +1,4 @@
-"""Round trips and refusals of the plain form."""
+"""Tests the conversion of a configuration to plain values and back, and which values are refused."""
 
 import json
 from typing import Any

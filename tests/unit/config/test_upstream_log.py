@@ -1,4 +1,4 @@
-"""The upstream log: limits that can be, and jobs whose stages a replay could not repeat."""
+"""Tests limits of the upstream log, and jobs whose stages cannot replay with the same bits."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ DELAYED = {"precision.fp8": "hybrid", "precision.fp8_recipe": "delayed"}
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """Four nodes of one rank; dotted keys changed."""
+    """Return four nodes of one rank, with dotted keys changed."""
     values: dict[str, Any] = {"launch": {"num_nodes": 4, "ranks_per_node": 1}}
     for key, value in changes.items():
         group, name = key.split(".")
@@ -44,7 +44,8 @@ def job(changes: dict[str, Any]) -> JobConfig:
     ids=str,
 )
 def test_what_can_be_repeated_passes(changes: dict[str, Any]) -> None:
-    """Dropout, too: windows hold the generators; tied embeddings on one stage; FP8 recipes where nothing is FP8."""
+    """Dropout is accepted because windows contain the generators; so are tied embeddings on one stage, and FP8 recipes
+    without FP8."""
     validate(job(changes))
 
 

@@ -1,4 +1,4 @@
-"""One row per rule: what breaks it, and the key its message names."""
+"""Tests every rule of the configuration with one row: a violation, and the key in its message."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NAN = float("nan")
 
 
 def job(changes: dict[str, Any]) -> JobConfig:
-    """The defaults with dotted keys changed."""
+    """Return the default configuration with dotted keys changed."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         *groups, name = key.split(".")

@@ -1,4 +1,4 @@
-"""The control channel with mutual TLS: who may call whom, and what is refused before anything starts."""
+"""Tests the control channel with mutual TLS: which calls are accepted, and what is refused before anything starts."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no open
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two folders of one authority, and one of another."""
+    """Return two folders with certificates of one authority, and one folder of another authority."""
     root = tmp_path_factory.mktemp("tls")
     ours, theirs = make_authority(root / "ours"), make_authority(root / "theirs")
     return {"server": ours("server"), "agent": ours("agent"), "stranger": theirs("stranger")}
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def call(folders: dict[str, str]) -> Iterator[Callable[[str | None], dict[str, object]]]:
-    """Calls a server of ours with the certificates of a folder."""
+    """Call a server with the certificates of a folder."""
     served = RpcServer(
         "Test",
         {"echo": lambda request: request},

@@ -1,12 +1,11 @@
-"""Silence and standstill under a virtual clock."""
+"""Tests the detection of missing heartbeats and missing progress on a virtual clock."""
 
 from dataclasses import replace
 
 from megatron_ft.control.detector import Detector, DetectorPolicy, Place, SignsOfLife
 from megatron_ft.control.membership.events import JobHung, NodeLost, RankBroken, RankHung
-from megatron_ft.control.membership.nodes import Nodes
-from megatron_ft.control.membership.state import MembershipPolicy, Phase, State
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.control.membership.state import MembershipPolicy, Nodes, Phase, State
+from megatron_ft.planning.recovery.membership import Position
 
 MEMBERSHIP = MembershipPolicy(
     num_nodes=2, ranks_per_node=2, start_timeout_seconds=100.0, stop_timeout_seconds=20.0, min_nodes=1
@@ -17,7 +16,7 @@ AT = 1000.0
 
 
 def looks(detector: Detector, state: State, start: float, seconds: float) -> list[NodeLost | RankHung | JobHung]:
-    """What is found when somebody looks every second."""
+    """Return the losses that are found if the detector is called every second."""
     return [
         event for second in range(int(seconds)) for event in detector.look(state, start + second, AT + start + second)
     ]
@@ -66,11 +65,11 @@ def test_ranks_furthest_behind_are_hung_when_nobody_gets_further() -> None:
         detector.progress(rank, Place(7, "backward" if step == 2 else "vote_before", step), 1.0)
     assert looks(detector, RUNNING, 1.0, 60) == []
     detector.progress(0, Place(7, "update", 4), 60.5)
-    assert looks(detector, RUNNING, 61.0, 59) == [], "somebody got further"
+    assert looks(detector, RUNNING, 61.0, 59) == [], "another rank made progress"
     hung = looks(detector, RUNNING, 120.0, 2)
     detail = "made no progress for detector.hang_seconds=60: it is in iteration 7, phase backward"
     assert hung == [RankHung(rank, AT + 121.0, detail, 7) for rank in (1, 3)]
-    assert looks(detector, RUNNING, 122.0, 50) == [], "it is said once"
+    assert looks(detector, RUNNING, 122.0, 50) == [], "it is reported once"
 
 
 def test_a_rank_that_never_said_anything_is_behind_all_others() -> None:
@@ -97,11 +96,11 @@ def test_ranks_that_stand_at_the_same_place_are_hung_together() -> None:
 
 
 def test_nobody_is_hung_while_ranks_start_stop_or_say_how_far_they_are() -> None:
-    said = RankBroken(0, Position(rank=0, generation=0, completed=1, contributed=1, vote=None), 0.0)
+    output = RankBroken(0, Position(rank=0, generation=0, completed=1, contributed=1, vote=None), 0.0)
     for state in (
         replace(RUNNING, phase=Phase.STARTING),
         replace(RUNNING, phase=Phase.REFORMING),
-        replace(RUNNING, broken=(said,)),
+        replace(RUNNING, broken=(output,)),
         replace(RUNNING, gone=frozenset(range(4))),
     ):
         assert looks(Detector(MEMBERSHIP, POLICY), state, 0.0, 200) == []

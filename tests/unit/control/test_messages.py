@@ -1,4 +1,5 @@
-"""Every message is read as its type has it, or refused with one error; the controller goes on."""
+"""Tests that every message is read according to its type or refused with one error, after which the controller
+continues."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.membership.events import MachineEvent, NodeLost, RankExited, RankHung, StopRequested, Tick
 from megatron_ft.control.membership.state import Failure, Outcome
@@ -28,6 +28,7 @@ from megatron_ft.control.messages import (
     event_to_json,
     to_message,
 )
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import RpcError
 from megatron_ft.errors import ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES, encode
@@ -36,7 +37,7 @@ from tests.unit.control.controller.test_controller import broken, exited, raised
 
 
 def large_record(num_bytes: int) -> dict[str, Any]:
-    """A record item whose JSON has that many bytes."""
+    """Return a record item whose JSON has this number of bytes."""
     item = {**record(0, 0), "record": {"text": ""}}
     overhead = len(encode(item)) - 4
     return {**item, "record": {"text": "x" * (num_bytes - overhead)}}
@@ -68,7 +69,7 @@ def test_what_goes_into_the_journal_is_limited(item: dict[str, Any]) -> None:
     ("tail", "is_done", "expected"),
     [("first\n  RankLost: no compiler \n\n", False, "RankLost: no compiler"), (None, False, ""), ("last", True, "")],
 )
-def test_an_exit_says_what_the_rank_wrote_last(tail: str | None, is_done: bool, expected: str) -> None:
+def test_an_exit_report_has_the_last_line_of_the_log(tail: str | None, is_done: bool, expected: str) -> None:
     report = Report.decode({**exited(0), "done": is_done, "log_tail": tail})
     assert isinstance(report, EndReport)
     event = report.event()
@@ -81,7 +82,7 @@ def test_numbers_are_those_of_a_machine(number: int) -> None:
         Report.decode({**exited(0), "returncode": number})
 
 
-def test_who_hands_in_too_much_is_told_the_limit_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_too_large_a_report_is_refused_with_the_limit_and_not_kept(tmp_path: Path) -> None:
     job = Job(tmp_path / "journal.jsonl")
     try:
         job.run()
@@ -121,7 +122,7 @@ JUNK = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(REPORTS, st.data())
 def test_a_report_is_read_whole_or_refused_by_one_error(report: dict[str, Any], data: st.DataObject) -> None:
-    """Whatever one field is: what is read is what was sent, and nothing else is raised."""
+    """Any value of a field gives a result equal to the sent message, or raises the one expected error."""
     name = data.draw(st.sampled_from([*report, "unknown"]))
     changed = {**report, name: data.draw(JUNK)}
     try:

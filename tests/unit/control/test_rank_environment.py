@@ -1,4 +1,4 @@
-"""The agent starts ranks on CUDA with the variables that they need, unless somebody has set them."""
+"""Tests that the agent starts ranks on CUDA with the variables that they need, unless these are already set."""
 
 import socket
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron_ft.framing import FrameReader
 
 
 def started(device: str, folder: Path) -> dict[str, str]:
-    """The environment of process 5 of a job on ``device``, two ranks of which share a GPU."""
+    """Return the environment of process 5 of a job on ``device`` in which two ranks share a GPU."""
     (folder / "logs").mkdir()
     ours, theirs = socket.socketpair()
     with ours, theirs:

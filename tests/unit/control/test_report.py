@@ -1,4 +1,4 @@
-"""The screen that says what went wrong."""
+"""Tests the failure report."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 
 from megatron_ft.control import report
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.launcher import _exit_code_of
 from megatron_ft.control.membership.state import Decision, Failure, MembershipPolicy, Outcome, State, Step
-from megatron_ft.control.report import _failed_records, failure_screen, lost_records, restart_records, resume_advice
+from megatron_ft.control.report import (
+    JobResult,
+    _failed_records,
+    failure_screen,
+    lost_records,
+    restart_records,
+    resume_advice,
+)
 from megatron_ft.errors import ControlError, RankFailed, TrainingStopped
 from megatron_ft.events import RankFailed as RankFailedEvent
 from megatron_ft.events import RanksRestarted
@@ -93,7 +99,7 @@ def test_events_name_the_first_and_leave_out_those_we_ended() -> None:
     ]
 
 
-def test_a_restart_is_told_after_the_failures_it_answers() -> None:
+def test_a_restart_is_reported_after_the_failures_it_answers() -> None:
     died_first = Failure(rank=2, at_seconds=1.0, iteration=7, detail="rank 2 was killed by SIGSEGV")
     state = State(generation=2, survived=((), (died_first,)), num_restarts=1)
     details = died(1, 2.0, error="E") | died(2, 1.0, -11) | died(0, 3.0, -9, by_us=True)
@@ -168,7 +174,7 @@ def test_a_hung_rank_is_named_with_how_that_is_known() -> None:
 
 @pytest.mark.parametrize("exit_is_known", [False, True])
 def test_a_rank_that_was_killed_for_not_reporting_is_an_event(exit_is_known: bool) -> None:
-    """Its node was killed by the control plane; the exit may be known when the others go on, or not yet."""
+    """The control plane killed its node. The rank's exit may be known or unknown when the other nodes continue."""
     why = "rank 1 did not report its position (recovery.position_timeout_seconds=10)"
     deaths = (Failure(rank=0, at_seconds=10.0), Failure(rank=2, number=1, at_seconds=10.0, detail=why))
     step = Step(State(generation=2, survived=(deaths,)), Decision.REFORM, "rank 0 was killed by SIGKILL")
@@ -198,4 +204,6 @@ def test_a_fault_that_ended_a_process_is_not_denied_by_the_one_in_its_place() ->
     assert faults.is_news({**denied, "failpoint": "kill(node=3, at_iteration=9, phase='forward')"})
     slow = "delay(seconds=1.0, phase='forward')"
     faults.is_news({"kind": "failpoint_hit", "action": "delay", "failpoint": slow, "rank": 2, "node": 3})
-    assert faults.is_news({**denied, "failpoint": slow}), "it ended nobody: another rank of the node may have missed it"
+    assert faults.is_news({**denied, "failpoint": slow}), (
+        "it ended no process: another rank of the node may have missed it"
+    )

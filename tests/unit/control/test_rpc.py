@@ -1,4 +1,4 @@
-"""Token, sizes, methods and addresses of the RPC layer."""
+"""Tests tokens, sizes, methods and addresses of the RPC layer."""
 
 from collections.abc import Iterator
 
@@ -87,7 +87,7 @@ def test_malformed_bodies_are_refused(server: RpcServer, body: bytes) -> None:
         assert stub(b'{"value": 1}', timeout=5, metadata=metadata) == b'{"echo": 1}'
 
 
-def test_an_error_of_a_method_is_told(server: RpcServer) -> None:
+def test_an_error_of_a_method_is_reported(server: RpcServer) -> None:
     with pytest.raises(RpcError, match="no, because") as caught:
         client(server).call("fail", {}, timeout_seconds=5)
     assert caught.value.refused
@@ -121,10 +121,10 @@ def test_tokens_have_256_bits_and_differ() -> None:
 
 
 @pytest.mark.parametrize("token", [None, "0" * 64])
-def test_strangers_whose_body_never_comes_keep_no_thread(
+def test_unauthenticated_callers_without_a_body_keep_no_thread(
     server: RpcServer, calls: list[Message], token: str | None
 ) -> None:
-    """More of them than the server has threads."""
+    """There are more such callers than the server has threads."""
     with crowd(server.address, 32, headers_without_body("/Test/echo", token)) as taken:
         assert taken == 32
         assert client(server).call("echo", {"value": 1}, timeout_seconds=5) == {"echo": 1}

@@ -1,12 +1,11 @@
-"""The random name that a run keeps in its folder."""
+"""Tests the random id in a run's folder."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
-from megatron_ft.control.run_id import RUN_ID_NAME, RunId
-from megatron_ft.control.rundir import RunDir
+from megatron_ft.config.job import RunConfig
+from megatron_ft.control.rundir import RUN_ID_NAME, RunDir, RunId
 from megatron_ft.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Claiming the folder of a run."""
+"""Tests how the folder of a run is claimed."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control import rundir
 from megatron_ft.control.rundir import RunDir, _has_state, has_complete_state, is_claimed
 from megatron_ft.errors import ConfigError
@@ -125,7 +125,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_save_that_never_finished_is_no_state_to_continue_from(tmp_path: Path) -> None:
-    """The advice after an interrupted job names ``run.resume=must`` only where that will not be refused."""
+    """After an interrupted job, the advice names ``run.resume=must`` only if that would be accepted."""
     folder = tmp_path / "checkpoints" / "iter_0000005"
     folder.mkdir(parents=True)
     assert _has_state(tmp_path) and not has_complete_state(tmp_path)
@@ -145,7 +145,7 @@ def test_a_folder_that_is_moved_away_is_missed_once(tmp_path: Path, monkeypatch:
         run.path.mkdir()
         assert not run.is_there, "another folder of that name is not the run's"
         run.path.rmdir()
-        assert not missed.acquire(timeout=0.1), "it is said once"
+        assert not missed.acquire(timeout=0.1), "it is reported once"
         (tmp_path / "elsewhere").rename(run.path)
         assert run.is_there
     run.release()

@@ -1,4 +1,4 @@
-"""The folder of sockets: which of them an agent that starts may remove."""
+"""Tests the folder of sockets, and which sockets a starting agent may remove."""
 
 import os
 import signal
@@ -17,19 +17,19 @@ from megatron_ft.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def parent(short_tmpdir: Path) -> Path:
-    """Where folders of sockets are made."""
+    """Return the parent of the folders of sockets."""
     return short_tmpdir
 
 
 def ended_process_id() -> int:
-    """Of a process that was there and has been waited for."""
+    """Return the id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
 
 
 def listen(path: Path) -> None:
-    """Leave a socket behind that nobody serves."""
+    """Create a socket file that no process serves."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
 
@@ -74,7 +74,7 @@ with make_runtime_dir() as path:
 
 @pytest.fixture
 def maker(parent: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that makes a folder, says where, and keeps it until its standard input closes."""
+    """Return a process that makes a folder, prints its path, and uses it until its standard input closes."""
     environment = {**os.environ, "TMPDIR": str(parent)}
     with subprocess.Popen(
         [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -1,4 +1,4 @@
-"""Files with a token: nobody else reads them."""
+"""Tests that only the owner can read files with a token."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""UnauthenticatedConnections on the control channel are few and do not stay; whoever has shown the token does."""
+"""Tests that unauthenticated connections are few and short, and that connections with the token stay open."""
 
 import contextlib
 import socket
@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.unauthenticated import UnauthenticatedConnections, _peer_of, max_connections
+from megatron_ft.control.rpc import (
+    RpcClient,
+    RpcServer,
+    _peer_of,
+    _UnauthenticatedConnections,
+    max_connections,
+    new_token,
+)
 from megatron_ft.testing.attacks import crowd, headers_without_body
 from tests.unit.control.controller.test_controller import eventually
 
@@ -28,7 +34,7 @@ def server() -> Iterator[RpcServer]:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the server has closed a connection; what it had said before is read."""
+    """Return whether the server has closed a connection, after reading what it had sent before."""
     sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while sock.recv(4096):
@@ -37,9 +43,9 @@ def is_closed(sock: socket.socket) -> bool:
     return False
 
 
-def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
+def test_the_oldest_unauthenticated_connections_are_closed(server: RpcServer) -> None:
     host, _, port = server.address.rpartition(":")
-    strangers = UnauthenticatedConnections(int(port), max_connections=19)
+    strangers = _UnauthenticatedConnections(int(port), max_connections=19)
     client = RpcClient(server.address, "Test", token=TOKEN)
     gone = RpcClient(server.address, "Test", token=TOKEN)
     for caller in (client, gone):
@@ -51,7 +57,7 @@ def test_the_oldest_strangers_go_and_friends_stay(server: RpcServer) -> None:
     try:
         assert eventually(lambda: len(strangers._connections()) == 13), "gRPC has taken all of them"
         assert strangers.look(100.0) == 9, "half of what the friend leaves free"
-        assert not strangers._named, "a port of one that has gone may be a stranger's next"
+        assert not strangers._named, "a closed connection's port may be reused by another client"
         assert eventually(lambda: [is_closed(sock) for sock in socks] == [True] * 3 + [False] * 9)
         assert eventually(lambda: len(strangers._connections()) == 10), "gRPC has closed what was shut down"
         assert strangers.look(109.0) == 9
@@ -92,7 +98,7 @@ def test_peers_are_read_as_grpc_writes_them(text: str, peer: tuple[str, int] | N
 def test_a_server_leaves_descriptors_for_all_else() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))\n"
-        "from megatron_ft.control.unauthenticated import max_connections, raise_descriptor_limit\n"
+        "from megatron_ft.control.rpc import max_connections, raise_descriptor_limit\n"
         "print(max_connections(), raise_descriptor_limit(), max_connections())"
     )
     command = [sys.executable, "-c", code]
@@ -104,7 +110,7 @@ def test_a_server_leaves_descriptors_for_all_else() -> None:
 def test_a_job_with_more_nodes_than_descriptors_does_not_begin() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-        "from megatron_ft.control.unauthenticated import check_descriptors\n"
+        "from megatron_ft.control.rpc import check_descriptors\n"
         "check_descriptors(100); check_descriptors(250)"
     )
     command = [sys.executable, "-c", code]
@@ -124,8 +130,8 @@ sys.stdin.read()
 """
 
 
-def test_more_strangers_than_descriptors_keep_nobody_out_and_files_can_be_opened() -> None:
-    """They come again as soon as they are closed."""
+def test_many_unauthenticated_connections_block_no_call_and_no_file() -> None:
+    """The connections are opened again as soon as they are closed."""
     command = [sys.executable, "-c", SERVE, TOKEN]
     served = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert served.stdin is not None and served.stdout is not None

@@ -1,4 +1,4 @@
-"""Documents out of text and JSONL."""
+"""Tests how documents are read from text and JSONL."""
 
 from pathlib import Path
 

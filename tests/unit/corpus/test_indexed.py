@@ -1,4 +1,4 @@
-"""The writer and the strict reader of the indexed dataset."""
+"""Tests the writer and the strict reader of the indexed dataset."""
 
 import os
 import struct

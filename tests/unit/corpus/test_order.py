@@ -1,4 +1,4 @@
-"""The order of samples is a pure function of (seed, index)."""
+"""Tests that the order of samples is a pure function of (seed, index)."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.corpus.order import Place, SampleOrder, _permute, check_weights
+from megatron_ft.corpus.samples import Place, _check_weights, _permute, _SampleOrder
 from megatron_ft.errors import ConfigError
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
@@ -46,7 +46,7 @@ def test_every_permutation_of_three_appears() -> None:
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 200), seed=st.integers(), epoch=st.integers(0, 5))
 def test_an_epoch_uses_each_sample_once(size: int, seed: int, epoch: int) -> None:
-    order = SampleOrder(seed=seed, split="train", num_samples=(size,))
+    order = _SampleOrder(seed=seed, split="train", num_samples=(size,))
     places = [order.locate(epoch * size + position) for position in range(size)]
     assert {place.epoch for place in places} == {epoch}
     assert sorted(place.sample for place in places) == list(range(size))
@@ -54,7 +54,7 @@ def test_an_epoch_uses_each_sample_once(size: int, seed: int, epoch: int) -> Non
 
 def test_epochs_seeds_and_splits_differ() -> None:
     def samples(seed: int = 1, split: str = "train", first: int = 0) -> list[int]:
-        order = SampleOrder(seed=seed, split=split, num_samples=(100,))
+        order = _SampleOrder(seed=seed, split=split, num_samples=(100,))
         return [order.locate(first + position).sample for position in range(100)]
 
     orders = [samples(), samples(first=100), samples(seed=2), samples(split="valid")]
@@ -65,7 +65,7 @@ def test_epochs_seeds_and_splits_differ() -> None:
 @given(sizes=SIZES, seed=st.integers(0, 1 << 64), data=st.data())
 def test_blend_uses_samples_of_every_source_in_whole_epochs(sizes: list[int], seed: int, data: st.DataObject) -> None:
     weights = data.draw(st.none() | st.lists(st.floats(0.05, 50), min_size=len(sizes), max_size=len(sizes)))
-    order = SampleOrder(
+    order = _SampleOrder(
         seed=seed, split="train", num_samples=tuple(sizes), weights=None if weights is None else tuple(weights)
     )
     num_blocks = 2
@@ -86,7 +86,7 @@ def test_blend_uses_samples_of_every_source_in_whole_epochs(sizes: list[int], se
 @given(first=st.integers(0, 1 << 60), weights=st.tuples(*[st.floats(1e-4, 1e4)] * 3))
 def test_far_indices_cost_no_more_and_agree_in_any_order(first: int, weights: tuple[float, float, float]) -> None:
     arguments = {"seed": 3, "split": "train", "num_samples": (1000, 7, 123_456_789), "weights": weights}
-    forward, backward = SampleOrder(**arguments), SampleOrder(**arguments)
+    forward, backward = _SampleOrder(**arguments), _SampleOrder(**arguments)
     indices = range(first, first + 8)
     there = [forward.locate(index) for index in indices]
     assert there[::-1] == [backward.locate(index) for index in reversed(indices)]
@@ -94,7 +94,7 @@ def test_far_indices_cost_no_more_and_agree_in_any_order(first: int, weights: tu
 
 
 def test_no_drift_after_many_blocks() -> None:
-    order = SampleOrder(seed=1, split="train", num_samples=(10**9, 10**9, 10**9), weights=(1.0, 1e-3, 7.0))
+    order = _SampleOrder(seed=1, split="train", num_samples=(10**9, 10**9, 10**9), weights=(1.0, 1e-3, 7.0))
     last = 10**6 * order.block_samples - 1
     places = [order.locate(index) for index in range(last - order.block_samples + 1, last + 1)]
     share = 1e-3 / 8.001
@@ -103,9 +103,9 @@ def test_no_drift_after_many_blocks() -> None:
 
 
 def test_order_is_pinned() -> None:
-    """Changing the order would change every resumed run: these values stay."""
-    single = SampleOrder(seed=1234, split="train", num_samples=(1000,))
-    blend = SampleOrder(seed=1234, split="train", num_samples=(1000, 50), weights=(0.7, 0.3))
+    """These values must not change, because another order would change every resumed run."""
+    single = _SampleOrder(seed=1234, split="train", num_samples=(1000,))
+    blend = _SampleOrder(seed=1234, split="train", num_samples=(1000, 50), weights=(0.7, 0.3))
     assert [single.locate(index).sample for index in range(5)] == PINNED_SINGLE
     assert [blend.locate(index) for index in range(3)] == PINNED_BLEND
 
@@ -120,7 +120,7 @@ PINNED_BLEND = [
 
 def test_negative_index() -> None:
     with pytest.raises(ValueError, match="sample index -1"):
-        SampleOrder(seed=1, split="train", num_samples=(5,)).locate(-1)
+        _SampleOrder(seed=1, split="train", num_samples=(5,)).locate(-1)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_negative_index() -> None:
 )
 def test_bad_weights(weights: list[float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_weights("data.train_weights", weights, 2)
+        _check_weights("data.train_weights", weights, 2)

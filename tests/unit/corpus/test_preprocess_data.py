@@ -1,4 +1,4 @@
-"""The command that makes datasets, on real text."""
+"""Tests the command that makes datasets, on real text."""
 
 import json
 import subprocess

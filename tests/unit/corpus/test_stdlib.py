@@ -1,4 +1,4 @@
-"""The built-in corpus."""
+"""Tests the built-in corpus."""
 
 import multiprocessing
 import time

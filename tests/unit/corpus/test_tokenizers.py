@@ -1,4 +1,4 @@
-"""Tokenizers and what their files may not look like."""
+"""Tests tokenizers, and which of their files are refused."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.config.data import DataConfig
+from megatron_ft.config.job import DataConfig
 from megatron_ft.corpus.tokenizers import ByteTokenizer, build_tokenizer, byte_letters, losses
 from megatron_ft.errors import ConfigError, DataError
 
@@ -19,7 +19,7 @@ needs_bpe = pytest.mark.skipif(not (SHARED / "tokenizer/bpe_2k.json").is_file(),
 
 
 def small_gpt2(folder: Path, *, drop: str | None = None, merges: str = "#version: 0.2\nh e\nhe y\n") -> DataConfig:
-    """A byte-level vocabulary with two merges, written to ``folder``."""
+    """Write a byte-level vocabulary with two merges to ``folder``."""
     entries = [*byte_letters(), "he", "hey", "<|endoftext|>"]
     vocabulary = {entry: number for number, entry in enumerate(entries) if entry != drop}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
@@ -137,7 +137,8 @@ def test_bad_tokenizer_json(tmp_path: Path, content: object, message: str) -> No
 
 
 def test_a_pattern_that_makes_the_library_panic_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """The panic of a library in Rust is no ``Exception``: it would end the process without a word on the file."""
+    """A panic of a library in Rust is not an ``Exception``, so it would end the process without a message about the
+    file."""
     path = tmp_path / "tokenizer.json"
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}

@@ -1,4 +1,4 @@
-"""Clocks: each finding appears with its cause, and goes with it."""
+"""Tests the checks of clocks: each finding appears with its cause and disappears without it."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str, str]] = {
     "another age": ({"wall_unix_seconds": 1000.0}, "error", "the year 1970"),
     "a step ahead": ({"elapsed_wall_seconds": 0.2}, "warning", "+100.0 ms"),
     "a step back": ({"elapsed_wall_seconds": -1.0}, "warning", "-1100.0 ms"),
-    "nobody sets it": ({"is_synchronized": False}, "warning", "not synchronized (chronyc)"),
+    "no service sets it": ({"is_synchronized": False}, "warning", "not synchronized (chronyc)"),
 }
 
 
@@ -28,7 +28,7 @@ def test_and_goes_without() -> None:
     assert judged(CLOCKS.check()) == []
 
 
-def test_what_nobody_says_is_told() -> None:
+def test_what_nobody_says_is_reported() -> None:
     (finding,) = replace(CLOCKS, is_synchronized=None, source="no chronyc; no timedatectl").check()
     assert "synchronization unknown (no chronyc; no timedatectl)" in finding.what
 

@@ -1,4 +1,4 @@
-"""CUDA devices: each finding appears with its cause, and goes with it."""
+"""Tests the checks of CUDA devices: each finding appears with its cause and disappears without it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_what_the_nodes_of_the_job_would_say_is_reported(elsewhere: bool, refuse
     assert [(each.level, each.what) for each in check_devices(NO_GPU, needs)][1:] == [(level, "on cuda: so")]
 
 
-def test_on_cpu_devices_are_told() -> None:
+def test_on_cpu_devices_are_reported() -> None:
     (none,) = check_devices(NO_GPU, NEEDS)
     assert (none.level, none.what) == ("info", "no CUDA device; the job runs on CPU")
 

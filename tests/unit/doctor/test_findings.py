@@ -1,4 +1,4 @@
-"""What is printed, and the exit code it makes."""
+"""Tests the text of findings, and the exit code."""
 
 import pytest
 

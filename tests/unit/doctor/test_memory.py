@@ -1,4 +1,4 @@
-"""Memory and limits: each finding appears with its cause, and goes with it."""
+"""Tests the checks of memory and limits: each finding appears with its cause and disappears without it."""
 
 from dataclasses import replace
 from pathlib import Path

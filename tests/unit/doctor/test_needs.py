@@ -1,4 +1,4 @@
-"""What a job needs follows from its configuration: nothing here looks at a machine."""
+"""Tests that the needs of a job follow from its configuration alone, without the machine."""
 
 from pathlib import Path
 

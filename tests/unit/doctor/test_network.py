@@ -1,4 +1,4 @@
-"""Ports and interfaces: each finding appears with its cause, and goes with it."""
+"""Tests the checks of ports and interfaces: each finding appears with its cause and disappears without it."""
 
 import socket
 from dataclasses import replace

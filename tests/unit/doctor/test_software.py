@@ -1,4 +1,4 @@
-"""Versions against the supported matrix: each finding appears with its cause, and goes with it."""
+"""Tests the checks of versions: each finding appears with its cause and disappears without it."""
 
 import re
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_a_missing_nccl_breaks_what_runs_on_gpus() -> None:
     assert (finding.level, "nvidia-nccl-cu13 missing" in finding.what) == ("error", True)
 
 
-def test_a_missing_compiler_breaks_jobs_with_replicas() -> None:
+def test_a_missing_compiler_is_an_error_for_jobs_with_replicas() -> None:
     assert check_compiler("", {}, lambda _: None) == []
     (finding,) = check_compiler("cpp", {}, lambda _: None)
     assert (finding.level, finding.what.startswith("no compiler found for cpp")) == ("error", True)
@@ -131,7 +131,7 @@ def test_a_package_called_apex_is_looked_at_and_not_imported(tmp_path: Path, mon
 
 
 def test_the_matrix_is_what_the_project_installs() -> None:
-    """One matrix: pyproject.toml, requirements/ and the check before Megatron's import say the same."""
+    """``pyproject.toml``, ``requirements/`` and the check before Megatron's import must name the same versions."""
     project = (ROOT / "pyproject.toml").read_text()
     (python,) = re.findall(r'^requires-python = "(.+)"$', project, re.MULTILINE)
     (block,) = re.findall(r"^dependencies = \[(.+?)^\]", project, re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The run's file system: each finding appears with its cause, and goes with it."""
+"""Tests the checks of the run's file system: each finding appears with its cause and disappears without it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_and_goes_without(facts: dict[str, Any]) -> None:
     assert judged(replace(STORAGE, **facts).check(NEEDS)) == []
 
 
-def test_what_it_costs_is_told_and_not_judged() -> None:
+def test_what_it_costs_is_reported_and_not_judged() -> None:
     slow = replace(STORAGE, flush_seconds=(0.5, 2.0, 9.0)).check(NEEDS)
     assert judged(slow) == []
     assert any("2000.000 ms, the median of 3 syncs on ext4" in finding.what for finding in slow)

@@ -1,4 +1,5 @@
-"""Faults against processes that only look like a job's: who is hit, what is on disk before, what is said where not."""
+"""Tests faults on processes that look like those of a job: which are hit, what is on disk before, and what is reported
+if none is hit."""
 
 import contextlib
 import json
@@ -22,7 +23,7 @@ from megatron_ft.failures.schedule import FailureSchedule, MembershipEvent
 
 
 class FakeJob:
-    """A folder, processes that write to its logs, and a controller that says no as often as it is told to."""
+    """Folder, processes that write to its logs, and a controller that refuses a given number of calls."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -32,7 +33,8 @@ class FakeJob:
         self.refusals = 0
 
     def begin(self, *logs: str) -> None:
-        """Start a process for each log; a service's standard output is a pipe, and its standard error the log."""
+        """Start a process for each log. The standard output of a service is a pipe, and its standard error is the
+        log."""
         for log in logs:
             with (self.run_dir / "logs" / log).open("ab") as output:
                 is_service = log.startswith("node-") and log.count("-") > 1
@@ -161,7 +163,7 @@ def test_a_kill_waits_for_a_node_that_is_being_started(job: FakeJob) -> None:
     assert job.processes["node-002.log"].wait(10) == -signal.SIGKILL
 
 
-def test_a_stop_lasts_as_long_as_it_is_told(job: FakeJob) -> None:
+def test_a_stop_lasts_as_long_as_requested(job: FakeJob) -> None:
     job.begin_node(0)
     rank = psutil.Process(job.processes["rank-00000.log"].pid)
     seen: list[str] = []
@@ -249,7 +251,7 @@ def test_a_controller_that_says_no_is_quoted(job: FakeJob, action: str) -> None:
 
 
 def replayed(job: FakeJob, **changed: Any) -> tuple[list[str], list[float]]:
-    """What a replay could not bring in, and its clock, which only its pauses move."""
+    """Return the changes that a replay could not inject, and the time on its clock, which only pauses advance."""
     now = [100.0]
 
     def pause(seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""A node in a network namespace of its own is cut off, and reached again; one in ours is not."""
+"""Tests that a node in a separate network namespace is cut off and connected again, and that one in the same namespace
+is refused."""
 
 import contextlib
 import os
@@ -32,7 +33,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @dataclass
 class Node:
-    """A process that echoes, in a namespace of its own, as node 1 of a run."""
+    """Process that echoes, in a separate namespace, as node 1 of a run."""
 
     run_dir: Path
     process: "subprocess.Popen[bytes]"
@@ -40,7 +41,7 @@ class Node:
     connection: socket.socket
 
     def answers(self, text: bytes, seconds: float) -> bool:
-        """Whether what is sent comes back in time."""
+        """Return whether sent bytes come back in time."""
         self.connection.settimeout(seconds)
         try:
             self.connection.sendall(text)

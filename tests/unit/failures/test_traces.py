@@ -1,4 +1,4 @@
-"""Traces: what is read, what is refused with its line, and the schedules that they make."""
+"""Tests traces: which are read, which are refused with their line, and the schedules that result."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_freed_number_goes_to_later_arrivals_only() -> None:
     assert schedule.events == (
         MembershipEvent(seconds=1.0, leaves=(0,)),
         MembershipEvent(seconds=2.0, joins=(0,)),
-    ), "b found no number, so its end is nobody's"
+    ), "b found no number, so its end belongs to no failure"
     assert schedule.num_ignored_arrivals == 1
 
 

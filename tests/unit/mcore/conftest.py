@@ -1,4 +1,4 @@
-"""Tests of this folder run Megatron in the test process: it is made usable once."""
+"""Prepares the test process for Megatron once, because the tests of this folder run Megatron in it."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from megatron_ft.testing import engines
 
 @pytest.fixture(scope="session", autouse=True)
 def megatron() -> None:
-    """Megatron on this process's CPU, with one thread, as ranks have it; several workers share the cores."""
+    """Prepare Megatron for this process's CPU, with one thread as in ranks, because several workers share the cores."""
     import torch
 
     engines.install()
@@ -19,7 +19,7 @@ def megatron() -> None:
 
 @pytest.fixture(autouse=True)
 def own_globals() -> Iterator[None]:
-    """What Megatron keeps per process (trackers and scale of auxiliary losses) starts anew with every test."""
+    """Reset the global state of Megatron (trackers and scale of auxiliary losses) before every test."""
     from megatron_ft.mcore.training.engine import _forget_auxiliary_losses
 
     yield

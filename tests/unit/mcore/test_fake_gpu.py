@@ -1,4 +1,5 @@
-"""With tensors of a GPU that have no content: PyTorch raises where devices meet, and waits of the host are counted."""
+"""Tests GPU code with tensors without content: PyTorch raises an error if devices are mixed, and waits of the host are
+counted."""
 
 from typing import Any
 
@@ -9,7 +10,7 @@ from tests.helpers import fake_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PASSES = 2 * 6
-"""Of microbatches, two of which are padding, through layers."""
+"""Passes of microbatches, two of which are padding, through layers."""
 WAITS = {
     "masked_select at moe_utils.py:permute": 2 * PASSES,
     "synchronize at token_dispatcher.py:_maybe_dtoh_and_synchronize": PASSES,
@@ -22,12 +23,12 @@ WAITS = {
     "item at engine.py:_take_auxiliary_losses": 2,
     "synchronize at reporting.py:seconds": 6,
 }
-"""Where the host waits for the device in an iteration, and how often. A number may fall, and is then lowered here."""
+"""Allowed waits of the host for the device in an iteration. If a number falls, lower it here."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the scenarios say."""
+    """Return the results of the scenarios."""
     if torch.version.cuda is not None:
         pytest.skip("a build of PyTorch for CUDA has hooks of its own, which ask the driver for a device")
     library = fake_gpu.build(tmp_path_factory.mktemp("fake_gpu"))

@@ -1,4 +1,4 @@
-"""The store that ranks form their groups on: waiting for it ends as soon as ranks are lost."""
+"""Tests the store on which ranks form their groups: waiting for it ends as soon as ranks are lost."""
 
 import socket
 import threading
@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ft.config.parallel import ParallelConfig
+from megatron_ft.config.job import ParallelConfig
 from megatron_ft.control.node.worker_client import RankContext
 from megatron_ft.control.ports import free_port
 from megatron_ft.mcore.groups import Groups, dissolve_groups, open_store
-from megatron_ft.runtime.transport import waits
-from megatron_ft.runtime.transport.hang_up import Opening
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import Opening
 
 LONG_SECONDS = 100.0
-"""Nobody waits so long: a test that did would be over time."""
+"""Timeout that no test may reach."""
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,7 +40,7 @@ def context(rank: int, port: int) -> RankContext:
 
 
 class Watched(Opening):
-    """Says when a try has failed."""
+    """Reports each failed connection attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def opened() -> Iterator[Watched]:
         yield opening
     finally:
         opening.close()
-        waits.WaitLimit().use()
+        abort.WaitLimit().use()
 
 
 def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
-    """It was lost, or broke off, between the look whether it is there and torch's own try."""
+    """The server was lost between the check for it and torch's own connection attempt."""
     listener = socket.create_server(("127.0.0.1", 0))
     with opened() as opening:
 
@@ -74,14 +74,14 @@ def test_a_server_that_was_there_and_is_gone_again_is_not_waited_for() -> None:
         opening.limit.use()
         leaving = threading.Thread(target=leave)
         leaving.start()
-        with pytest.raises(waits.WaitAbandoned, match="reason of the shutdown: rank 2 was killed"):
+        with pytest.raises(abort.WaitAbandoned, match="reason of the shutdown: rank 2 was killed"):
             open_store(context(1, listener.getsockname()[1]), timeout_seconds=LONG_SECONDS, opening=opening)
         leaving.join()
     assert opening.limit.num_abandoned == 1, "in the middle of torch's own try, which lasts for seconds"
 
 
 def test_a_machine_that_does_not_answer_is_not_waited_for() -> None:
-    """As one that died with the server: nobody refuses the connection."""
+    """A machine that died with the server does not refuse connections."""
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
         socket.create_connection(silent.getsockname()),  # no other is let in
@@ -120,7 +120,7 @@ def test_who_has_nothing_to_break_off_its_wait_has_torchs_own() -> None:
 
 
 class Device:
-    """Process groups of one rank that say they are NCCL's, and what is done to them, in order."""
+    """Process groups of one rank that claim to use NCCL. Calls on them are recorded in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -174,7 +174,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device(monkeypatch)
     yield made
     made.close()
-    waits.WaitLimit().use()
+    abort.WaitLimit().use()
     is_left = dist.is_initialized() or parallel_state.model_parallel_is_initialized()
     if is_left:
         monkeypatch.undo()
@@ -183,7 +183,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def test_sockets_of_nccl_are_not_shut_down_with_those_of_gloo(device: Device) -> None:
-    """A rank alone has no peers: all connections are those that the stand-in for NCCL has made."""
+    """A single rank has no peers, so all connections belong to the replacement for NCCL."""
     groups = device.form()
     assert device.calls == ["init nccl"] and len(groups.transports) == 0
     assert groups.add([0], timeout_seconds=LONG_SECONDS) is not None

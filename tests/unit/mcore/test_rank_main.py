@@ -1,4 +1,5 @@
-"""A rank's first steps: its device, then what may touch one; and what is imported before ranks are forked."""
+"""Tests the first steps of a rank (its device, then code that uses it), and what is imported before ranks are
+forked."""
 
 import os
 import subprocess
@@ -18,14 +19,14 @@ from megatron_ft.testing.engines import micro_config
 
 
 class Stop(Exception):
-    """Ends a rank at the step that is looked at."""
+    """Ends a rank at a chosen step."""
 
 
 @pytest.mark.parametrize(("num_visible", "expected"), [(8, 5), (1, 0)])
 def test_a_rank_takes_its_gpu_before_anything_looks_for_software(
     num_visible: int, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On the third of four nodes of one machine, two ranks each."""
+    """The rank is on the third of four nodes of one machine, with two ranks each."""
     taken: list[int] = []
 
     def install(config: Any) -> None:
@@ -113,7 +114,7 @@ assert asked == [], asked
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("function", ["warm_cuda", "warm"])
 def test_importing_ahead_starts_neither_cuda_nor_a_thread(function: str) -> None:
-    """Even the question how many devices there are makes CUDA unusable in processes that are forked afterwards."""
+    """Even asking for the number of devices makes CUDA unusable in processes that are forked afterwards."""
     done = subprocess.run(
         [sys.executable, "-c", _WARM, f"megatron_ft.mcore.rank_main:{function}"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Figures against limits."""
+"""Tests the comparison of figures with their limits."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Balanced shares against the least maximum, which small instances give by enumeration."""
+"""Balanced shares have the smallest possible maximum, which is found by enumeration for small instances."""
 
 from itertools import combinations
 
@@ -27,7 +27,7 @@ def problems(draw: st.DrawFn) -> tuple[Matrix, Matrix]:
 
 
 def least_maximum(tokens: Matrix, held: Matrix) -> int:
-    """Largest mean load, rounded up, of any set of experts on its holders: the minimum cut of the flow."""
+    """Return the largest mean load, rounded up, of any set of experts on its holders: the minimum cut of the flow."""
     experts = range(len(tokens))
     sets = [list(chosen) for size in experts for chosen in combinations(experts, size + 1)]
     return max(-(-int(tokens[chosen].sum()) // int((held[chosen].sum(axis=0) > 0).sum())) for chosen in sets)
@@ -35,7 +35,7 @@ def least_maximum(tokens: Matrix, held: Matrix) -> int:
 
 @settings(deadline=None, max_examples=300)
 @given(problem=problems())
-def test_the_fullest_rank_is_least(problem: tuple[Matrix, Matrix]) -> None:
+def test_the_largest_load_is_as_small_as_possible(problem: tuple[Matrix, Matrix]) -> None:
     tokens, held = problem
     quota = balanced_quotas(tokens, held)
     assert (quota >= 0).all()
@@ -49,7 +49,7 @@ def test_two_copies_on_one_rank_are_one_holder() -> None:
     assert (balanced_quotas(tokens, np.array([[3, 1], [2, 2]])) == balanced_quotas(tokens, np.ones((2, 2), int))).all()
 
 
-def test_own_tokens_stay_where_nothing_has_to_move() -> None:
+def test_own_tokens_stay_if_none_has_to_move() -> None:
     tokens = np.array([[5, 0, 1], [1, 5, 0], [0, 1, 5]])
     held = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]])
     assert balanced_quotas(tokens, held).sum(axis=0).tolist() == [6, 6, 6]
@@ -57,14 +57,14 @@ def test_own_tokens_stay_where_nothing_has_to_move() -> None:
 
 
 def test_tokens_pass_over_several_ranks() -> None:
-    # Expert 0 fills rank 0, the others join neighbours in a chain: each of their tokens has to move on by one rank.
+    # Expert 0 fills rank 0. The others connect neighbours in a chain: tokens of each must move to the next rank.
     tokens = np.array([[4, 0, 0, 0], [4, 0, 0, 0], [0, 4, 0, 0], [0, 0, 4, 0]])
     held = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]])
     assert balanced_quotas(tokens, held).sum(axis=0).tolist() == [4, 4, 4, 4]
 
 
-def test_a_closed_group_raises_the_limit_for_itself_alone() -> None:
-    # Ranks 0 and 1 hold experts 0 and 1 and nothing else; their mean of 10 is above that of all.
+def test_a_closed_group_does_not_raise_the_load_of_other_ranks() -> None:
+    # Ranks 0 and 1 hold only experts 0 and 1. Their mean load of 10 is above the mean of all ranks.
     tokens = np.array([[14, 0, 0, 0], [6, 0, 0, 0], [0, 0, 1, 3], [0, 0, 2, 0]])
     held = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]])
     loads = balanced_quotas(tokens, held).sum(axis=0)
@@ -72,7 +72,7 @@ def test_a_closed_group_raises_the_limit_for_itself_alone() -> None:
 
 
 def chain(num_ranks: int) -> tuple[Matrix, Matrix]:
-    """Four experts for each rank, on two neighbours each; loads from a fixed draw."""
+    """Return four experts for each rank, each on two neighbours, with random loads from a fixed seed."""
     num_experts = 4 * num_ranks
     held = np.zeros((num_experts, num_ranks), dtype=np.int64)
     first = np.arange(num_experts) * (num_ranks - 1) // num_experts
@@ -80,7 +80,7 @@ def chain(num_ranks: int) -> tuple[Matrix, Matrix]:
     return np.random.default_rng(1).multinomial(4096, [1 / num_experts] * num_experts, num_ranks).T, held
 
 
-def test_long_chains_end_after_the_largest_number_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_stop_at_the_largest_number(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, held = chain(24)
     best = balanced_quotas(tokens, held).sum(axis=0).max()
     monkeypatch.setattr(balanced_shares, "MAX_ROUNDS", 2)

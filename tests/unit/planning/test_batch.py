@@ -1,11 +1,11 @@
-"""Which sample runs where: every one once, whatever the layout."""
+"""Tests which rank reads which sample: every sample once, in any layout."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan
 
 PLANS = st.builds(
     lambda microbatches, size, ranks, multiple: BatchPlan(
@@ -22,7 +22,7 @@ PLANS = st.builds(
 
 
 def samples(plan: BatchPlan, iteration: int) -> list[int]:
-    """Every sample that any rank reads in an iteration, in the order of ranks and microbatches."""
+    """Return every sample that any rank reads in an iteration, in the order of ranks and microbatches."""
     firsts = [
         plan.first_sample(iteration, rank, microbatch)
         for rank in range(plan.data_parallel_size)
@@ -33,7 +33,7 @@ def samples(plan: BatchPlan, iteration: int) -> list[int]:
 
 @given(plan=PLANS, iteration=st.integers(1, 10**9))
 def test_an_iteration_reads_each_of_its_samples_once(plan: BatchPlan, iteration: int) -> None:
-    """The set names neither ranks nor microbatches: it is the same for every layout, and none is left between."""
+    """The set of samples is the same in every layout, and no sample is left out."""
     plan.validate()
     size = plan.global_batch_size
     assert sorted(samples(plan, iteration)) == list(range((iteration - 1) * size, iteration * size))
@@ -53,7 +53,8 @@ def test_padding_is_at_the_end_and_no_more_than_needed(plan: BatchPlan) -> None:
 
 
 def test_by_hand() -> None:
-    """Seven microbatches of two on three ranks: three each, the last two of ranks 1 and 2 are padding."""
+    """Seven microbatches of two samples on three ranks are three per rank; the last ones of ranks 1 and 2 are
+    padding."""
     plan = BatchPlan(global_batch_size=14, micro_batch_size=2, data_parallel_size=3)
     dealt = [[plan.first_sample(2, rank, number) for number in range(plan.num_microbatches)] for rank in range(3)]
     assert dealt == [[14, 20, 26], [16, 22, None], [18, 24, None]]

@@ -1,10 +1,10 @@
-"""Which device a job takes: named, found, or either of both where the machine is not known."""
+"""Tests the device of a job: given, detected, or either of both if the machine is not known."""
 
 from dataclasses import replace
 
 import pytest
 
-from megatron_ft.config.launch import LaunchConfig
+from megatron_ft.config.job import LaunchConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.devices import (
     DeviceChoice,
@@ -124,7 +124,7 @@ def test_nodes_of_one_machine_share_out_its_gpus(num_nodes: int, ranks_per_node:
 
 
 def test_a_rank_takes_the_one_gpu_that_its_launcher_has_bound_it_to() -> None:
-    """``srun --gpus-per-task=1``: each process sees one, which it calls 0."""
+    """With ``srun --gpus-per-task=1``, each process sees one GPU, with the number 0."""
     assert device_index(node_on_host=0, local_rank=3, ranks_per_node=4, num_visible=1) == 0
 
 

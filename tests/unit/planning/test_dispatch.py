@@ -1,4 +1,5 @@
-"""The dispatch schedule against its guarantees, and even shares against the rule written out token by token."""
+"""Compares the dispatch schedule with its required properties, and even shares with the same rule applied token by
+token."""
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ def problems(draw: st.DrawFn) -> tuple[Matrix, Matrix]:
 
 
 def token_by_token(tokens: Matrix, replicas: Matrix) -> Matrix:
-    """The same rule with lists of single tokens and single places, no formula in common."""
+    """Compute the same rule with lists of single tokens and places, without a common formula."""
     num_experts, num_ranks = tokens.shape
     result = np.zeros((num_experts, num_ranks, num_ranks), dtype=np.int64)
     dealt = 0

@@ -1,4 +1,4 @@
-"""The plan against sums done by hand."""
+"""Compares the plan of a job with values computed by hand."""
 
 import json
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.corpus.check import DataSummary, SourceSummary
+from megatron_ft.corpus.samples import DataSummary, _SourceSummary
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.job import JobPlan
 from megatron_ft.planning.render import _readable_bytes, render
 from tests.helpers.keys import grouped
 
 DATA = DataSummary(
-    sources=(SourceSummary(split="train", name="x", tokens=10, samples=1, checked="all"),),
+    sources=(_SourceSummary(split="train", name="x", tokens=10, samples=1, checked="all"),),
     tokenizer_vocab_size=257,
     vocab_size=384,
     eod=256,
@@ -154,7 +154,7 @@ def test_losses_are_a_row_for_each_node_and_warn_of_spanned_stages() -> None:
 
 
 def kept_layout(**groups: dict[str, object]) -> dict[str, dict[str, object]]:
-    """Two stages on two nodes; a dense state every 6 iterations."""
+    """Return a job of two stages on two nodes, with a dense snapshot every 6 iterations."""
     target = "megatron_ft.planning.snapshot.dense.DenseInterval"
     policy = {"_target_": target, "interval_iterations": 6}
     known = {"bandwidth_bytes_per_second": 1e9, "iteration_seconds": 1.0}
@@ -167,7 +167,7 @@ def kept_layout(**groups: dict[str, object]) -> dict[str, dict[str, object]]:
 
 
 def test_the_upstream_log_is_part_of_what_a_node_needs() -> None:
-    """6 + 1 + 2 * 4 iterations of what a stage sends: a tensor of 128 x 32 in FP32 for each microbatch."""
+    """The log has 6 + 1 + 2 * 4 iterations of what a stage sends: a tensor of 128 x 32 in FP32 for each microbatch."""
     result, without = plan(**kept_layout()), plan(**kept_layout() | {"upstream_log": {"commit_lag_iterations": 0}})
     assert result.upstream_log is not None and without.upstream_log is not None
     microbatch_bytes = 128 * 32 * 4 * result.upstream_log.num_entries[0]
@@ -202,7 +202,7 @@ def test_a_plan_says_that_slurm_has_not_named_the_domains() -> None:
 
 
 def test_domains_of_spares_wait_with_them() -> None:
-    """Names are of all nodes there can be; placement and copies are of those the job starts with."""
+    """Names are given for all possible nodes. Placement and copies use those with which the job starts."""
     racks = {"failure_domains": ["rack0", "rack1", "rack2"]}
     kept = plan(**kept_layout(), topology=racks).snapshot
     assert kept is not None and kept.peers == ((1,), (0,))
@@ -214,7 +214,7 @@ def test_domains_of_spares_wait_with_them() -> None:
 
 
 def test_a_job_that_a_second_loss_can_end_has_a_note() -> None:
-    """Three nodes of one rank are left of four: six slots for two copies of four experts."""
+    """Three nodes of one rank remain of four: six slots for two copies of four experts."""
     model = {**SMALL["model"], "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
     spread = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
 

@@ -1,4 +1,4 @@
-"""The order of passes, sends and receives of Megatron's pipeline schedules."""
+"""Tests the order of passes, sends and receives of Megatron's pipeline schedules."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @st.composite
 def shapes(draw: st.DrawFn) -> PipelineShape:
-    """Any shape that Megatron runs, small."""
+    """Draw any small shape that Megatron can run."""
     num_stages = draw(st.integers(1, 6))
     num_chunks = draw(st.integers(1, 4)) if num_stages > 1 else 1
     if num_chunks == 1:
@@ -40,7 +40,7 @@ def test_every_stage_computes_each_microbatch_of_each_chunk_once(shape: Pipeline
 
 @given(shape=shapes())
 def test_accumulation_is_in_the_order_of_microbatches(shape: PipelineShape) -> None:
-    """Each chunk sees its microbatches ascending, and no gradient before its activation."""
+    """Each chunk processes its microbatches in ascending order, and no gradient before its activation."""
     for stage in range(shape.num_stages):
         passes = order(shape, stage)
         for chunk in range(shape.num_chunks):
@@ -83,7 +83,7 @@ def test_only_the_ends_of_the_model_do_not_send(shape: PipelineShape) -> None:
 
 @given(shape=shapes())
 def test_the_stages_of_a_pipeline_finish_together(shape: PipelineShape) -> None:
-    """Executed with nothing but these orders and tensors that arrive in the order of sending, no stage is stuck."""
+    """The orders are executed with tensors that arrive in the order of sending. No stage blocks."""
     waiting = [deque(order(shape, stage)) for stage in range(shape.num_stages)]
     there: set[tuple[str, int, int, int]] = set()
     moved = True
@@ -102,7 +102,7 @@ def test_the_stages_of_a_pipeline_finish_together(shape: PipelineShape) -> None:
 
 
 def test_1f1b_by_hand() -> None:
-    """Three stages, four microbatches: the middle stage is one pass ahead."""
+    """The middle stage is one pass ahead with three stages and four microbatches."""
     shape = PipelineShape(num_stages=3, num_microbatches=4)
     names = ["".join((kind[0], str(m))) for kind, m, _ in order(shape, 1)]
     assert names == ["f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3"]

@@ -1,4 +1,4 @@
-"""What ranks find in their environment, by device, backend and layout."""
+"""Tests the environment of ranks by device, backend and layout."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Retention deletes what it may and nothing else."""
+"""Tests that retention deletes only the checkpoints that it may delete."""
 
 from hypothesis import given
 from hypothesis import strategies as st

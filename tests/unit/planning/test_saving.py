@@ -1,4 +1,5 @@
-"""What a save needs, against sums done by hand. What a real save takes: ``tests/distributed/test_saving_memory.py``."""
+"""Compares the memory of a save with values computed by hand. ``tests/distributed/test_saving_memory.py`` measures a
+real save."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Forced routing follows a record to the token, and is the same wherever it is computed."""
+"""Tests that forced routing equals a record exactly, and is the same wherever it is computed."""
 
 import hashlib
 from fractions import Fraction
@@ -15,14 +15,14 @@ from megatron_ft.planning.trace import RoutingTrace, _shuffled, expert_token_cou
 
 
 def mixed(value: int) -> int:
-    """SplitMix64's finaliser, one number at a time."""
+    """Compute the finaliser of SplitMix64 for one number at a time."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
     return value ^ (value >> 31)
 
 
 def recording(tokens: list[list[list[float]]]) -> ExpertLoads:
-    """``[records][layers][experts]``, half on each of two ranks."""
+    """Return loads ``[records][layers][experts]``, half of them on each of two ranks."""
     values = np.asarray(tokens)[:, None, :, None, :]
     return ExpertLoads(
         source="r.json", iterations=tuple(range(len(tokens))), tokens=np.concatenate([values, values], axis=1)

@@ -1,4 +1,4 @@
-"""Bytes of the upstream log against values computed by hand."""
+"""Compares the bytes of the upstream log with values computed by hand."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_ft.planning.upstream_log import (
 
 
 def job(num_nodes: int = 1, ranks_per_node: int = 1, **groups: dict[str, object]) -> JobConfig:
-    """Sequences of 16, hidden size 32, 12 samples an iteration."""
+    """Return a job with sequences of 16, hidden size 32 and 12 samples per iteration."""
     model = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     training = {"global_batch_size": 12, "micro_batch_size": 2, **groups.pop("training", {})}
     launch = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
@@ -45,7 +45,8 @@ def test_two_windows_and_twice_the_lag_are_kept(window: int, lag: int, expected:
 
 
 def test_windows_with_a_pause_between_them_are_kept_with_the_pause() -> None:
-    """A dense state after iterations 10 and 20: the first serves until the second is committed, 2 iterations later.
+    """A dense snapshot is captured after iterations 10 and 20. The first is used until the second is committed 2
+    iterations later, so a replay may need iterations 11 to 22. The rest of the space is for a capture after a recovery.
 
     What iterations 11 to 22 have sent may be needed by then; the rest is room for a capture after a recovery.
     """
@@ -78,20 +79,22 @@ def test_a_tensor_is_what_megatron_sends(
 
 
 def test_inner_stages_send_both_ways() -> None:
-    """6 microbatches through 4 stages: the ends send 6 tensors of 4096 bytes, those between them 12."""
+    """6 microbatches pass 4 stages. The first and last stage send 6 tensors of 4096 bytes each, the stages between them
+    12."""
     config = job(ranks_per_node=4, parallel=pipeline(4))
     assert [_iteration_log_bytes(config, stage) for stage in range(4)] == [24_576, 49_152, 49_152, 24_576]
     assert [log_bytes(config, stage, 7) for stage in (0, 1)] == [7 * 24_576, 7 * 49_152]
 
 
 def test_interleaved_stages_send_for_each_chunk() -> None:
-    """Two stages of two chunks: 6 * 2 one way; the other way 6 fewer, at the end of the model."""
+    """Two stages of two chunks send 6 * 2 tensors in one direction, and 6 fewer in the other, because the model
+    ends."""
     config = job(ranks_per_node=2, parallel=pipeline(2, 2))
     assert [num_entries(config, stage) for stage in (0, 1)] == [12 + 6, 6 + 12]
 
 
 def test_padding_microbatches_are_logged_too() -> None:
-    """5 microbatches on two ranks are 3 each; interleaved over two stages the schedule wants 4."""
+    """5 microbatches on two ranks are 3 each. Interleaved over two stages, the schedule needs 4."""
     config = job(ranks_per_node=4, parallel=pipeline(2), training={"global_batch_size": 10})
     assert (pipeline_shape(config).num_microbatches, num_entries(config, 0)) == (3, 3)
     config = job(ranks_per_node=4, parallel=pipeline(2, 2), training={"global_batch_size": 10})
@@ -104,7 +107,8 @@ def test_one_stage_logs_nothing() -> None:
 
 
 def test_a_node_keeps_the_logs_of_its_ranks() -> None:
-    """Three stages of two ranks over two nodes: node 0 has stage 0 and half of stage 1. 3 microbatches each."""
+    """Three stages of two ranks are on two nodes: node 0 has stage 0 and half of stage 1. Each rank has 3
+    microbatches."""
     config = job(num_nodes=2, ranks_per_node=3, parallel=pipeline(3))
     stages = [3 * 4096, 6 * 4096, 3 * 4096]
     assert _node_log_bytes(config, 0, 5) == 5 * (2 * stages[0] + stages[1])
@@ -114,7 +118,7 @@ def test_a_node_keeps_the_logs_of_its_ranks() -> None:
 
 
 def kept_job(pp: int = 3, **groups: dict[str, Any]) -> JobConfig:
-    """Two nodes of three ranks that keep their layout; a dense state every 10 iterations."""
+    """Return a job with two nodes of three ranks that keeps its layout, with a dense snapshot every 10 iterations."""
     target = "megatron_ft.planning.snapshot.dense.DenseInterval"
     known = {"bandwidth_bytes_per_second": 1e9, "iteration_seconds": 1.0, "num_peer_copies": 1}
     snapshot = {"policy": {"_target_": target, "interval_iterations": 10}, **known, **groups.pop("snapshot", {})}
@@ -130,7 +134,7 @@ def reported(config: JobConfig) -> tuple[UpstreamLogReport | None, SnapshotRepor
 
 
 def test_the_report_states_memory_by_stage_and_by_node() -> None:
-    """3 microbatches each way; 10 + 1 + 2 * 4 iterations."""
+    """3 microbatches are sent in each direction, for 10 + 1 + 2 * 4 iterations."""
     report, _ = reported(kept_job())
     assert report is not None and report.iterations_kept == 19
     assert (report.num_entries, report.iteration_bytes) == ((3, 6, 3), (12_288, 24_576, 12_288))

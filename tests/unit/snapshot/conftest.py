@@ -10,7 +10,7 @@ from tests.helpers.failing_store import FailingStore
 
 @pytest.fixture
 def store() -> Iterator[type[FailingStore]]:
-    """A file system at ``failing://`` that refuses the calls in ``refused``."""
+    """Yield a file system at ``failing://`` that refuses the calls in ``refused``."""
     fsspec.register_implementation("failing", FailingStore, clobber=True)
     yield FailingStore
     FailingStore.refused = set()

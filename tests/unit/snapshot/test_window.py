@@ -1,4 +1,4 @@
-"""A window's manifest: what it refuses, and that it comes back as it was."""
+"""Tests the manifest of a window: what it refuses, and that it is read unchanged."""
 
 import json
 from collections.abc import Callable
@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.planning.snapshot.plan import Piece
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION, Slice, Window, _check_piece
 from megatron_ft.testing.stored_samples import sample_window
 
 
 def body() -> dict[str, Any]:
-    """A sound manifest as JSON."""
+    """Return a valid manifest as JSON."""
     return json.loads(sample_window(20, 1)[0].to_bytes())  # type: ignore[no-any-return]
 
 
 def piece(**changes: Any) -> Piece:
-    """A piece of ten values, changed."""
+    """Return a piece of ten values, with changes."""
     good = Piece("a.b", tensor_part=0, component="master", dtype="float32", start=10, stop=20, offset=0, num_bytes=40)
     return good._replace(**changes)
 
 
 def part(*pieces: Piece, num_bytes: int = 4096, hashes: tuple[str, ...] | None = None) -> Slice:
-    """A slice of these pieces."""
+    """Return a slice with these pieces."""
     return Slice(iteration=3, offset=0, num_bytes=num_bytes, header={}, pieces=pieces, hashes=hashes)
 
 

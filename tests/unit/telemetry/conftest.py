@@ -1,4 +1,4 @@
-"""A clock, a configuration and a folder of a small run."""
+"""Provides a clock, a configuration and a folder of a small run."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from megatron_ft.telemetry.metrics import FROM_EVENTS, METRICS
 
 
 class FakeClock:
-    """A wall clock that moves one second per look."""
+    """Wall clock that advances one second with each reading."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -43,5 +43,5 @@ _FROM_EVENTS = re.compile("|".join(re.sub("<[a-z]+>", "[a-z0-9]+", name) for nam
 
 
 def is_listed(name: str) -> bool:
-    """Whether a metric is in one of the lists of ``metrics.py``."""
+    """Return whether a metric is in one of the lists of ``metrics.py``."""
     return name in METRICS or _FROM_EVENTS.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""Alerts: raised once, cleared once, told to every sink; the disk is looked at now and then."""
+"""Tests alerts: raised once, cleared once, sent to every sink. The free disk space is checked at intervals."""
 
 import io
 from pathlib import Path
@@ -23,7 +23,7 @@ LIMITS = AlertLimits(
 
 
 class Disk:
-    """A file system with a free share that a test sets."""
+    """File system whose free share the test sets."""
 
     def __init__(self) -> None:
         self.free, self.looks = 0.5, 0
@@ -43,8 +43,8 @@ def sink(disk: Disk) -> AlertSink:
     return AlertSink(LIMITS, free_disk_share=disk)
 
 
-def told(sink: AlertSink, *records: Record) -> list[tuple[str, str, float]]:
-    """What the sink says to ``records``: kind, alert, value."""
+def reported(sink: AlertSink, *records: Record) -> list[tuple[str, str, float]]:
+    """Return kind, alert and value of the sink's reports for ``records``."""
     for record in records:
         sink.write(record)
     found = sink.take_reports()
@@ -72,46 +72,46 @@ def placed(survival: float | None) -> Record:
     return events.PlacementInForce(iteration=1, reason="first", stages=("plan",), single_loss_survival=survival)
 
 
-def test_survival_is_told_once_and_once_when_it_is_back(sink: AlertSink) -> None:
-    assert told(sink, placed(0.75)) == [("alert_raised", "single_loss_survival", 0.75)]
-    assert told(sink, placed(0.5), trained(1)) == [], "it stands already"
-    assert told(sink, placed(1.0)) == [("alert_cleared", "single_loss_survival", 1.0)]
-    assert told(sink, placed(None)) == [], "one domain"
+def test_survival_is_reported_once_and_once_when_it_is_back(sink: AlertSink) -> None:
+    assert reported(sink, placed(0.75)) == [("alert_raised", "single_loss_survival", 0.75)]
+    assert reported(sink, placed(0.5), trained(1)) == [], "it stands already"
+    assert reported(sink, placed(1.0)) == [("alert_cleared", "single_loss_survival", 1.0)]
+    assert reported(sink, placed(None)) == [], "one domain"
 
 
 def test_windows_that_are_not_committed(sink: AlertSink) -> None:
-    assert told(sink, planned(0), *(trained(iteration) for iteration in range(1, 16))) == []
-    assert told(sink, trained(16)) == [("alert_raised", "windows_behind", 3.2)]
-    assert told(sink, trained(17), committed(17)) == [("alert_cleared", "windows_behind", 0.0)]
+    assert reported(sink, planned(0), *(trained(iteration) for iteration in range(1, 16))) == []
+    assert reported(sink, trained(16)) == [("alert_raised", "windows_behind", 3.2)]
+    assert reported(sink, trained(17), committed(17)) == [("alert_cleared", "windows_behind", 0.0)]
     started = events.RunStarted(run_name="trial", model="moe_micro", world_size=2, resumed_from_iteration=100)
-    assert told(sink, started, trained(150)) == [], "no plan of windows yet"
+    assert reported(sink, started, trained(150)) == [], "no plan of windows yet"
 
 
 def test_a_run_that_goes_back_is_not_behind(sink: AlertSink) -> None:
     back = events.RecoveryStarted(generation=1, strategy="window", iteration=10)
-    assert told(sink, planned(0), trained(15), back, planned(10), trained(25)) == []
+    assert reported(sink, planned(0), trained(15), back, planned(10), trained(25)) == []
 
 
 def test_waiting_for_captures_is_judged_over_several_windows(sink: AlertSink) -> None:
-    told(sink, planned(0), trained(1))
+    reported(sink, planned(0), trained(1))
     # 4 iterations of 1 s in each window: 5 windows that wait 0.3 s are 7.5 %
-    assert told(sink, *(committed(5 * number, 0.3) for number in range(1, NUM_WINDOWS))) == [], "too few yet"
-    (raised,) = told(sink, committed(5 * NUM_WINDOWS, 0.3))
+    assert reported(sink, *(committed(5 * number, 0.3) for number in range(1, NUM_WINDOWS))) == [], "too few yet"
+    (raised,) = reported(sink, committed(5 * NUM_WINDOWS, 0.3))
     assert raised[:2] == ("alert_raised", "stall_share") and raised[2] == pytest.approx(0.075)
-    assert [kind for kind, *_ in told(sink, *(committed(30, 0.0) for _ in range(NUM_WINDOWS)))] == ["alert_cleared"]
+    assert [kind for kind, *_ in reported(sink, *(committed(30, 0.0) for _ in range(NUM_WINDOWS)))] == ["alert_cleared"]
 
 
 def test_the_disk_is_looked_at_now_and_then(sink: AlertSink, disk: Disk) -> None:
-    assert told(sink, trained(1, 1000.0)) == []
+    assert reported(sink, trained(1, 1000.0)) == []
     disk.free = 0.01
-    assert told(sink, trained(2, 1000.0 + DISK_SECONDS - 1)) == [] and disk.looks == 1
-    assert told(sink, trained(3, 1000.0 + DISK_SECONDS)) == [("alert_raised", "free_disk_share", 0.01)]
+    assert reported(sink, trained(2, 1000.0 + DISK_SECONDS - 1)) == [] and disk.looks == 1
+    assert reported(sink, trained(3, 1000.0 + DISK_SECONDS)) == [("alert_raised", "free_disk_share", 0.01)]
     assert disk.looks == 2
 
 
 def test_nothing_is_watched_without_limits(disk: Disk) -> None:
     sink = AlertSink(AlertLimits(), free_disk_share=disk)
-    assert told(sink, placed(0.0), planned(0), trained(500, 1000.0)) == [] and disk.looks == 0
+    assert reported(sink, placed(0.0), planned(0), trained(500, 1000.0)) == [] and disk.looks == 0
 
 
 def test_limits_are_those_of_the_keys(config: JobConfig, tmp_path: Path, clock: FakeClock) -> None:
@@ -159,10 +159,10 @@ def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
     sink.write(paced(2, 2.5))
     (raised,) = sink.take_reports()
     assert isinstance(raised, AlertRaised) and (raised.rank, raised.node, raised.value) == (3, 7, 2.5)
-    said = raised.describe()
-    assert said is not None and "rank 3 on node 7 needs 2.5 times as long as the median rank" in said.text
-    assert told(sink, trained(3), paced(4, 4.0, rank=1)) == [], "it stands already"
-    assert told(sink, paced(5, 1.2)) == [("alert_cleared", "slowest_rank_over_median", 1.2)]
+    output = raised.describe()
+    assert output is not None and "rank 3 on node 7 needs 2.5 times as long as the median rank" in output.text
+    assert reported(sink, trained(3), paced(4, 4.0, rank=1)) == [], "it stands already"
+    assert reported(sink, paced(5, 1.2)) == [("alert_cleared", "slowest_rank_over_median", 1.2)]
     sink.write(placed(0.5))
     (other,) = sink.take_reports()
     assert isinstance(other, AlertRaised) and other.rank is None
@@ -170,5 +170,5 @@ def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_alert_has_words_and_names_its_key(name: str) -> None:
-    said = AlertRaised(alert=name, value=0.25, limit=0.5, iteration=3).describe()
-    assert said is not None and f"(telemetry.alert_{name}=0.5)" in said.text and len(said.text) > 60
+    output = AlertRaised(alert=name, value=0.25, limit=0.5, iteration=3).describe()
+    assert output is not None and f"(telemetry.alert_{name}=0.5)" in output.text and len(output.text) > 60

@@ -1,4 +1,4 @@
-"""Evenness of expert load, and the small pictures."""
+"""Tests figures of how even expert loads are, and their bars."""
 
 import math
 

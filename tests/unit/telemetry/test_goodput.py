@@ -1,4 +1,4 @@
-"""Where a run's time went: worked out by hand for made-up runs, and shares that always add up."""
+"""Compares the goodput of made-up runs with values computed by hand. The shares always add up."""
 
 import math
 import random
@@ -42,7 +42,7 @@ def stopped(at: float) -> Record:
 
 
 def shares(found: Goodput) -> dict[str, float]:
-    """Shares that are not 0, in seconds; times since 1970 have about a microsecond."""
+    """Return the shares that are not 0, in seconds. Times since 1970 have a resolution of about a microsecond."""
     seconds = {name: round(getattr(found, f"{name}_seconds"), 5) for name in SHARES}
     return {name: value for name, value in seconds.items() if value}
 
@@ -106,7 +106,7 @@ def test_failures_one_after_the_other_are_one_interruption() -> None:
     assert found.num_interruptions == 1 and shares(found) == {"useful": 2.0, "recovery": 3.5}
 
 
-def test_time_between_jobs_is_told_apart() -> None:
+def test_time_between_jobs_is_distinguished() -> None:
     first = [started(0.0), trained(1, 1.0), trained(2, 2.0), stopped(2.5)]
     found = Goodput.measure([*first, started(12.5, resumed=1), trained(2, 14.0), finished(14.0)])
     assert shares(found) == {"useful": 2.0, "again": 1.0, "recovery": 1.0, "between_jobs": 10.0}

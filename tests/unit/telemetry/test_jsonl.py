@@ -1,4 +1,4 @@
-"""Lines on disk: exact floats, torn ends, a disk that refuses."""
+"""Tests lines on disk: exact floats, incomplete last lines, and a disk that refuses writes."""
 
 import errno
 import json
@@ -93,7 +93,7 @@ def test_a_whole_file_is_left_alone(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """Writes half of what it is given, then refuses, until ``full`` is lifted."""
+    """Writes half of each write and then fails, as long as ``full`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False

@@ -1,4 +1,4 @@
-"""Run folders of the records' version 1 are read: real runs, recorded with the code of that time."""
+"""Tests that folders of real runs with version 1 of the records can be read."""
 
 from pathlib import Path
 

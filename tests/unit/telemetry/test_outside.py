@@ -1,4 +1,5 @@
-"""Sinks and events from outside of the package, without a job: ``tests/functional/test_additions.py`` has one."""
+"""Tests sinks and events of other packages without a job. ``tests/functional/test_additions.py`` runs a job with
+them."""
 
 import io
 import json
@@ -51,7 +52,7 @@ def test_an_event_is_one_class(tmp_path: Path) -> None:
 
 
 def test_a_run_with_an_event_from_outside_has_a_page(config: JobConfig, run_dir: Path, clock: FakeClock) -> None:
-    """In a process that does not know its class, as that of ``tools.report``."""
+    """The page is made in a process that does not know the event's class, like that of ``tools.report``."""
     sinks = open_sinks(config, run_dir, world_size=2, clock=clock, stream=io.StringIO())
     sinks.close(0, "done")
     with (run_dir / "events.jsonl").open("a") as lines:

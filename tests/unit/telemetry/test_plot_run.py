@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""Tests the picture of a run."""
 
 import io
 import sys

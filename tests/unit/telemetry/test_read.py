@@ -1,4 +1,4 @@
-"""Reading back."""
+"""Tests reading the records of a run."""
 
 import json
 from pathlib import Path

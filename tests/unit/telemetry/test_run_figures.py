@@ -1,4 +1,4 @@
-"""Figures that no single record has: each by hand, all of them listed, none at a cost that grows with the run."""
+"""Tests figures that are computed from several records: their values, their list, and their constant cost."""
 
 import pytest
 from hypothesis import assume, given

@@ -1,4 +1,4 @@
-"""All sinks together: what a run leaves behind, and what a failing sink does to it."""
+"""Tests all sinks together: the files of a run, and the effect of a failing sink."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from .conftest import FakeClock
 
 
 class Remembering(Sink):
-    """A sink that fails on demand."""
+    """Sink that fails on request."""
 
     def __init__(self, name: str, *, retries: bool = True) -> None:
         self.name = name
@@ -121,7 +121,7 @@ def test_an_ending_reported_by_the_run_is_not_repeated(config: JobConfig, run_di
         ({"kind": "evaluation", "iteration": 1}, "evaluation.loss"),
     ],
 )
-def test_what_is_no_record_is_kept_and_told(
+def test_what_is_no_record_is_kept_and_reported(
     config: JobConfig, run_dir: Path, clock: FakeClock, record: dict[str, object], problem: str
 ) -> None:
     stream = io.StringIO()
@@ -134,7 +134,7 @@ def test_what_is_no_record_is_kept_and_told(
     assert summary(run_dir)["refused_records"] == 1
 
 
-def test_a_failing_sink_is_told_once_and_the_others_go_on(clock: FakeClock) -> None:
+def test_a_failing_sink_is_reported_once_and_the_others_go_on(clock: FakeClock) -> None:
     bad, good = Remembering("bad"), Remembering("good")
     sinks = SinkSet([bad, good], clock=clock)
     bad.broken = True

@@ -1,4 +1,4 @@
-"""Records cut into steps: each iteration once, in rising order, with what was known when the next one began."""
+"""Tests how records are grouped into wandb steps: each iteration once, in rising order."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ def loaded(iteration: int) -> Record:
 
 
 def taken(steps: _Steps, records: Iterable[Record], *, live: bool = True) -> list[_Step]:
-    """What ``records`` complete; ``live``: each is sent at once."""
+    """Return the steps that ``records`` complete. With ``live``, each step is sent at once."""
     found = []
     for record in records:
         if (step := steps.take(record)) is not None:
@@ -54,7 +54,7 @@ def test_what_was_sent_is_not_given_again_and_what_was_not_is_replaced() -> None
     assert "recovery/window_seconds" in found[0].figures, "iteration 4 brought it, and could not take it along"
 
 
-def test_a_recovery_whose_iteration_is_void_is_told_with_the_next() -> None:
+def test_a_recovery_whose_iteration_is_void_is_reported_with_the_next() -> None:
     steps = _Steps(sent=0)
     first = [started(0.0), *train(1, 4, 0.0), failed(5.0), decided(6.0, 4), *train(5, 5, 8.0)]
     again = [failed(15.0), decided(16.0, 4), *train(5, 6, 20.0)]

@@ -1,4 +1,4 @@
-"""What a watcher sees."""
+"""Tests the output on the terminal."""
 
 import io
 import re
@@ -31,12 +31,12 @@ def render(
     state: RunState, *, width: int = 100, height: int = 40, symbols: _Symbols = BLOCKS, notes: int = 3
 ) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False, legacy_windows=False)
-    told = [
+    reported = [
         _TimedNote(time_unix_seconds=1000.0, note=Note(level="good", text=f"event {number} [red]literally[/red]"))
         for number in range(notes)
     ]
     style = _PanelStyle(title="trial-001", width=width, height=height, symbols=symbols)
-    console.print(_panel(state, told, style, now_seconds=1030.0))
+    console.print(_panel(state, reported, style, now_seconds=1030.0))
     return console.file.getvalue().splitlines()
 
 
@@ -89,8 +89,8 @@ def test_panel_shows_whole_process_ids_in_80_columns() -> None:
     note = events.RanksReady(seconds=12.3, world_size=8, process_ids=process_ids).describe()
     console = Console(file=io.StringIO(), width=80, height=40, force_terminal=False, legacy_windows=False)
     style = _PanelStyle(title="t", width=80, height=40, symbols=BLOCKS)
-    told = [_TimedNote(time_unix_seconds=1000.0, note=note)]
-    console.print(_panel(fold(some_records()), told, style, now_seconds=1030.0))
+    reported = [_TimedNote(time_unix_seconds=1000.0, note=note)]
+    console.print(_panel(fold(some_records()), reported, style, now_seconds=1030.0))
     lines = console.file.getvalue().splitlines()
     assert all(str(process_id) in "\n".join(lines) for process_id in process_ids)
     assert len(lines) == len(render(fold(some_records()), width=80)) and {len(line) for line in lines} == {80}
@@ -100,7 +100,7 @@ def test_panel_says_how_well_the_run_goes_so_far() -> None:
     def at(seconds: float, record: dict[str, object]) -> Record:
         return Record.from_record({"time_unix_seconds": 1_700_000_000.0 + seconds} | record)
 
-    said = [
+    output = [
         at(0.0, RUN_STARTED),
         at(
             0.0, {"kind": "placement_in_force", "iteration": 1, "reason": "", "stages": [], "single_loss_survival": 1.0}
@@ -109,7 +109,7 @@ def test_panel_says_how_well_the_run_goes_so_far() -> None:
         at(0.6, {"kind": "recovery_started", "generation": 1, "strategy": "replicas", "iteration": 1}),
         at(4.0, metrics_record(2)),
     ]
-    (row,) = [line for line in render(fold(said)) if "so far" in line]
+    (row,) = [line for line in render(fold(output)) if "so far" in line]
     assert "ETTR 25.0 % · 1 interruption · survives the next loss: 100 %" in row
 
 
@@ -153,7 +153,7 @@ def test_remaining_time_follows_the_recent_pace() -> None:
 
 
 class Plain:
-    """A plain terminal with a clock moved by hand."""
+    """Plain terminal with a clock that the test advances."""
 
     def __init__(self, train_iterations: int) -> None:
         self.now = 0.0
@@ -182,7 +182,7 @@ def test_plain_lines_tell_each_iteration_of_a_short_run() -> None:
     assert sum("iteration" in line for line in terminal.lines()) == 60
 
 
-def test_plain_lines_of_a_week_are_at_most_one_a_minute_and_the_last_is_told() -> None:
+def test_plain_lines_of_a_week_are_at_most_one_a_minute_and_the_last_is_reported() -> None:
     terminal = Plain(60_480)
     terminal.train(60_480, 10.0)
     terminal.sink.write(events.RunFinished(exit_code=0, reason="all done", time_unix_seconds=terminal.now))
@@ -199,14 +199,14 @@ def test_plain_lines_of_fast_iterations_are_few() -> None:
     assert len(terminal.lines()) < 1_000
 
 
-def test_the_last_iteration_is_told_before_what_comes_after_it() -> None:
+def test_the_last_iteration_is_reported_before_what_comes_after_it() -> None:
     terminal = Plain(50_000)
     terminal.train(50_000, 0.01)
     terminal.sink.write(events.CheckpointSaved(iteration=50_000))
     assert ["50000/50000" in line for line in terminal.lines()[-2:]] == [True, False]
 
 
-def test_an_iteration_left_out_is_told_before_an_event_about_it() -> None:
+def test_an_iteration_left_out_is_reported_before_an_event_about_it() -> None:
     terminal = Plain(100_000)
     terminal.train(50_001, 0.01)
     terminal.sink.write(events.Evaluation(iteration=50_000, loss=1.0))

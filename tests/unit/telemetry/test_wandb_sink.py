@@ -1,4 +1,4 @@
-"""wandb: login detection without network, one run over restarts, failures that stop nothing."""
+"""Tests wandb: login detection without network, one run for all restarts, and failures that do not stop training."""
 
 import builtins
 import io
@@ -75,7 +75,7 @@ def test_the_run_id_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(first) == 8 and first.isalnum()
 
 
-def test_wandb_missing_stops_nothing_and_is_told_once(
+def test_wandb_missing_stops_nothing_and_is_reported_once(
     config: JobConfig, run_dir: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_import = builtins.__import__
@@ -101,7 +101,7 @@ def test_wandb_missing_stops_nothing_and_is_told_once(
 
 
 def offline_history(run_dir: Path) -> list[dict[str, object]]:
-    """All history records of all offline folders, read by wandb's own reader."""
+    """Return all history records of all offline folders, read by wandb's own reader."""
     history = []
     for folder in sorted(run_dir.glob("wandb/offline-run-*")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
@@ -112,7 +112,7 @@ def offline_history(run_dir: Path) -> list[dict[str, object]]:
 
 
 def attempts(run_dir: Path) -> list[tuple[int, int | None]]:
-    """The restart marker in the newest folder: number of each attempt, and what it continued from."""
+    """Return the restart marker in the newest folder: number of each attempt, and the state from which it continued."""
     newest = sorted(run_dir.glob("wandb/offline-run-*"))[-1]
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(newest)]
     summary = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
@@ -137,7 +137,7 @@ def test_history_ends_where_this_attempt_begins(config: JobConfig, run_dir: Path
 @pytest.mark.wandb
 @pytest.mark.timeout(150)
 def test_one_wandb_run_without_gap_or_duplicate_over_restarts(config: JobConfig, run_dir: Path) -> None:
-    """The first attempt's process is killed; the second repeats iterations; the third goes back once more."""
+    """The first attempt's process is killed. The second attempt repeats iterations, and so does the third."""
     pytest.importorskip("wandb")
     run_dir.mkdir()
     command = [sys.executable, "-c", KILLED_ATTEMPT, str(run_dir)]

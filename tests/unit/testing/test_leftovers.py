@@ -1,4 +1,4 @@
-"""A mark finds processes at any depth, orphans included."""
+"""Tests that a mark finds processes at any depth, including orphans."""
 
 import subprocess
 import sys

@@ -1,11 +1,11 @@
-"""Memberships of a schedule, and the schedules that cannot begin."""
+"""Tests the memberships of a schedule, and schedules that are impossible."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_ft.config.membership_schedule import MembershipChange
+from megatron_ft.config.membership import MembershipChange
 from megatron_ft.errors import ConfigError
 from megatron_ft.testing import scheduled_ranks
 from megatron_ft.testing.scheduled_ranks import scheduled_memberships

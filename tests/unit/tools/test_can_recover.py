@@ -1,4 +1,4 @@
-"""What can_recover says of made-up runs and of configurations, and what it never invents."""
+"""Tests the predictions of can_recover for made-up runs and configurations."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict, to_dict
 from megatron_ft.control.rpc import RpcServer, new_token
-from megatron_ft.control.run_id import RunId
+from megatron_ft.control.rundir import RunId
 from megatron_ft.errors import ConfigError, DataError, RecoveryError
 from megatron_ft.events import MembershipChanged, PlacementInForce, RanksReady, Record, RunStarted
 from megatron_ft.operators import OperatorId
@@ -37,7 +37,7 @@ Ask = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Runs the command with ``--json``; the document, and the exit code as ``code``."""
+    """Run the command with ``--json``. Return the document, with the exit code as ``code``."""
 
     def run(*words: str) -> dict[str, Any]:
         code = can_recover.main([*words, "--json"])
@@ -48,7 +48,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 
 
 class MadeUpRun:
-    """A folder as a run of four nodes leaves it that has lost node 2."""
+    """Folder of a run of four nodes that has lost node 2."""
 
     def __init__(self, path: Path) -> None:
         from pretrain_moe import compose
@@ -73,7 +73,7 @@ class MadeUpRun:
                 file.write(json.dumps(record) + "\n")
 
     def change(self, nodes: tuple[int, ...], iteration: int) -> None:
-        """A membership of ``nodes`` and the placement it makes."""
+        """Add a membership of ``nodes`` and its placement."""
         remaining = config_of(self.config, nodes)
         from megatron_ft.config.inputs import JobInputs
 
@@ -96,7 +96,7 @@ def run(tmp_path: Path) -> MadeUpRun:
 
 @pytest.fixture
 def living(run: MadeUpRun) -> Iterator[MadeUpRun]:
-    """The same run while its controller answers; it has nodes 0, 1 and 3."""
+    """Return the same run while its controller answers. It has nodes 0, 1 and 3."""
     token = new_token()
     server = RpcServer("Controller", {"status": lambda _: {"members": [0, 1, 3]}}, interface="127.0.0.1", token=token)
     server.start()
@@ -227,7 +227,7 @@ def test_text_says_what_is_unknown_and_never_a_number(capsys: pytest.CaptureFixt
     assert "replicas is not possible: recovery.min_nodes=null" in out
 
 
-def test_operators_are_told_in_ranges() -> None:
+def test_operators_are_reported_in_ranges() -> None:
     experts = [OperatorId(layer=2, kind="expert", expert=number) for number in (0, 1, 2, 5)]
     dense = OperatorId(layer=2, kind="gate")
     assert grouped([dense, *experts]) == "2.gate, 2.expert.0-2, 2.expert.5"

@@ -1,4 +1,4 @@
-"""Figures of ``tools.code_size`` on a small package."""
+"""Tests the figures of ``tools.code_size`` on a small package."""
 
 from pathlib import Path
 

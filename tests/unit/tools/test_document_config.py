@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the docstrings say now."""
+"""Tests that docs/configuration.md equals the present docstrings."""
 
 from megatron_ft.config.docs import key_docs
 from tools import document_config

@@ -1,4 +1,4 @@
-"""``docs/telemetry.md`` says what the code says."""
+"""Tests that the tables in ``docs/telemetry.md`` equal the code."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a GPU day keeps and how it spends its budget, without running a stage."""
+"""Tests the records of a GPU day and the use of its budget, without running a stage."""
 
 import io
 import json
@@ -19,12 +19,12 @@ from tools.lock_requirements import Pin, read_pins
 
 
 def new_day(folder: Path, device_type: str = "cpu") -> Day:
-    """A stage's side of a call."""
+    """Return the context of a stage."""
     return Day(device_type=device_type, folder=folder, shared=folder, deadline=time.monotonic() + 60)
 
 
 def outcome(stage: str = "a", status: str = "passed", **changes: object) -> Outcome:
-    """What became of a stage."""
+    """Return the outcome of a stage."""
     return Outcome(stage=stage, about="answers", status=status, seconds=1.0, **changes)  # type: ignore[arg-type]
 
 

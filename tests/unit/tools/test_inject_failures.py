@@ -1,4 +1,5 @@
-"""The command: what it asks of whom, when it begins, what it refuses. Real processes are in ``test_injecting``."""
+"""Tests the command: the calls that it makes, when it begins, and what it refuses. ``test_injecting`` has real
+processes."""
 
 import json
 import threading
@@ -28,7 +29,7 @@ def job(tmp_path: Path) -> Iterator[FakeJob]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the injector was asked for."""
+    """Return the calls of the injector."""
     found: Calls = []
 
     def noted(name: str, answer: Any) -> Callable[..., Any]:
@@ -63,9 +64,9 @@ def test_each_option_is_one_failure(
 ) -> None:
     assert inject_failures.main([str(job.folder), *words.split()]) == 0
     assert calls == [call]
-    said = capsys.readouterr().out
-    assert "all failures were injected" in said
-    assert ("rank-00002.log ended while it was stopped" in said) is ("--stop" in words)
+    output = capsys.readouterr().out
+    assert "all failures were injected" in output
+    assert ("rank-00002.log ended while it was stopped" in output) is ("--stop" in words)
 
 
 def test_it_begins_once_the_iteration_is_reported(job: FakeJob, calls: Calls) -> None:
@@ -84,7 +85,7 @@ def test_it_begins_once_the_iteration_is_reported(job: FakeJob, calls: Calls) ->
     assert calls == [("kill", [1], 5)]
 
 
-def test_a_job_that_ends_before_the_iteration_is_told(
+def test_a_job_that_ends_before_the_iteration_is_reported(
     job: FakeJob, calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ender = threading.Timer(0.3, job.path.unlink)
@@ -102,9 +103,9 @@ def test_a_trace_is_replayed_and_what_failed_ends_it_with_8(
     assert inject_failures.main([str(job.folder), "--trace", str(trace), "--scale", "0.5", "--minutes", "3"]) == 8
     ((name, schedule, _),) = calls
     assert (name, schedule.most_nodes, schedule.duration_seconds) == ("replay", 4, 90.0), "4 nodes of nodes.max_nodes"
-    said = capsys.readouterr()
-    assert "nodes at the start: 2 of 4; departures: 1" in said.out and "some failures were not injected" in said.out
-    assert "not injected: event 1: add of nodes [1]: refused" in said.err
+    output = capsys.readouterr()
+    assert "nodes at the start: 2 of 4; departures: 1" in output.out and "some failures were not injected" in output.out
+    assert "not injected: event 1: add of nodes [1]: refused" in output.err
 
 
 def test_a_trace_that_begins_with_other_nodes_is_refused(

@@ -1,4 +1,4 @@
-"""The locks say what the constraints say, with a hash for every package, and are complete; without network."""
+"""Tests that the locks agree with the constraints, have a hash for every package, and are complete; without network."""
 
 import importlib.metadata
 import re
@@ -16,7 +16,7 @@ PYTHONS = ("3.10", "3.11", "3.12")
 
 
 def installed_by(name: str) -> dict[Pin, tuple[str, ...]]:
-    """What a lock and those that it includes have."""
+    """Return the pins of a lock and of the locks that it includes."""
     return {pin: hashes for other in NAMES[: NAMES.index(name) + 1] for pin, hashes in LOCKS[other].items()}
 
 
@@ -49,7 +49,7 @@ def test_a_python_takes_at_most_one_version_of_a_package() -> None:
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_what_is_asked_for_and_what_that_needs_is_in_the_lock(name: str) -> None:
-    """By the metadata of what is installed here; torch and what it brings along are the user's choice."""
+    """Uses the metadata of installed packages. Torch and its requirements are chosen by the user."""
     known = {pin.name for pin in installed_by(name)} | {"torch"}
     asked = [Requirement(line) for line in (FOLDER / SETS[name]).read_text().splitlines() if line[:1] not in "#-"]
     assert {normal(found.name) for found in asked} <= known

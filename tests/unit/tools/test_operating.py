@@ -1,4 +1,4 @@
-"""status, drain and add_node against a controller that is none: what they ask, what they say, what they refuse."""
+"""Tests status, drain and add_node with a replacement for the controller: their calls, their output, their refusals."""
 
 import json
 import os
@@ -33,7 +33,7 @@ STATUS = {
 
 
 class FakeJob:
-    """A folder with a controller's address, and what was asked of it."""
+    """Folder with a controller's address, and the calls that were made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_folder_without_a_job_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_job_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no job runs there: the folder has no controller.json" in refusal(tmp_path, capsys)
     assert "there is no such folder" in refusal(tmp_path / "none", capsys)
 
@@ -148,7 +148,7 @@ def test_a_wrong_token_is_refused(job: FakeJob, capsys: pytest.CaptureFixture[st
     assert "UNAUTHENTICATED" in refusal(job.folder, capsys)
 
 
-def test_a_controller_that_is_gone_is_told(
+def test_a_controller_that_is_gone_is_reported(
     job: FakeJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.server.stop()

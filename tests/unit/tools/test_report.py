@@ -1,4 +1,4 @@
-"""The command that writes a run's page."""
+"""Tests the command that writes a run's page."""
 
 import subprocess
 import sys
@@ -47,8 +47,8 @@ def test_damage_is_one_line_with_its_place(run: MadeUpRun, capsys: pytest.Captur
     first, _, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, "{torn", *rest]) + "\n")
     assert report.main([str(run.path)]) == 3
-    said = capsys.readouterr().err
-    assert f"{path}:2: " in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert f"{path}:2: " in output and output.count("\n") == 1
     assert not (run.path / "report.html").exists()
 
 
@@ -78,7 +78,7 @@ def test_it_runs_as_a_file_from_anywhere_and_needs_no_torch(run: MadeUpRun) -> N
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Whether ``condition`` holds in time."""
+    """Return whether ``condition`` becomes true in time."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""A controller that is behind loses nobody for it, and wakes nobody who waits for something else."""
+"""Tests that a controller with a backlog loses no healthy node, and wakes only calls whose own input was processed."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ ATTENTIVE = DetectorPolicy(heartbeat_interval_seconds=0.05, heartbeat_timeout_se
 
 
 class SlowDisk(Journal):
-    """Every entry takes a while."""
+    """Disk that takes some time for every entry."""
 
     seconds = 0.0
 
@@ -41,7 +41,7 @@ class SlowDisk(Journal):
 
 
 class Job:
-    """A controller whose clock and thread can be held, and its agents."""
+    """Controller whose clock and thread the test can stop, and its agents."""
 
     def __init__(self, path: Path, policy: MembershipPolicy = POLICY, detection: DetectorPolicy = PATIENT) -> None:
         self.ahead_seconds = 0.0
@@ -80,7 +80,7 @@ class Job:
         return int(self.call("deliver", node=node, first=first, items=list(items))["next"])
 
     def run(self) -> None:
-        """Let all nodes join and all ranks report."""
+        """Let all nodes register and all ranks report."""
         for node in range(self.num_nodes):
             self.call("join", node=node, process_id=7)
         for node in range(self.num_nodes):
@@ -152,7 +152,7 @@ def test_a_position_that_came_too_late_is_too_late(begin: Callable[..., Job]) ->
 
 
 def test_a_limit_counts_from_the_decision_and_not_from_what_led_to_it(begin: Callable[..., Job]) -> None:
-    """The loss waits in the queue for longer than ranks have to say how far they are."""
+    """The loss waits in the queue for longer than the time limit in which ranks must report their positions."""
     job = begin()
     job.run()
     job.hold_at = Decision.START_AGENTS
@@ -173,7 +173,7 @@ def test_a_limit_counts_from_the_decision_and_not_from_what_led_to_it(begin: Cal
 
 
 def test_a_node_lives_as_long_as_it_waits_to_be_taken_in(begin: Callable[..., Job]) -> None:
-    """More of a backlog than a node may be silent."""
+    """The backlog takes longer than the heartbeat timeout."""
     job = begin(replace(POLICY, num_nodes=1, max_nodes=2), ATTENTIVE)
     job.call("join", node=0, process_id=7)
     job.deliver(0, 0, reported(0))
@@ -191,7 +191,7 @@ def test_a_node_lives_as_long_as_it_waits_to_be_taken_in(begin: Callable[..., Jo
 
 
 def test_a_node_that_has_called_since_it_was_found_silent_is_not_lost(begin: Callable[..., Job]) -> None:
-    """Two nodes are found silent at one moment; the second calls while the loss of the first is carried out."""
+    """Two nodes exceed the timeout at the same moment. The second one calls while the loss of the first is handled."""
     job = begin(POLICY, ATTENTIVE)
     job.run()
     job.hold_at = Decision.BREAK
@@ -230,7 +230,7 @@ def test_what_is_delivered_again_while_it_waits_is_queued_once(
 
 
 def test_a_call_is_woken_by_its_own_item_alone(begin: Callable[..., Job]) -> None:
-    """Counted by the kernel: how often the threads that serve calls went to sleep while 40 polls wait for an order."""
+    """The kernel counts how often the threads that serve calls sleep while 40 polls wait for an order."""
     job = begin(replace(POLICY, num_nodes=40, max_nodes=40))
     job.run()
     polls = [job.calls.submit(job.call, "poll", node=node, after=1, wait_seconds=30) for node in range(40)]
@@ -245,7 +245,7 @@ def test_a_call_is_woken_by_its_own_item_alone(begin: Callable[..., Job]) -> Non
 
 
 class Counted(dict[str, Any]):
-    """Counts how often somebody goes through it."""
+    """Counts the calls of a method."""
 
     num_readings = 0
 
@@ -267,7 +267,7 @@ def test_an_order_is_encoded_once_for_all_who_fetch_it(begin: Callable[..., Job]
 
 
 def num_sleeps() -> int:
-    """Voluntary context switches of the threads of the service."""
+    """Return the number of voluntary context switches of the service's threads."""
     total = 0
     for thread in threading.enumerate():
         if thread.name.startswith("rpc"):

@@ -1,4 +1,4 @@
-"""A controller that cannot write its decisions any more ends the job in the same way as any other end."""
+"""Tests that a controller which cannot write its decisions ends the job in the same way as any other end."""
 
 import shutil
 import threading
@@ -11,20 +11,19 @@ import pytest
 
 from megatron_ft.control.controller import server
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.essential_writes import EssentialWrites
-from megatron_ft.control.controller.job_result import JobResult
-from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.journal import EssentialWrites, Journal
 from megatron_ft.control.membership.events import StopRequested
 from megatron_ft.control.membership.state import Outcome
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import RpcClient
 from tests.unit.control.controller.test_controller import POLICY, TOKEN, launch_spec
 
 COMING = replace(POLICY, starts_nodes=False)
-"""Nodes come by themselves: no launcher sees or ends their processes."""
+"""Policy of a job whose nodes start by themselves, so no launcher observes or ends their processes."""
 
 
 class Job:
-    """A controller whose journal lies in a folder that can be deleted."""
+    """Controller whose journal is in a folder that can be deleted."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(exist_ok=True)
@@ -49,7 +48,7 @@ class Job:
         return self.client.call(method, body, timeout_seconds=20, wait_for_peer=True)
 
     def join(self) -> None:
-        """Both nodes register and fetch the order to start."""
+        """Let both nodes register and fetch the order to start."""
         for node in (0, 1):
             self.call("join", node=node, process_id=7)
         for node in (0, 1):

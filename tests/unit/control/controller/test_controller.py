@@ -1,4 +1,4 @@
-"""What a controller takes from agents, and what it refuses."""
+"""Tests which calls of agents a controller accepts, and which it refuses."""
 
 import queue
 import threading
@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 
 from megatron_ft.control.controller.controller import Controller
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.detector import DetectorPolicy
 from megatron_ft.control.membership.events import DrainRequested, KillRequested, NodeLost
-from megatron_ft.control.membership.nodes import AgentState
-from megatron_ft.control.membership.state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership.state import (
+    AgentState,
+    Decision,
+    FailedStart,
+    MembershipPolicy,
+    Outcome,
+    Phase,
+    Step,
+)
 from megatron_ft.control.messages import LaunchSpec
-from megatron_ft.control.node.store_endpoint import StoreEndpoint
+from megatron_ft.control.ports import StoreEndpoint
+from megatron_ft.control.report import JobResult
 from megatron_ft.control.rpc import RpcClient, RpcError, new_token
 from megatron_ft.errors import FINAL_ERRORS, MegatronFtError
 from megatron_ft.serde import encode
@@ -53,12 +60,12 @@ def launch_spec(generation: int, members: Sequence[int], stores: Mapping[int, St
 
 
 def losses(job: "Running") -> list[int]:
-    """Losses in a row of each node that has any."""
+    """Return the number of losses in a row of each node that has any."""
     return [record.num_losses for record in job.controller.state.nodes.records if record.num_losses]
 
 
 class Running:
-    """A controller in a thread, and a client that plays agents, who may be silent."""
+    """Controller in a thread, and a client that acts as the agents, which may stop calling."""
 
     def __init__(self, policy: MembershipPolicy = POLICY, detection: DetectorPolicy = PATIENT) -> None:
         self.decisions: list[Any] = []
@@ -89,7 +96,7 @@ class Running:
             self.details_at_restart = dict(self.controller.details)
 
     def start(self) -> dict[str, Any]:
-        """Let both nodes join; the order they get."""
+        """Let both nodes register. Return the order that they get."""
         for node in (0, 1):
             service = {"socket": f"node-{node}.sock", "address": f"127.0.0.1:{9000 + node}"}
             self.join(node, sidecars={"keeper": service})
@@ -101,12 +108,12 @@ class Running:
         return joined
 
     def order(self, number: int) -> dict[str, Any]:
-        """The order of that number, as soon as it is given."""
+        """Return the order with this number as soon as it is given."""
         order: dict[str, Any] = self.call("poll", node=0, after=number, wait_seconds=10)["orders"][0]
         return order
 
     def call(self, method: str, **body: Any) -> dict[str, Any]:
-        """As the present process of the node that is named."""
+        """Make a call as the present process of the named node."""
         session = {} if method not in ("poll", "deliver") else {"session": self.sessions.get(body["node"], 0)}
         return self.client.call(method, {**session, **body}, timeout_seconds=10)
 
@@ -116,7 +123,7 @@ class Running:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """A job; a test that parametrizes it says by which policy."""
+    """Yield a job. A test can set its policy by parametrization."""
     param = getattr(request, "param", POLICY)
     running = Running(*param) if isinstance(param, tuple) else Running(param)
     yield running
@@ -274,7 +281,7 @@ def broken(number: int, generation: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("job", [ONE_NODE_IS_ENOUGH], indirect=True)
-def test_the_next_membership_is_on_record_before_anybody_is_told(job: Running) -> None:
+def test_the_next_membership_is_on_record_before_ranks_receive_it(job: Running) -> None:
     job.start()
     for rank in (0, 1):
         job.deliver(rank, 0, reported(rank))
@@ -389,7 +396,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
         job.deliver(rank, 0, reported(rank))
     assert job.join(0, process_id=7)["session"] == 0, "the same process may ask twice"
     joined = job.join(0, process_id=8)
-    assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was told before"
+    assert joined == {"session": 1, "after": 2, "epoch": 1}, "the loss of its predecessor was reported before"
     with pytest.raises(RpcError, match="stale session 0"):
         job.call("deliver", node=0, session=0, first=1, items=[exited(0)])
     assert job.order(1)["op"] == "break"
@@ -398,7 +405,7 @@ def test_a_process_that_takes_the_place_of_another_starts_ranks_of_its_own(job: 
     start = job.order(3)
     assert (start["start"], start["ranks"], start["generation"]) == (1, {"0": [0]}, 1)
     job.start_of[0] = 1
-    job.deliver(0, 0, exited(0, -9, 1, 0))  # it speaks of the process before
+    job.deliver(0, 0, exited(0, -9, 1, 0))  # the report is about the previous process
     job.deliver(0, 1, reported(0, 1, 1))
     assert job.order(4)["op"] == "change"
     job.deliver(0, 2, exited(0, -9, 1, 1))
@@ -551,7 +558,7 @@ def test_a_process_that_ends_before_it_registers_is_started_again(job: Running) 
 
 
 def await_step(job: Running, decision: Decision) -> Step:
-    """The next step with that decision; those before it are let pass."""
+    """Return the next step with this decision. Earlier steps are skipped."""
     while (step := job.steps.get(timeout=10)).decision is not decision:
         pass
     return step
@@ -595,7 +602,7 @@ def test_ranks_that_were_started_for_a_lost_place_are_named_in_no_order_to_kill(
     assert (order["op"], order["ranks"], order["is_joining"]) == ("start", {"1": [1]}, True)
     job.start_of[1] = 1
     job.deliver(2, 2, exited(2, -9))
-    assert job.order(3)["lost"] == [2], "the new rank of node 1 lives on"
+    assert job.order(3)["lost"] == [2], "the new rank of node 1 survives"
     assert job.order(4)["ranks"] == {"2": [2]}
     job.start_of[2] = 2
     assert job.controller.details[1]["number"] == 1
@@ -639,6 +646,6 @@ def test_a_process_that_asks_twice_to_take_a_place_has_it(job: Running) -> None:
 
 
 def eventually(condition: Any) -> bool:
-    """Whether ``condition`` comes true soon."""
+    """Return whether ``condition`` becomes true in time."""
     pause = threading.Event()
     return any(condition() or pause.wait(0.02) for _ in range(500))

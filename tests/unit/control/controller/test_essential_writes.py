@@ -1,4 +1,4 @@
-"""Writes that decisions rest on: how long they are tried again, and what they wait for."""
+"""Tests the writes on which decisions depend: how long they are repeated, and what they wait for."""
 
 import errno
 import threading
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.controller.essential_writes import CannotDecide, EssentialWrites, StandingClock
-from megatron_ft.control.controller.journal import Journal
+from megatron_ft.control.controller.journal import CannotDecide, EssentialWrites, Journal, StandingClock
 from megatron_ft.control.membership.state import Outcome
 from megatron_ft.durable import append_line
 
 
 class Disk:
-    """Takes a write after it has refused ``num_refusals``."""
+    """Disk that accepts a write after ``num_refusals`` failures."""
 
     def __init__(self, num_refusals: int, number: int = errno.ENOSPC) -> None:
         self.num_refusals, self.number = num_refusals, number
@@ -27,7 +26,7 @@ class Disk:
 
 
 class Told:
-    """What is said of waits."""
+    """Stores the reports about waits."""
 
     def __init__(self, run_dir: Path) -> None:
         self.waits: list[str] = []
@@ -36,37 +35,37 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
+def reported(tmp_path: Path) -> Told:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     return Told(run_dir)
 
 
-def test_a_write_that_succeeds_waits_for_nothing(told: Told) -> None:
-    assert told.writes.do(Disk(0).write) == "written"
-    assert (told.waits, told.waited) == ([], [])
+def test_a_write_that_succeeds_waits_for_nothing(reported: Told) -> None:
+    assert reported.writes.do(Disk(0).write) == "written"
+    assert (reported.waits, reported.waited) == ([], [])
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_waited_for_and_told_once(told: Told, number: int) -> None:
-    before = told.writes.clock()
-    assert told.writes.do(Disk(3, number).write) == "written"
-    assert len(told.waits) == 1 and told.waits[0].endswith(f"/run: [Errno {number}] refused")
-    (seconds,) = told.waited
-    assert told.writes.clock() - before < seconds, "the clock stood still"
+def test_a_full_disk_is_waited_for_and_reported_once(reported: Told, number: int) -> None:
+    before = reported.writes.clock()
+    assert reported.writes.do(Disk(3, number).write) == "written"
+    assert len(reported.waits) == 1 and reported.waits[0].endswith(f"/run: [Errno {number}] refused")
+    (seconds,) = reported.waited
+    assert reported.writes.clock() - before < seconds, "the clock was stopped"
 
 
-def test_another_error_of_the_disk_is_not_waited_for(told: Told) -> None:
+def test_another_error_of_the_disk_is_not_waited_for(reported: Told) -> None:
     with pytest.raises(OSError, match="refused"):
-        told.writes.do(Disk(1, errno.EIO).write)
-    assert told.waits == []
+        reported.writes.do(Disk(1, errno.EIO).write)
+    assert reported.waits == []
 
 
-def test_who_asks_for_the_end_need_not_wait_for_room(told: Told) -> None:
-    asks = threading.Timer(0.05, told.writes.request_end)
+def test_who_asks_for_the_end_need_not_wait_for_room(reported: Told) -> None:
+    asks = threading.Timer(0.05, reported.writes.request_end)
     asks.start()
     with pytest.raises(CannotDecide, match="asked to stop") as raised:
-        told.writes.do(Disk(10**9).write)
+        reported.writes.do(Disk(10**9).write)
     asks.join()
     assert raised.value.outcome is Outcome.INTERRUPTED
 
@@ -82,11 +81,11 @@ def replace(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("happens", [delete, replace])
 def test_nothing_is_written_where_the_folder_is_gone(
-    told: Told, tmp_path: Path, happens: Callable[[Path], None]
+    reported: Told, tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:
     happens(tmp_path / "run")
     with pytest.raises(CannotDecide, match=r"/run was deleted or moved away") as raised:
-        told.writes.do(Disk(0).write)
+        reported.writes.do(Disk(0).write)
     assert raised.value.outcome is Outcome.FAILED
 
 
@@ -106,7 +105,7 @@ def test_a_clock_goes_on_from_where_it_stood() -> None:
 
 
 def test_what_was_written_in_part_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that becomes full takes the first bytes of a line before it refuses."""
+    """A disk that becomes full accepts the first bytes of a line before it refuses the rest."""
     import os
 
     write, room = os.write, [7]
@@ -137,11 +136,11 @@ def test_what_was_written_in_part_does_not_count(tmp_path: Path, monkeypatch: py
 
 
 def test_what_could_not_be_synced_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that tells of a failed sync has dropped what it could not write."""
+    """After a failed sync, the kernel has dropped the data that it could not write."""
     import os
 
-    path, told = tmp_path / "journal.jsonl", Told(tmp_path)
-    journal = Journal(path, told.writes.do)
+    path, reported = tmp_path / "journal.jsonl", Told(tmp_path)
+    journal = Journal(path, reported.writes.do)
     journal.append({"a": 1})
     journal.sync()
     journal.append({"b": 2})
@@ -154,4 +153,4 @@ def test_what_could_not_be_synced_is_written_again(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", lose_and_fail)
     journal.sync()
-    assert (Journal(path).entries, len(told.waits)) == ([{"a": 1}, {"b": 2}], 1)
+    assert (Journal(path).entries, len(reported.waits)) == ([{"a": 1}, {"b": 2}], 1)

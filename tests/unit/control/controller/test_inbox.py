@@ -1,13 +1,14 @@
-"""What arrived before a time is taken before that time has passed, and each call waits for its own item."""
+"""Tests that inputs which arrived before a time are processed before that time passes, and that each call waits for its
+own input."""
 
 import threading
 
-from megatron_ft.control.controller.inbox import Inbox, Item, Posted
+from megatron_ft.control.controller.server import Item, Posted, _Inbox
 from megatron_ft.control.membership.events import NodeJoined, Tick
 
 
 class Clock:
-    """Stands still until it is set."""
+    """Clock whose time the test sets."""
 
     now = 0.0
 
@@ -17,7 +18,7 @@ class Clock:
 
 def test_what_came_in_time_is_taken_first_however_late_it_is() -> None:
     clock = Clock()
-    inbox = Inbox(clock)
+    inbox = _Inbox(clock)
     early, late = Item(None, {"n": 1}), Item(None, {"n": 2})
     inbox.put([early])
     clock.now = 9.0
@@ -34,14 +35,14 @@ def test_what_came_in_time_is_taken_first_however_late_it_is() -> None:
 
 
 def test_who_takes_waits_for_what_comes() -> None:
-    inbox = Inbox(Clock())
+    inbox = _Inbox(Clock())
     item = Item(None, {})
     threading.Timer(0.05, inbox.put, args=([item],)).start()
     assert inbox.take(20.0) is item
 
 
 def test_a_closed_inbox_keeps_nobody_waiting() -> None:
-    inbox = Inbox(Clock())
+    inbox = _Inbox(Clock())
     items = [Item(None, {}) for _ in range(4)]
     inbox.put(items[:3])
     assert isinstance(inbox.take(0.0), Posted), "the first one came too late and is put by"

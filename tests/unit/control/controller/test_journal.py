@@ -1,4 +1,4 @@
-"""What a controller has taken in outlives it, whole lines only."""
+"""Tests that the inputs of a controller outlive it, as complete lines."""
 
 import os
 from pathlib import Path

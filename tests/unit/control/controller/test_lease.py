@@ -1,4 +1,4 @@
-"""One controller at a time, and every later one has a higher number."""
+"""Tests that only one controller runs at a time, and that every later one has a higher number."""
 
 from pathlib import Path
 

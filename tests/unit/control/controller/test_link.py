@@ -1,4 +1,4 @@
-"""The launcher's side of the controller: nothing that one has said before it died is lost."""
+"""Tests the launcher's connection to the controller: nothing that a controller sent before it died is lost."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.controller.job_result import JobResult
 from megatron_ft.control.controller.link import ControllerLink
 from megatron_ft.control.membership.events import StopRequested
 from megatron_ft.control.membership.state import Outcome
+from megatron_ft.control.report import JobResult
 from megatron_ft.errors import ControlError
 from megatron_ft.testing.jobs import REPOSITORY
 
@@ -36,7 +36,7 @@ made.run(lambda record: print("record", flush=True), lambda event: print(event["
 made.close()
 print("ended", flush=True)
 """
-"""A launcher, as far as its link goes; it prints what it takes in."""
+"""Program that acts as a launcher and prints what it receives from the controller."""
 
 _ANSWERS = """
 import json, pathlib, socket, sys
@@ -51,7 +51,8 @@ while not closed:
         if end.exists():
             send(sock, json.loads(end.read_text()))
 """
-"""A controller that answers pings, and ends the job by the message in a file once that is there."""
+"""Program that acts as a controller: it answers pings, and ends the job with the message in a file when the file
+exists."""
 
 END = JobResult(Outcome.FINISHED, "all ranks have finished", None)
 _SAYS = """
@@ -67,7 +68,7 @@ sys.stdin.read()
 
 
 class Console:
-    """A link to controllers that say what the test wants; the first of them dies."""
+    """Connection to controllers that send what the test specifies. The first of them dies."""
 
     def __init__(self, folder: Path, *lives: list[dict[str, Any]], all_die: bool = False) -> None:
         self.lives, self.all_die, self.started = list(lives), all_die, 0
@@ -78,10 +79,10 @@ class Console:
         )
 
     def _start(self, launcher: Any) -> "subprocess.Popen[bytes]":
-        said = self.lives[min(self.started, len(self.lives) - 1)]
+        output = self.lives[min(self.started, len(self.lives) - 1)]
         manner = "dies" if self.all_die or self.started < len(self.lives) - 1 else "stays"
         self.started += 1
-        command = [sys.executable, "-c", _SAYS, str(launcher.fileno()), json.dumps(said), manner]
+        command = [sys.executable, "-c", _SAYS, str(launcher.fileno()), json.dumps(output), manner]
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[launcher.fileno()])
 
     def run(self) -> JobResult:
@@ -111,7 +112,7 @@ def test_what_a_dead_controller_has_said_is_read_also_where_there_is_something_t
     assert [event["event"] for event in launcher.events] == ["replaced"]
 
 
-def test_an_end_that_a_dead_controller_has_told_is_the_end(tmp_path: Path) -> None:
+def test_an_end_that_a_dead_controller_has_reported_is_the_end(tmp_path: Path) -> None:
     launcher = Console(tmp_path, [record(0), ended(0)], all_die=True)
     launcher.link.begin()
     dead = launcher.link._process

@@ -1,4 +1,4 @@
-"""A controller that takes over stands where its predecessor stood, wherever that one ended."""
+"""Tests that a new controller reaches the state of its predecessor, wherever the predecessor ended."""
 
 import json
 import threading
@@ -13,8 +13,7 @@ from megatron_ft.control.controller.journal import Journal
 from megatron_ft.control.controller.main import _clock_after
 from megatron_ft.control.membership.events import NodeLost, StopRequested
 from megatron_ft.control.membership.state import State, Step
-from megatron_ft.control.node.controller_client import ControllerClient
-from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, new_token
+from megatron_ft.control.rpc import ControllerClient, RpcClient, RpcError, RpcServer, new_token
 from tests.unit.control.controller.test_controller import (
     ONE_NODE_IS_ENOUGH,
     broken,
@@ -29,7 +28,7 @@ POLICY = replace(ONE_NODE_IS_ENOUGH, num_nodes=3, min_nodes=2)
 
 
 class Life:
-    """One controller with a journal, and what came of it."""
+    """One controller with a journal, and the results of its decisions."""
 
     def __init__(self, path: Path, epoch: int = 1) -> None:
         journal = Journal(path)
@@ -52,13 +51,13 @@ class Life:
         self.controller.run(lambda *about: self.records.append(about), self.steps.append)
 
     def take_over(self) -> tuple[State, list[Any]]:
-        """State and orders, from the journal alone."""
+        """Return the state and the orders that follow from the journal alone."""
         self.controller._take_over(self.steps.append)
         return self.controller.state, self.controller._server._orders
 
 
 def a_job_that_loses_a_node(life: Life) -> None:
-    """The story that is told."""
+    """Run a job that loses a node."""
     life.thread.start()
     client = RpcClient(life.controller.address, "Controller", token=TOKEN)
 
@@ -103,7 +102,7 @@ def test_from_every_beginning_of_the_journal_the_story_is_the_same(tmp_path: Pat
         state, given = then.take_over()
         then.controller.close()
         num_known = sum("order" in entry for entry in entries[:length])
-        assert given[:num_known] == orders[:num_known], "what agents were told they are told again"
+        assert given[:num_known] == orders[:num_known], "agents get the same orders again"
         assert len(given) - num_known in (0, 1), "the order that its predecessor did not come to"
         assert [order["op"] for order in given] == [order["op"] for order in orders[: len(given)]]
         assert [order["op"] for order in (e["order"] for e in Journal(path).entries if "order" in e)] == [
@@ -117,7 +116,7 @@ def test_from_every_beginning_of_the_journal_the_story_is_the_same(tmp_path: Pat
     assert [step.decision for step in then.steps] == [step.decision for step in life.steps]
 
 
-def test_what_was_told_before_is_not_taken_in_again(tmp_path: Path) -> None:
+def test_what_was_received_before_is_not_taken_in_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     a_job_that_loses_a_node(Life(path))
     lines = path.read_text().splitlines(keepends=True)
@@ -153,7 +152,7 @@ def test_what_was_told_before_is_not_taken_in_again(tmp_path: Path) -> None:
 
 def test_time_goes_on_where_it_was() -> None:
     now = _clock_after([{"now": 5000.0, "unix": 0.0}])()
-    assert now > 1e9, "as long as nobody was in charge"
+    assert now > 1e9, "as long as there was no controller"
     soon = _clock_after([{"now": 5000.0, "unix": 4e9}])()
     assert 5000.0 <= soon < 5001.0, "a clock that was set back"
 
@@ -162,7 +161,7 @@ def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fenc
     is_read, newer_is_in = threading.Event(), threading.Event()
 
     class Late(ControllerClient):
-        """The thread ``late`` is held up when it has read the epoch, until the other one has its answer, or waits."""
+        """Delays the thread ``late`` after it has read the epoch, until the other thread has its answer or waits."""
 
         @property
         def _epoch(self) -> int:

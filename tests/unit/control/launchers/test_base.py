@@ -1,4 +1,4 @@
-"""The processes of a launcher, started and stopped."""
+"""Tests how processes of a launcher are started and stopped."""
 
 import queue
 import subprocess
@@ -23,7 +23,7 @@ while not asked:
 while len(list(folder.glob("asked-*"))) < most:
     time.sleep(0.01)
 """
-"""A process that ends upon SIGTERM, once all others have got it, too."""
+"""Program that ends after SIGTERM only when all other processes have received the signal too."""
 
 
 class Launcher(ProcessLauncher):

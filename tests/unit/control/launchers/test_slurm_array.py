@@ -1,4 +1,4 @@
-"""What is read from a Slurm array. ``tests/slurm`` has jobs on a real cluster."""
+"""Tests how the variables of a Slurm array are read. ``tests/slurm`` has jobs on a real cluster."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""What torchrun and srun say, and what is refused of it."""
+"""Tests how the variables of torchrun and srun are read, and which of them are refused."""
 
 import re
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control.launchers.torchrun import RankEnvironment, _expand_counts, detect, expand_nodelist
 from megatron_ft.control.ports import PORTS
 from megatron_ft.errors import ConfigError
@@ -52,7 +52,7 @@ def test_srun() -> None:
 
 
 def test_every_job_has_a_port_that_the_documentation_names() -> None:
-    """Firewalls are set by it, and above it the system gives ports to outgoing connections."""
+    """Firewalls are configured for these ports. Above them, the system chooses ports for outgoing connections."""
     found = {
         RankEnvironment.read("srun", {**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
         for job in range(10_000, 13_000)

@@ -1,11 +1,11 @@
-"""Jobs whose nodes come by themselves: what is awaited, how long, and what follows when nobody comes."""
+"""Tests jobs whose nodes start by themselves: which nodes they wait for, how long, and what happens if none comes."""
 
 from dataclasses import replace
 
 import pytest
 
 from megatron_ft.control.membership.events import AddRequested, NodeJoined, NodeLost, RankReported
-from megatron_ft.control.membership.joining import refuse_add
+from megatron_ft.control.membership.joining import NodeRules
 from megatron_ft.control.membership.machine import advance, initial
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Phase, Step
 from tests.unit.control.membership.test_joining import POLICY, ready
@@ -42,19 +42,19 @@ def test_a_lost_node_comes_back_whenever_it_comes() -> None:
 
 def test_nobody_can_add_a_node_that_is_not_there() -> None:
     job = Job(COMING)
-    assert refuse_add(COMING, job.state, 2) == (
+    assert NodeRules(COMING).refuse_add(job.state, 2) == (
         "node 2 has no agent, and launch.node_launcher=none cannot start one; start the node, and it joins"
     )
-    assert refuse_add(POLICY, job.state, 2) is None
+    assert NodeRules(POLICY).refuse_add(job.state, 2) is None
     ready(job, 2)
     job.see(NodeLost(2, 0.0, "cable"))
-    assert refuse_add(COMING, job.state, 2) is not None
+    assert NodeRules(COMING).refuse_add(job.state, 2) is not None
     job.see(AddRequested(2))
     assert job.see(NodeJoined(2)).decision is Decision.START_NODES
 
 
 def lose_cable(job: Job, node: int) -> Step:
-    """A node is gone with its process, and the others have said how far they are."""
+    """Lose a node with its process, and let all other nodes report their positions."""
     job.see(NodeLost(node, 0.0, "cable"))
     left = [other for other in job.state.members if other != node]
     return job.say(*(rank for other in left for rank in job.policy.ranks_of(other)))

@@ -1,4 +1,4 @@
-"""Nodes that join and leave a job that runs: the state machine under a virtual clock."""
+"""Tests nodes that join and leave a running job, with the state machine on a virtual clock."""
 
 from dataclasses import replace
 
@@ -17,8 +17,15 @@ from megatron_ft.control.membership.events import (
     StopRequested,
 )
 from megatron_ft.control.membership.machine import initial
-from megatron_ft.control.membership.nodes import NodeState
-from megatron_ft.control.membership.state import Decision, FailedStart, MembershipPolicy, Outcome, Phase, Step
+from megatron_ft.control.membership.state import (
+    Decision,
+    FailedStart,
+    MembershipPolicy,
+    NodeState,
+    Outcome,
+    Phase,
+    Step,
+)
 from tests.helpers.node_states import left
 from tests.unit.control.membership.test_reconfigure import Job
 
@@ -30,7 +37,7 @@ SPARE = replace(POLICY, num_nodes=3, max_nodes=None, num_spare_nodes=1)
 
 
 def ready(job: Job, *nodes: int) -> Step:
-    """Nodes join and their ranks report."""
+    """Let nodes register and their ranks report."""
     for node in nodes:
         if job.see(NodeJoined(node)).decision is not Decision.START_NODES:
             assert job.tick(0.0).decision is Decision.START_NODES
@@ -40,7 +47,7 @@ def ready(job: Job, *nodes: int) -> Step:
 
 
 def stand(job: Job, *ranks: int, completed: int = 4) -> Step:
-    """Ranks say that they are at the boundary of a change."""
+    """Let ranks report that they wait at the boundary of a change."""
     for rank in ranks:
         step = job.see(RankBroken(rank, job.position(rank, completed), job.now, planned=True))
     return step
@@ -86,7 +93,7 @@ def test_nodes_that_are_ready_within_the_window_join_together() -> None:
     assert shape(step) == ((0, 1, 2, 3, None, None, None, None), (0, 0, 1, 1, 2, 2, 3, 3))
 
 
-def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -> None:
+def test_a_joining_node_that_dies_before_it_is_named_is_killed_and_joins_nothing() -> None:
     job = Job(POLICY)
     ready(job, 3)
     step = job.die(6)
@@ -104,7 +111,7 @@ def test_a_newcomer_that_dies_before_it_is_named_is_killed_and_joins_nothing() -
     assert job.tick(0.0).nodes == (2,), "what is left of it is killed"
 
 
-def test_a_newcomer_that_dies_in_its_first_membership_breaks_it() -> None:
+def test_a_joining_node_that_dies_in_its_first_membership_breaks_it() -> None:
     job = Job(POLICY)
     ready(job, 3)
     job.tick(5.0)
@@ -114,7 +121,7 @@ def test_a_newcomer_that_dies_in_its_first_membership_breaks_it() -> None:
     assert shape(job.say(0, 1, 2, 3)) == ((0, 1, 2, 3), (0, 0, 1, 1))
 
 
-def test_a_newcomer_that_does_not_report_is_given_up() -> None:
+def test_a_joining_node_that_does_not_report_is_given_up() -> None:
     job = Job(POLICY)
     job.see(NodeJoined(3))
     job.see(RankReported(6))
@@ -124,7 +131,7 @@ def test_a_newcomer_that_does_not_report_is_given_up() -> None:
     assert job.state.wake_seconds is None
 
 
-def test_a_newcomer_is_lost_with_its_agent_and_may_register_again() -> None:
+def test_a_joining_node_is_lost_with_its_agent_and_may_register_again() -> None:
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(NodeLost(3, 1.0, "cable")).decision is WAIT
@@ -258,7 +265,7 @@ def test_lost_nodes_are_started_again_where_that_is_wanted() -> None:
 
 
 def come_back(job: Job, node: int, *, completed: int) -> None:
-    """A node whose ranks were started joins after iteration ``completed``."""
+    """Let a node whose ranks were started join after iteration ``completed``."""
     for rank in job.policy.ranks_of(node):
         job.see(RankReported(rank))
     assert job.tick(5.0).decision is CHANGE
@@ -267,7 +274,7 @@ def come_back(job: Job, node: int, *, completed: int) -> None:
 
 
 def lose(job: Job, node: int, *, completed: int) -> Step:
-    """A node's ranks die, the others say how far they are; what follows."""
+    """Let a node's ranks die and all other ranks report their positions. Return the next step."""
     first, second = job.policy.ranks_of(node)
     job.die(first)
     job.say(
@@ -286,7 +293,7 @@ def test_a_node_that_is_lost_again_and_again_is_left_out_until_somebody_adds_it(
     assert job.tick(1000.0).decision is WAIT
     assert job.see(AddRequested(1)).decision is Decision.START_NODES
     come_back(job, 1, completed=40)
-    assert lose(job, 1, completed=41).decision is Decision.START_NODES, "somebody wanted it: it counts anew"
+    assert lose(job, 1, completed=41).decision is Decision.START_NODES, "a start was requested: the count starts again"
 
 
 def test_a_node_that_has_settled_may_be_lost_as_often_as_it_likes() -> None:
@@ -297,7 +304,8 @@ def test_a_node_that_has_settled_may_be_lost_as_often_as_it_likes() -> None:
 
 
 def after_pause(job: Job, seconds: float) -> Step:
-    """The step when a node whose start has failed is started again, which is not before ``seconds`` have passed."""
+    """Return the step in which a node is started again after a failed start. It must not come before ``seconds`` have
+    passed."""
     assert job.tick(seconds - 0.1).decision is WAIT
     assert job.state.wake_seconds == pytest.approx(job.now + 0.1)
     return job.tick(0.2)
@@ -336,7 +344,7 @@ def test_pauses_between_failed_starts_grow_and_an_operator_ends_one() -> None:
 
 @pytest.mark.parametrize("ends_early", [True, False])
 def test_a_node_whose_process_hangs_before_it_registers_is_started_again(ends_early: bool) -> None:
-    """Its process ends during the pause, or when the launcher puts another in its place; either counts once."""
+    """Its process ends during the pause, or when the launcher replaces it. Either counts as one failure."""
     job = Job(RETURNING)
     job.see(NodeLost(1, 0.0, "cable"))
     job.say(0, 1, 4, 5)
@@ -367,7 +375,7 @@ def test_a_process_that_registers_late_takes_its_node_up_again() -> None:
     assert job.see(NodeLost(1, 9.0, "cable")).state.failed_starts, "its loss counts"
 
 
-def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
+def test_a_joining_node_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     job = Job(RETURNING)
     assert lose(job, 1, completed=20).decision is Decision.START_NODES
     job.see(RankReported(2))
@@ -382,7 +390,7 @@ def test_a_newcomer_that_dies_is_started_again_and_counts_like_a_loss() -> None:
     assert (step.decision, job.state.wake_seconds) == (WAIT, None)
 
 
-def test_the_reason_of_a_rank_that_cannot_join_is_its_last_line() -> None:
+def test_the_reason_of_a_failed_start_contains_the_last_line_of_the_log() -> None:
     job = Job(RETURNING)
     lose(job, 1, completed=20)
     job.see(RankReported(2))
@@ -393,7 +401,7 @@ def test_the_reason_of_a_rank_that_cannot_join_is_its_last_line() -> None:
     assert not step.state.failures and step.state.phase is Phase.RUNNING
 
 
-def test_a_newcomer_that_is_late_is_killed_and_started_again() -> None:
+def test_a_joining_node_that_is_late_is_killed_and_started_again() -> None:
     job = Job(RETURNING)
     assert lose(job, 1, completed=20).decision is Decision.START_NODES
     step = job.tick(100.0)
@@ -470,10 +478,10 @@ def test_a_stop_request_waits_for_the_membership_whose_change_was_ordered() -> N
     job = Job(POLICY)
     ready(job, 3)
     assert job.see(StopRequested()).decision is Decision.STOP
-    assert job.tick(5.0).decision is WAIT, "nobody joins a job that stops"
+    assert job.tick(5.0).decision is WAIT, "no node joins a job that stops"
     for rank in range(4):
         step = job.see(RankExited(rank, 0, job.now, done=True))
-    assert step.decision is Decision.END, "newcomers wait for nothing"
+    assert step.decision is Decision.END, "joining nodes would wait forever"
 
 
 def test_ranks_that_do_not_come_to_the_boundary_in_time_end_the_job() -> None:
@@ -515,7 +523,7 @@ def test_a_job_that_has_begun_to_finish_changes_no_more() -> None:
     assert step.decision is Decision.END
 
 
-def test_a_restart_takes_healthy_nodes_and_newcomers_before_those_that_failed() -> None:
+def test_a_restart_takes_healthy_nodes_and_joining_nodes_before_those_that_failed() -> None:
     job = Job(replace(SPARE, min_nodes=3, max_restarts=1))
     ready(job, 3)
     job.see(RankRaised(2, 1.0))

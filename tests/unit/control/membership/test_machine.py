@@ -1,4 +1,4 @@
-"""The membership state machine under a virtual clock."""
+"""Tests the membership state machine on a virtual clock."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ TWO_RESTARTS = replace(POLICY, max_restarts=2)
 
 
 class Job:
-    """A job whose clock the test turns."""
+    """Job whose clock the test advances."""
 
     def __init__(self, policy: MembershipPolicy = POLICY) -> None:
         self.policy = policy
@@ -53,7 +53,7 @@ class Job:
         return self.report()
 
     def fail(self, *, at_iteration: int) -> Step:
-        """Rank 1 is killed in ``at_iteration``, the others see it; the last step."""
+        """Kill rank 1 in ``at_iteration``, and let the other ranks fail. Return the last step."""
         self.see(RankExited(1, -9, 1.0, done=False, iteration=at_iteration))
         for rank in (0, 2):
             self.exit(rank, 1, at_seconds=2.0)
@@ -259,7 +259,7 @@ def test_restarts_without_progress_are_counted() -> None:
     assert len(end.state.survived) == 2
 
 
-def test_progress_makes_restarts_count_anew() -> None:
+def test_progress_makes_restarts_count_from_zero() -> None:
     job = Job(replace(POLICY, max_restarts=1)).running()
     for generation, iteration in enumerate((3, 4, 9, 10), start=1):
         assert job.fail(at_iteration=iteration).decision is Decision.RESTART
@@ -277,7 +277,9 @@ def test_ranks_that_die_before_they_report_start_again() -> None:
     assert job.see(Tick(), after_seconds=1.0).decision is Decision.KILL, "each start has its own time"
     for rank in range(4):
         end = job.exit(rank, -9)
-    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED), "ranks that never speak are no rank's"
+    assert (end.decision, end.state.outcome) == (Decision.END, Outcome.FAILED), (
+        "ranks that never report have not failed by themselves"
+    )
 
 
 def test_an_error_that_another_try_cannot_mend_ends_the_job() -> None:

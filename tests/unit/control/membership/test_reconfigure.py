@@ -1,4 +1,4 @@
-"""Going on without lost nodes: the state machine under a virtual clock, by hand and by chance."""
+"""Tests how a job continues without lost nodes, on a virtual clock: with chosen and with random events."""
 
 import random
 from dataclasses import replace
@@ -23,8 +23,8 @@ from megatron_ft.control.membership.machine import advance, initial
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, Step
 from megatron_ft.control.report import lost_records
 from megatron_ft.events import RankFailed
-from megatron_ft.planning.commit import Vote
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.iteration import Vote
+from megatron_ft.planning.recovery.membership import Position, Target
 from megatron_ft.testing.votes import vote_of
 
 POLICY = MembershipPolicy(
@@ -34,7 +34,7 @@ VOTE = vote_of(5)
 
 
 class Job:
-    """A job of three nodes of two ranks whose clock the test turns; all ranks run."""
+    """Job of three nodes with two ranks each, all of which train. The test advances its clock."""
 
     def __init__(self, policy: MembershipPolicy = POLICY) -> None:
         self.policy = policy
@@ -118,7 +118,7 @@ def test_ranks_may_fail_before_the_death_of_their_peer_is_known() -> None:
     job = Job()
     assert job.say(0, 1, 4, 5).decision is Decision.WAIT
     step = job.see(RankExited(2, -9, 0.0, done=False), after_seconds=1.9)
-    assert step.decision is Decision.REFORM, "nobody is left to be told to stop"
+    assert step.decision is Decision.REFORM, "no rank is left that could be stopped"
     assert step.reform is not None and step.reform.lost == (1,)
 
 
@@ -347,13 +347,13 @@ def test_a_job_whose_ranks_hang_together_starts_again() -> None:
 
 
 class Chance:
-    """A job whose ranks, agents and messages behave by a seed; what must hold is checked at every step."""
+    """Job whose ranks, agents and messages are random, determined by a seed. Every step is checked."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.job = Job(replace(POLICY, min_nodes=self.random.randint(1, 3), max_restarts=self.random.randint(0, 2)))
         self.alive = set(range(self.job.policy.world_size))
-        self.said: list[RankBroken] = []
+        self.output: list[RankBroken] = []
         self.waiting: set[int] = set()
         self.decided: dict[int, list[Decision]] = {}
         self.gone_agents: set[int] = set()
@@ -367,7 +367,7 @@ class Chance:
         raise AssertionError(f"no end: {self.job.state}")
 
     def event(self) -> MachineEvent:
-        """The next thing to happen; deaths and requests are rare, ranks speak when told and repeat themselves."""
+        """Return the next random event. Deaths and requests are rare; ranks report after orders, and repeat reports."""
         state, roll = self.job.state, self.random.random()
         if state.deadline_seconds is not None and self.job.now >= state.deadline_seconds:
             return Tick()
@@ -386,8 +386,8 @@ class Chance:
             return self.random.choice([StopRequested(), KillRequested(), RankRaised(rank, self.job.now)])
         if roll < 0.28 and rank not in self.waiting:
             return self.exit(rank, 0)
-        if roll < 0.35 and self.said:
-            return self.random.choice(self.said)
+        if roll < 0.35 and self.output:
+            return self.random.choice(self.output)
         if state.phase is Phase.REFORMING or (state.phase is Phase.RUNNING and roll < 0.4):
             return self.speak(rank)
         return Tick()
@@ -406,8 +406,8 @@ class Chance:
 
     def speak(self, rank: int) -> MachineEvent:
         self.waiting.add(rank)
-        self.said.append(RankBroken(rank, self.job.position(rank), self.job.now))
-        return self.said[-1]
+        self.output.append(RankBroken(rank, self.job.position(rank), self.job.now))
+        return self.output[-1]
 
     def check(self, step: Step) -> None:
         before, after = self.job.steps[-2].state, step.state
@@ -441,8 +441,8 @@ class Chance:
         before, reform = self.job.steps[-2].state, step.reform
         assert reform is not None
         members = {rank for node in step.state.members for rank in self.job.policy.ranks_of(node)}
-        assert members <= self.alive, "nobody who goes on has died"
-        current = {event.rank for event in self.said if event.position.generation == before.generation}
+        assert members <= self.alive, "no member of the new membership has died"
+        current = {event.rank for event in self.output if event.position.generation == before.generation}
         assert members <= current, "everybody has spoken"
         assert not self.gone_agents & set(step.state.members)
         assert [position.generation for position in reform.positions] == [before.generation] * len(members)
@@ -457,7 +457,7 @@ def test_whatever_happens_the_rules_hold() -> None:
     decisions = [decision for seed in range(400) for decision in _decisions(seed)]
     counts = {decision: decisions.count(decision) for decision in Decision}
     assert min(counts[decision] for decision in TRIED) > 20, f"too little was tried: {counts}"
-    assert not set(decisions) - set(TRIED), "nobody joins or leaves"
+    assert not set(decisions) - set(TRIED), "no node joins or leaves"
 
 
 def _decisions(seed: int) -> list[Decision]:

@@ -1,4 +1,5 @@
-"""Jobs that keep their layout: who takes the places of lost nodes, by hand and by chance."""
+"""Tests which nodes take the places of lost nodes in jobs that keep their layout, with chosen and with random
+events."""
 
 import random
 from collections.abc import Iterator
@@ -17,10 +18,9 @@ from megatron_ft.control.membership.events import (
     RankReported,
     StopRequested,
 )
-from megatron_ft.control.membership.joining import refuse_drain
-from megatron_ft.control.membership.nodes import AgentState
-from megatron_ft.control.membership.state import Decision, MembershipPolicy, Outcome, Phase, State, Step
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.control.membership.joining import NodeRules
+from megatron_ft.control.membership.state import AgentState, Decision, MembershipPolicy, Outcome, Phase, State, Step
+from megatron_ft.planning.recovery.membership import Target
 from tests.helpers.node_states import of_agents
 from tests.unit.control.membership.test_joining import ready, shape
 from tests.unit.control.membership.test_reconfigure import Job
@@ -38,7 +38,7 @@ AGAIN = replace(SPARES, num_spare_nodes=0, restart_lost_nodes=True)
 
 
 def lose(job: Job, node: int, *, completed: int = 4) -> Step:
-    """A node's ranks die and the others say how far they are; what follows from the last word."""
+    """Let a node's ranks die and all other ranks report their positions. Return the step after the last report."""
     first, second = job.policy.ranks_of(node)
     assert job.die(first).decision is BREAK
     job.die(second)
@@ -48,14 +48,14 @@ def lose(job: Job, node: int, *, completed: int = 4) -> Step:
 
 
 def report(job: Job, node: int) -> Step:
-    """All ranks of a node live; what follows."""
+    """Let all ranks of a node connect. Return the next step."""
     for rank in job.policy.ranks_of(node):
         step = job.see(RankReported(rank))
     return step
 
 
 def settle(job: Job) -> list[Step]:
-    """Tick as long as there is something to do at once; what was decided beside waiting."""
+    """Send ticks as long as they have an immediate effect. Return all decisions except those to wait."""
     before = len(job.steps)
     while job.state.wake_seconds is not None and job.state.wake_seconds <= job.now:
         job.tick(0.0)
@@ -201,7 +201,7 @@ def test_a_place_that_nobody_starts_in_is_tried_as_often_as_allowed() -> None:
     assert "node 1 (place 1)" in step.reason
 
 
-def test_newcomers_that_do_not_report_in_time_are_killed_and_tried_again() -> None:
+def test_joining_nodes_that_do_not_report_in_time_are_killed_and_tried_again() -> None:
     job = Job(AGAIN)
     lose(job, 1)
     settle(job)
@@ -242,7 +242,7 @@ def test_a_death_while_a_place_waits_is_announced_and_asks_for_one_more() -> Non
     assert [position.rank for position in step.reform.positions] == [0, 1] if step.reform else False
 
 
-def test_a_newcomer_that_dies_while_its_place_waits_is_tried_again() -> None:
+def test_a_joining_node_that_dies_while_its_place_waits_is_tried_again() -> None:
     job = Job(AGAIN)
     job.die(2)
     job.die(4)
@@ -285,7 +285,7 @@ def test_a_rank_that_stays_silent_loses_its_node_whose_place_is_filled_too() -> 
     ready(alone, 3)
     alone.die(0)
     alone.say(2, 3, 4)
-    assert alone.tick(10.0).decision is WAIT, "there is nobody for a second place: it has longer"
+    assert alone.tick(10.0).decision is WAIT, "no node can take a second place: the wait is longer"
     assert alone.tick(50.0).reason == "recovery.reconfigure_timeout_seconds=60: timed out waiting for ranks [5]"
 
 
@@ -307,7 +307,7 @@ def test_the_death_of_everybody_is_an_obstacle() -> None:
 
 
 def test_no_membership_is_formed_of_ranks_without_state() -> None:
-    """The last ranks that had any die while the others are given theirs: all ranks start again at once."""
+    """The last ranks with state die while they send it to other ranks. All ranks then restart at once."""
     job = Job(replace(AGAIN, num_nodes=2, ranks_per_node=1, max_restarts=1))
     job.die(1)
     job.say(0)
@@ -330,7 +330,7 @@ def test_positions_that_cannot_be_end_the_wait_before_it_begins() -> None:
 def test_no_member_may_leave_and_no_change_is_ordered() -> None:
     job = Job(SPARES)
     ready(job, 3)
-    assert "recovery.keep_layout=true" in (refuse_drain(job.policy, job.state, 0) or "")
+    assert "recovery.keep_layout=true" in (NodeRules(job.policy).refuse_drain(job.state, 0) or "")
     assert job.see(DrainRequested(0)).decision is WAIT
     assert job.state.nodes.draining == frozenset()
 
@@ -385,7 +385,7 @@ def test_a_node_that_is_lost_again_and_again_is_given_up_unless_it_settles() -> 
 
 
 def facts_of(job: Job, chance: random.Random) -> Iterator[object]:
-    """Something that can happen to such a job now, more often what helps it on."""
+    """Return possible events for such a job, with those that let it continue more often."""
     state, policy = job.state, job.policy
     nodes = range(policy.most_nodes)
     present = [node for node in state.nodes.with_ranks if node not in of_agents(state, AgentState.LOST)]
@@ -407,7 +407,7 @@ def facts_of(job: Job, chance: random.Random) -> Iterator[object]:
 
 
 def _help(job: Job, chance: random.Random, living: list[int]) -> Iterator[object]:
-    """The world does what was ordered: killed ranks end, ranks that were started report, those asked speak."""
+    """Return the events that follow from orders: killed ranks end, started ranks connect, ordered ranks report."""
     state, policy = job.state, job.policy
     lost = {node for step in job.steps for node in step.nodes if step.decision in (BREAK, REFORM, Decision.KILL_NODES)}
     for rank in living:
@@ -434,17 +434,19 @@ def _help(job: Job, chance: random.Random, living: list[int]) -> Iterator[object
 
 
 def check(policy: MembershipPolicy, before: State, step: Step) -> None:
-    """What holds in every step of a job that keeps its layout."""
+    """Check the rules that every step of a job that keeps its layout must follow."""
     after = step.state
     assert len(after.members) == len(set(after.members)) == policy.num_nodes
     assert after.generation - before.generation == (step.decision in (REFORM, Decision.RESTART))
     if step.decision not in (REFORM, Decision.RESTART):
         assert after.members == before.members
-        assert step.decision is not Decision.CHANGE, "nobody changes places without a loss"
+        assert step.decision is not Decision.CHANGE, "no node changes its place without a loss"
     if after.phase in (Phase.REFORMING, Phase.FILLING, Phase.STARTING, Phase.STOPPING, Phase.KILLING):
-        assert after.wake_seconds is not None or not after.failures, f"nobody will ever look again: {after}"
+        assert after.wake_seconds is not None or not after.failures, (
+            f"the state has failures and no wake-up time: {after}"
+        )
     if step.decision in (Decision.START_NODES, Decision.KILL_NODES):
-        assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were taken for newcomers"
+        assert not set(step.nodes) & (set(before.members) - before.nodes.lost), "members were treated as joining nodes"
     if step.decision in (BREAK, REFORM):
         assert not set(step.nodes) & after.nodes.waiting, "ranks that were started for a place would be killed"
     if step.reform is not None:
@@ -473,7 +475,7 @@ def check_reform(policy: MembershipPolicy, before: State, step: Step) -> None:
 
 
 def go(job: Job, chance: random.Random, *, only_help: bool) -> Step:
-    """One thing happens, or the clock runs to what is awaited; what follows keeps the rules."""
+    """Apply one event, or advance the clock to the next deadline, and check the resulting steps."""
     before = job.state
     living = [rank for node in before.nodes.with_ranks for rank in job.policy.ranks_of(node) if rank not in before.gone]
     event = next(_help(job, chance, living) if only_help else facts_of(job, chance), None)
@@ -489,7 +491,7 @@ def go(job: Job, chance: random.Random, *, only_help: bool) -> Step:
 
 
 def play(seed: int) -> Job:
-    """A job to which this and that happens, then nothing bad any more."""
+    """Run a job with random events, followed by a time without failures."""
     chance = random.Random(seed)
     policy = replace(
         SPARES,
@@ -508,7 +510,7 @@ def play(seed: int) -> Job:
         state = go(job, chance, only_help=True).state
         if state.phase is Phase.ENDED or (state.phase is Phase.RUNNING and not state.failures):
             return job
-    raise AssertionError(f"it never goes on: {job.state}")
+    raise AssertionError(f"the job never continues: {job.state}")
 
 
 def test_whatever_happens_all_places_are_filled_by_the_living_or_the_job_ends() -> None:

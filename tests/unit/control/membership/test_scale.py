@@ -1,4 +1,5 @@
-"""What the state machine does for one event does not grow with the number of nodes: counted in calls of functions."""
+"""Tests that the work of the state machine for one event does not grow with the number of nodes, counted in function
+calls."""
 
 import sys
 from types import FrameType
@@ -13,7 +14,7 @@ from megatron_ft.control.membership.events import (
     RankReported,
 )
 from megatron_ft.control.membership.state import Decision, MembershipPolicy, State
-from megatron_ft.planning.recovery.target import Position
+from megatron_ft.planning.recovery.membership import Position
 
 RANKS_PER_NODE = 8
 
@@ -23,7 +24,7 @@ def stands_at(rank: int) -> Position:
 
 
 class Story:
-    """A job of some nodes in which the same things happen at the same places, whatever its size."""
+    """Job in which the same events happen at the same relative places for any number of nodes."""
 
     def __init__(self, num_nodes: int) -> None:
         self.policy = MembershipPolicy(
@@ -37,7 +38,7 @@ class Story:
         self.decision = Decision.WAIT
 
     def take_in(self, event: MachineEvent) -> int:
-        """Functions called for it."""
+        """Apply an event, and return the number of functions called for it."""
         count = 0
 
         def called(_frame: FrameType, event: str, _argument: object) -> None:
@@ -53,7 +54,7 @@ class Story:
         return count
 
     def tell(self) -> list[int]:
-        """Calls for each event before which others like it were taken in."""
+        """Return the number of calls for each event that follows similar events."""
         num_ranks = self.policy.world_size
         for node in range(self.policy.num_nodes):
             self.take_in(NodeJoined(node))

@@ -1,4 +1,4 @@
-"""The process of an agent, with a controller that this test plays."""
+"""Tests the process of an agent with a controller that the test simulates."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ LOST_SECONDS = 1.5
 
 
 class Played:
-    """A controller that admits every agent and has no orders."""
+    """Controller that admits every agent and gives no orders."""
 
     def __init__(self, port: int = 0) -> None:
         self.polled = threading.Event()
@@ -46,7 +46,7 @@ class Played:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for ``condition`` to be true."""
+    """Wait until ``condition`` is true."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline
@@ -55,7 +55,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Played]]:
-    """An agent that has asked its controller for orders, and that controller."""
+    """Return an agent that has called for orders, and its controller."""
     controller = Played()
     (tmp_path / "sockets").mkdir(mode=0o700)
     with forkserver() as socket_path:

@@ -1,4 +1,4 @@
-"""What strangers say to a fork server costs them their connection, and nobody else."""
+"""Tests that invalid messages to a fork server close only the connection of their sender."""
 
 import errno
 import os
@@ -18,20 +18,20 @@ from megatron_ft.testing.jobs import forkserver as started
 
 @pytest.fixture(scope="module")
 def path() -> Iterator[str]:
-    """A fork server that has imported nothing of weight."""
+    """Yield the socket of a fork server that has imported no large modules."""
     with started("json") as socket_path:
         yield socket_path
 
 
 @pytest.fixture
 def agent(path: str) -> Iterator[socket.socket]:
-    """A client that was there before."""
+    """Return a client that was connected before."""
     with connect(path) as sock:
         yield sock
 
 
 def is_served(sock: socket.socket) -> bool:
-    """Whether a connection has not been hung up on."""
+    """Return whether a connection is still open."""
     return not select.select([sock], [], [], 0)[0]
 
 
@@ -56,7 +56,7 @@ def test_of_too_many_clients_the_last_are_not_served(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("call", ["fork", "pidfd_open"])
 def test_a_rank_that_cannot_be_forked_fails_alone(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses it a process (EAGAIN) or a descriptor (EMFILE)."""
+    """The kernel refuses to create a process (EAGAIN) or a descriptor (EMFILE)."""
 
     def refuse(*_: object) -> int:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -66,7 +66,7 @@ def test_a_rank_that_cannot_be_forked_fails_alone(call: str, tmp_path: Path, mon
     log = tmp_path / "rank.log"
 
     def spawn(rank: int) -> dict[str, object]:
-        """Ask for a rank; the answer."""
+        """Request a rank, and return the answer."""
         with log.open("wb") as file:
             send(agent, {"op": "spawn", "rank": rank, "spec": {}}, [file.fileno()])
         server._read(server._clients[0])

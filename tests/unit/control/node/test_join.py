@@ -1,4 +1,4 @@
-"""Nodes that come by themselves: whom they join, when they come back, when they end."""
+"""Tests nodes that start by themselves: which job they join, when they return, when they end."""
 
 import dataclasses
 import signal
@@ -19,7 +19,7 @@ from megatron_ft.control.node import join as join_main
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.join_file import JoinFile
 from megatron_ft.control.rpc import RpcClient, RpcServer, new_token
-from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.errors import ControlError
 from megatron_ft.testing.slurm_cluster import wait_until
 from tests.unit.control.controller.test_controller import ONE_NODE_IS_ENOUGH, launch_spec
@@ -28,7 +28,7 @@ JOB = "17"
 
 
 class Console:
-    """A controller that says which nodes live, and what was published of it."""
+    """Controller that reports which nodes live, and the file that its launcher published."""
 
     def __init__(self, run_dir: Path, *, num_returns: int = 0, job_id: str = JOB) -> None:
         self.nodes: list[int] = []
@@ -41,7 +41,7 @@ class Console:
 
 
 def content(run_dir: Path, address: str, token: str, *, num_returns: int = 0, job_id: str = JOB) -> JoinFile:
-    """What a launcher publishes."""
+    """Return the content of the published file."""
     (run_dir / "logs").mkdir(exist_ok=True)
     about: dict[str, Any] = {"node": 0, "runtime_dir": "", "forkserver_socket": "", "log_dir": str(run_dir / "logs")}
     spec = AgentSpec(controller_address=address, token=token, **about)
@@ -50,14 +50,14 @@ def content(run_dir: Path, address: str, token: str, *, num_returns: int = 0, jo
 
 @dataclasses.dataclass
 class Node:
-    """Node 1, whose stays with launchers are scripted."""
+    """Node 1, whose stays in jobs are scripted."""
 
     run_dir: Path
     monkeypatch: pytest.MonkeyPatch
     tokens: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, *stays: Any, patience_seconds: float = 0.05) -> int:
-        """Each stay is called, and its exit code is the node process's."""
+        """Run the node. Each scripted stay is called, and its result is the exit code of the node's process."""
         following = iter(stays)
 
         def stay(_node: object, found: JoinFile, _processes: object) -> int:
@@ -69,8 +69,8 @@ class Node:
         return join_main._Node(self.run_dir, 1, JOB, patience_seconds).run()
 
     def is_over(self, code: int = 0) -> int:
-        """The job ends while the node stays."""
-        leave_marker(self.run_dir, JOB, exit_code=7, reason="because", is_final=True)
+        """Let the job end during a stay."""
+        RunAttempts(self.run_dir).leave_marker(JOB, exit_code=7, reason="because", is_final=True)
         return code
 
 
@@ -130,7 +130,7 @@ def test_a_lost_node_comes_back_as_often_as_the_job_lets_it(node: Node, launcher
     assert node.tokens == [launcher.content.agent.token] * 3
 
 
-def test_another_console_counts_anew(node: Node, launcher: Console) -> None:
+def test_another_console_counts_from_zero(node: Node, launcher: Console) -> None:
     following: list[Console] = []
 
     def lost() -> int:
@@ -156,8 +156,8 @@ def test_the_command_says_what_is_wrong_in_a_line(tmp_path: Path, capsys: pytest
     path.write_text("{")
     path.chmod(0o600)
     assert join_main.main([str(tmp_path), "--node=1", f"--job={JOB}"]) == ControlError.exit_code
-    said = capsys.readouterr().err
-    assert said.startswith(f"node 1: {path}: damaged: ") and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"node 1: {path}: damaged: ") and output.count("\n") == 1
 
 
 def test_what_cannot_be_read_ends_no_node_that_has_its_console(
@@ -183,7 +183,7 @@ def test_what_cannot_be_read_ends_no_node_that_has_its_console(
 
 
 def serve(token: str) -> tuple[Controller, threading.Thread]:
-    """The controller of two nodes that come by themselves, and the thread that it runs in."""
+    """Serve as the controller of two nodes that start by themselves, in a thread."""
     policy = dataclasses.replace(ONE_NODE_IS_ENOUGH, num_nodes=2, min_nodes=2, ranks_per_node=1, starts_nodes=False)
     controller = Controller(
         policy, interface="127.0.0.1", token=token, launch_spec=launch_spec, record_decision=lambda _decision: None

@@ -1,4 +1,4 @@
-"""What a launcher publishes for nodes that come by themselves."""
+"""Tests the file that a launcher publishes for nodes that start by themselves."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ CONTENT = JoinFile(agent=SPEC, preload=["a", "b:c"], job_id="17", num_nodes=4, n
 
 
 def publish(run_dir: Path, **changes: Any) -> Path:
-    """Publish, and change what is in the file by hand; keys of the agent's with a dot."""
+    """Publish the file, and change fields in it. Keys with a dot are fields of the agent's spec."""
     CONTENT.publish(run_dir)
     path = run_dir / "control" / "join.json"
     values = json.loads(path.read_text())
@@ -38,7 +38,7 @@ def publish(run_dir: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_node_is_told_all_but_its_own(tmp_path: Path) -> None:
+def test_a_node_receives_all_but_its_own_values(tmp_path: Path) -> None:
     assert join_file.JoinFile.read(tmp_path) is None
     CONTENT.publish(tmp_path)
     found = join_file.JoinFile.read(tmp_path)

@@ -1,8 +1,8 @@
-"""The agent's queue to the controller."""
+"""Tests an agent's queue of reports to the controller."""
 
 import threading
 
-from megatron_ft.control.node.outbox import HIGH_WATER_ITEMS, LOW_WATER_ITEMS, Outbox
+from megatron_ft.control.node.ranks import HIGH_WATER_ITEMS, LOW_WATER_ITEMS, Outbox
 
 
 def test_items_stay_until_they_are_acknowledged_and_keep_their_numbers() -> None:

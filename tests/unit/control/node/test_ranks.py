@@ -1,4 +1,4 @@
-"""What an agent tells its ranks, and what it passes on of them."""
+"""Tests the messages between an agent and its ranks, and which of them the agent forwards."""
 
 import os
 import selectors
@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.node import outbox, ranks
+from megatron_ft.control.node import ranks
 from megatron_ft.control.node.fork_server import listen
-from megatron_ft.control.node.outbox import Outbox
-from megatron_ft.control.node.ranks import Ranks
+from megatron_ft.control.node.ranks import Outbox, Ranks
 from megatron_ft.framing import FrameReader, encode, send
 from megatron_ft.testing.attacks import greetings
 
@@ -22,7 +21,7 @@ HEARTBEAT_SECONDS = 10.0
 
 
 class Node:
-    """Node 2 with one rank, which the test plays."""
+    """Node 2 with one rank, which the test simulates."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "node.sock"
@@ -42,7 +41,7 @@ class Node:
         send(self.rank, message)
 
     def read(self) -> None:
-        """One round of the agent's main loop."""
+        """Run one round of the agent's main loop."""
         for key, _ in self.selector.select(timeout=10):
             key.data()
 
@@ -66,14 +65,14 @@ def test_what_a_rank_says_bears_its_first_number_and_the_generation_it_was_said_
     node.read()
     node.rank.close()
     node.ranks.exited({"op": "exited", "rank": NUMBER, "returncode": -9, "at_seconds": 2.0})
-    said = node.passed_on()
-    assert [item["op"] for item in said] == ["reported", "record", "broken", "exited"]
-    assert [(item["rank"], item["generation"]) for item in said] == [(NUMBER, 0)] * 2 + [(NUMBER, 1)] * 2
-    assert said[2]["position"] == {"rank": 3} and said[2]["node"] == 2
+    output = node.passed_on()
+    assert [item["op"] for item in output] == ["reported", "record", "broken", "exited"]
+    assert [(item["rank"], item["generation"]) for item in output] == [(NUMBER, 0)] * 2 + [(NUMBER, 1)] * 2
+    assert output[2]["position"] == {"rank": 3} and output[2]["node"] == 2
     assert node.ranks.numbers == []
 
 
-def test_ranks_are_told_and_go_on_being_read(node: Node) -> None:
+def test_ranks_receive_messages_while_theirs_are_read(node: Node) -> None:
     assert node.ranks.broadcast({"op": "break", "reason": "gone"}) == []
     assert FrameReader(node.rank).pump() == ([{"op": "break", "reason": "gone"}], False)
     node.say(op="record", record={"n": 2})
@@ -90,7 +89,7 @@ def test_a_rank_that_takes_nothing_is_named(node: Node, manner: str, monkeypatch
 
 
 def stranger(node: Node, data: bytes = b"") -> socket.socket:
-    """A connection that has sent ``data``, once the agent has taken it."""
+    """Return a connection that has sent ``data``, after the agent has accepted it."""
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(10)
     sock.connect(node.listener.getsockname())
@@ -100,7 +99,7 @@ def stranger(node: Node, data: bytes = b"") -> socket.socket:
 
 
 @pytest.mark.parametrize("data", greetings(NUMBER).values(), ids=list(greetings(NUMBER)))
-def test_a_greeting_that_is_no_rank_of_ours_is_hung_up_on_and_the_rank_stays(node: Node, data: bytes) -> None:
+def test_a_greeting_that_is_no_rank_of_ours_is_closed_and_the_rank_stays(node: Node, data: bytes) -> None:
     with stranger(node, data) as sock:
         node.read()
         assert sock.recv(1) == b""
@@ -109,7 +108,9 @@ def test_a_greeting_that_is_no_rank_of_ours_is_hung_up_on_and_the_rank_stays(nod
     assert [item["op"] for item in node.passed_on()] == ["reported", "record"]
 
 
-def test_of_too_many_silent_strangers_the_oldest_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_unauthenticated_connections_the_oldest_are_closed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "MAX_UNAUTHENTICATED", 2)
     held = [stranger(node) for _ in range(3)]
     try:
@@ -138,7 +139,7 @@ def test_a_rank_may_say_more_than_a_greeting_at_once(tmp_path: Path) -> None:
 
 
 def see(node: Node, *, start: float, seconds: int) -> list[int]:
-    """Ranks that are hung, when the agent looks every second."""
+    """Return the unresponsive ranks that the agent finds if it checks every second."""
     return [rank for second in range(seconds) for rank in node.ranks.check_life(start + second)]
 
 
@@ -155,12 +156,12 @@ def test_a_rank_that_answers_no_ping_is_hung_and_said_so_once(node: Node) -> Non
 
 def test_a_rank_that_is_not_read_owes_no_answer(node: Node) -> None:
     begin = time.monotonic()
-    for _ in range(outbox.HIGH_WATER_ITEMS):
+    for _ in range(ranks.HIGH_WATER_ITEMS):
         node.outbox.put({"op": "record"})
     node.say(op="record", record={})
     node.read()
     assert see(node, start=begin, seconds=25) == []
-    node.outbox.acknowledge(outbox.HIGH_WATER_ITEMS)
+    node.outbox.acknowledge(ranks.HIGH_WATER_ITEMS)
     node.ranks.resume()
     assert see(node, start=begin + 25, seconds=20) == [NUMBER]
 

@@ -1,4 +1,4 @@
-"""Sidecars of a node: their first line, their end, and a wait that is bounded."""
+"""Tests sidecars of a node: their first line, their end, and the limit of the wait for them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ MODULE = "megatron_ft.testing.dummy_sidecar"
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Sidecars]]:
-    """Starts a dummy service that behaves as told; ended at the end."""
+    """Yield a function that starts a dummy service with a given behaviour. The service is ended after the test."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     started: list[Sidecars] = []
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def serve(sidecars: Sidecars, until: Callable[[], bool]) -> int:
-    """Wait as an agent does; how often all were ready."""
+    """Wait like an agent. Return the number of times that all sidecars became ready."""
     calls: list[None] = []
     with selectors.DefaultSelector() as selector:
         sidecars.watch(selector, lambda: calls.append(None))
@@ -54,9 +54,9 @@ def test_a_service_is_ready_when_it_has_said_its_address(start: Callable[..., Si
     assert about.socket == str(tmp_path / f"003-{os.getpid()}-dummy.sock")
     host, _, port = str(about.address).rpartition(":")
     socket.create_connection((host, int(port)), timeout=10).close()
-    told = sidecars.for_ranks({"dummy": {"3": "a:1", "4": "b:2"}})["dummy"]
-    assert told == {"socket": about.socket, "token": "t", "addresses": {"3": "a:1", "4": "b:2"}}
-    json.dumps(told)
+    reported = sidecars.for_ranks({"dummy": {"3": "a:1", "4": "b:2"}})["dummy"]
+    assert reported == {"socket": about.socket, "token": "t", "addresses": {"3": "a:1", "4": "b:2"}}
+    json.dumps(reported)
 
 
 def test_no_service_is_ready_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a membership's store is served when its first rank is on another machine than the controller."""
+"""Tests where the store of a membership runs if its first rank is on another machine than the controller."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,14 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.control.controller.main import _launch_spec
-from megatron_ft.control.node.store_endpoint import NUM_PORTS, StoreEndpoint
+from megatron_ft.control.ports import NUM_PORTS, StoreEndpoint
 from megatron_ft.serde import decode, encode
 
 PLACES = {node: StoreEndpoint(f"10.0.0.{node}", (21000 + node, 22000 + node)) for node in (0, 1)}
 
 
 def order(generation: int, members: list[int], places: dict[int, StoreEndpoint]) -> tuple[str, int]:
-    """Address and port of the store of a generation."""
+    """Return address and port of the store of a generation."""
     about = {"resume_from": None, "working_dir": "."}
     found = _launch_spec(JobConfig(), Path("run"), "entry", generation, members, places, **about)
     return found.master_addr, found.master_port

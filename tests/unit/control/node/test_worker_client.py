@@ -1,4 +1,5 @@
-"""A rank that outlives others: what its client takes from the agent, in which order, and what it refuses."""
+"""Tests the client of a rank that survives other ranks: which messages it accepts from the agent, in which order, and
+which it refuses."""
 
 import contextlib
 import queue
@@ -12,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.control.node.agent_client import AgentClient, Identity
-from megatron_ft.control.node.worker_client import InProcessClient, MembershipOrder, StopFlag
+from megatron_ft.control.node.worker_client import AgentClient, Identity, InProcessClient, MembershipOrder, StopFlag
 from megatron_ft.errors import ControlError, TrainingStopped
 from megatron_ft.framing import FrameReader, send
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, Target
+from megatron_ft.planning.recovery.membership import NextMembership, Position, Target
 
 SECONDS = 10.0
 POSITION = Position(rank=2, generation=0, completed=4, contributed=4, vote=None)
@@ -46,11 +45,11 @@ class Rank:
             self.client = AgentClient(str(path), who, stop=flag, can_survive=can_survive)
             self.agent, _ = listener.accept()
         self.reader = FrameReader(self.agent)
-        assert self.heard() == {"op": "hello", "rank": 2, "start": 7}
+        assert self.received() == {"op": "hello", "rank": 2, "start": 7}
         self.hung_up: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.pool = ThreadPoolExecutor(1)
 
-    def heard(self) -> dict[str, Any]:
+    def received(self) -> dict[str, Any]:
         (message,), _ = self.reader.pump()
         return message
 
@@ -61,9 +60,9 @@ class Rank:
         self.say(op="break", generation=generation, reason=reason)
 
     def survive(self, position: Position = POSITION, error: BaseException | str = "peer") -> Future[NextMembership]:
-        """Call ``survive`` in a thread; returns once the agent has heard of it."""
+        """Call ``survive`` in a thread. Return when the agent has received the position."""
         future = self.pool.submit(self.client.survive, position, error)
-        self.last = self.heard()
+        self.last = self.received()
         return future
 
 
@@ -85,7 +84,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
         rank.pool.shutdown()
 
 
-def test_a_break_is_told_once_in_each_membership_by_another_thread(start: Callable[..., Rank]) -> None:
+def test_a_break_is_reported_once_in_each_membership_by_another_thread(start: Callable[..., Rank]) -> None:
     rank = start()
     threads: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     rank.client.on_break(lambda reason: threads.put((reason, threading.get_ident())))
@@ -117,7 +116,7 @@ def test_a_rank_that_takes_long_to_break_connections_still_answers_pings(start: 
     rank.agent.settimeout(SECONDS / 2)
     try:
         rank.say(op="ping")
-        assert rank.heard() == {"op": "pong"}
+        assert rank.received() == {"op": "pong"}
     finally:
         may_end.set()
 
@@ -187,7 +186,9 @@ def test_a_rank_of_a_job_that_needs_all_nodes_does_not_wait(start: Callable[...,
         alone.survive(POSITION, "peer")
 
 
-def test_a_newcomer_says_nothing_more_than_who_it_is_until_a_membership_names_it(start: Callable[..., Rank]) -> None:
+def test_a_joining_node_sends_only_its_identity_until_a_membership_names_it(
+    start: Callable[..., Rank],
+) -> None:
     rank = start(is_joining=True)
     future = rank.pool.submit(rank.client.await_membership)
     rank.say_break()  # of the membership that runs without it
@@ -204,7 +205,7 @@ def test_a_newcomer_says_nothing_more_than_who_it_is_until_a_membership_names_it
     assert future.result(SECONDS).generation == 2
 
 
-def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) -> None:
+def test_a_job_that_ends_ends_the_wait_of_joining_nodes(start: Callable[..., Rank]) -> None:
     rank = start(is_joining=True)
     future = rank.pool.submit(rank.client.await_membership)
     rank.say(op="end", reason="all ranks have finished")
@@ -214,7 +215,7 @@ def test_a_job_that_ends_ends_the_wait_of_newcomers(start: Callable[..., Rank]) 
         start().client.await_membership()
 
 
-def test_a_membership_that_takes_a_member_for_a_newcomer_is_refused(
+def test_a_membership_that_takes_a_member_for_a_joining_rank_is_refused(
     start: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the listener's error goes to the rank's log
@@ -229,7 +230,7 @@ def test_a_membership_that_takes_a_member_for_a_newcomer_is_refused(
         newcomer.client.await_membership()
 
 
-def test_a_rank_stands_at_the_boundary_and_goes_on_with_newcomers(start: Callable[..., Rank]) -> None:
+def test_a_rank_stands_at_the_boundary_and_continues_with_joining_nodes(start: Callable[..., Rank]) -> None:
     rank = start()
     assert not rank.client.change_requested()
     order = rank.pool.submit(rank.client.awaited_change)
@@ -238,18 +239,18 @@ def test_a_rank_stands_at_the_boundary_and_goes_on_with_newcomers(start: Callabl
     assert order.result(SECONDS) == MembershipOrder((1,))
     assert rank.client.change_requested()
     future = rank.pool.submit(rank.client.change, POSITION)
-    said = rank.heard()
-    assert (said["op"], said["planned"], Position.from_json(said["position"])) == ("broken", True, POSITION)
-    assert "traceback" not in said and "error" not in said
+    output = rank.received()
+    assert (output["op"], output["planned"], Position.from_json(output["position"])) == ("broken", True, POSITION)
+    assert "traceback" not in output and "error" not in output
     rank.say(op="reform", next=NEXT.to_json())
     assert future.result(SECONDS) == NEXT
     assert not rank.client.change_requested(), "each order is of one membership"
 
 
-def test_a_rank_whose_node_leaves_is_told_so(start: Callable[..., Rank]) -> None:
+def test_a_rank_whose_node_leaves_is_informed(start: Callable[..., Rank]) -> None:
     rank = start()
     future = rank.pool.submit(rank.client.change, POSITION)
-    rank.heard()
+    rank.received()
     rank.say(op="leave", generation=1, reason="of another membership")
     rank.say(op="leave", generation=0, reason="node 2 leaves")
     assert future.result(SECONDS) is None
@@ -272,7 +273,7 @@ def test_a_busy_rank_answers_pings(start: Callable[..., Rank], can_survive: bool
     rank = start(can_survive=can_survive)
     for _ in range(3):
         rank.say(op="ping")
-        assert rank.heard() == {"op": "pong"}
+        assert rank.received() == {"op": "pong"}
 
 
 def test_ranks_without_an_agent_or_of_a_fixed_job_see_nobody_join(start: Callable[..., Rank]) -> None:

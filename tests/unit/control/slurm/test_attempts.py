@@ -1,11 +1,11 @@
-"""What a batch job keeps of its launchers, and what is read of a run's reports about one."""
+"""Tests the records that a batch job keeps of its launchers, and what it reads from a run's reports."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.slurm.attempts import Witness, add_attempt, leave_marker, read_attempts, read_end
+from megatron_ft.control.slurm.attempts import RunAttempts, Witness
 from megatron_ft.errors import ControlError
 from megatron_ft.events import RankFailed
 from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
@@ -37,42 +37,42 @@ def test_a_failure_of_which_no_node_is_known_is_held_against_none(tmp_path: Path
 
 
 def test_attempts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert read_attempts(tmp_path) == []
-    add_attempt(tmp_path, ATTEMPT)
-    add_attempt(tmp_path, ATTEMPT)
-    assert read_attempts(tmp_path) == [ATTEMPT, ATTEMPT]
+    assert RunAttempts(tmp_path).read() == []
+    RunAttempts(tmp_path).add(ATTEMPT)
+    RunAttempts(tmp_path).add(ATTEMPT)
+    assert RunAttempts(tmp_path).read() == [ATTEMPT, ATTEMPT]
     path = tmp_path / "slurm" / "attempts.jsonl"
     path.write_text(path.read_text() + '{"job_id": "18"}\n')
     with pytest.raises(ControlError, match=r"attempts\.jsonl: damaged"):
-        read_attempts(tmp_path)
+        RunAttempts(tmp_path).read()
 
 
 def test_half_an_attempt_spoils_no_later_one(tmp_path: Path) -> None:
-    add_attempt(tmp_path, ATTEMPT)
+    RunAttempts(tmp_path).add(ATTEMPT)
     path = tmp_path / "slurm" / "attempts.jsonl"
     path.write_bytes(path.read_bytes() + path.read_bytes()[:20])
-    add_attempt(tmp_path, ATTEMPT)
-    assert read_attempts(tmp_path) == [ATTEMPT, ATTEMPT]
+    RunAttempts(tmp_path).add(ATTEMPT)
+    assert RunAttempts(tmp_path).read() == [ATTEMPT, ATTEMPT]
 
 
 def test_the_end_is_that_of_this_job(tmp_path: Path) -> None:
-    assert read_end(tmp_path, "17") is None
-    leave_marker(tmp_path, "16", exit_code=7, reason="because", is_final=True)
-    assert read_end(tmp_path, "17") is None
-    leave_marker(tmp_path, "17", exit_code=0, reason="because", is_final=True)
-    assert (read_end(tmp_path, "16"), read_end(tmp_path, "17")) == (7, 0)
+    assert RunAttempts(tmp_path).read_end("17") is None
+    RunAttempts(tmp_path).leave_marker("16", exit_code=7, reason="because", is_final=True)
+    assert RunAttempts(tmp_path).read_end("17") is None
+    RunAttempts(tmp_path).leave_marker("17", exit_code=0, reason="because", is_final=True)
+    assert (RunAttempts(tmp_path).read_end("16"), RunAttempts(tmp_path).read_end("17")) == (7, 0)
     for content in ("", "[]", "{}", '{"exit_code": null}'):
         (tmp_path / "slurm" / "17.json").write_text(content)
         with pytest.raises(ControlError, match=r"17\.json: damaged"):
-            read_end(tmp_path, "17")
+            RunAttempts(tmp_path).read_end("17")
 
 
 def test_what_a_job_leaves_is_found_after_the_death_of_its_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, run = note_steps(monkeypatch), f"fsync {tmp_path.name}"
-    add_attempt(tmp_path, ATTEMPT)
+    RunAttempts(tmp_path).add(ATTEMPT)
     assert steps == [run, "fsync attempts.jsonl", "fsync slurm"]
     steps.clear()
-    leave_marker(tmp_path, "17", exit_code=0, reason="because", is_final=True)
+    RunAttempts(tmp_path).leave_marker("17", exit_code=0, reason="because", is_final=True)
     assert steps == [run, "fsync 17.json", "rename 17.json", "fsync slurm"]

@@ -1,4 +1,4 @@
-"""The process behind a batch script; launchers and Slurm follow a script here, ``tests/slurm`` has real ones."""
+"""Tests the process behind a batch script. Launchers and Slurm are scripted; ``tests/slurm`` has real ones."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import RunConfig
 from megatron_ft.control.rundir import RunDir
 from megatron_ft.control.slurm.batch_job import _Site
 from megatron_ft.errors import ConfigError
@@ -55,20 +55,20 @@ esac
 
 
 def loss(iteration: int) -> dict[str, Any]:
-    """A line of ``metrics.jsonl``."""
+    """Return a line of ``metrics.jsonl``."""
     return {"kind": "metrics", "iteration": iteration, "loss": 1.0}
 
 
 @dataclass
 class Play:
-    """A batch job whose launchers do what they are told."""
+    """Batch job whose launchers are scripted."""
 
     folder: Path
 
     def start(
         self, acts: Sequence[Mapping[str, Any]], *words: str, nodes_now: str = "n[0-3]", **variables: str
     ) -> "subprocess.Popen[str]":
-        """Start it. The n-th launcher does ``acts[n]``."""
+        """Start the batch job. Launcher n executes ``acts[n]``."""
         (self.folder / "acts.json").write_text(json.dumps(acts))
         (self.folder / "launcher.py").write_text(CONSOLE)
         programs = self.folder / "bin"
@@ -89,38 +89,38 @@ class Play:
         )
 
     def run(self, acts: Sequence[Mapping[str, Any]], *words: str, **about: str) -> tuple[int, str]:
-        """Run it to its end: exit code, standard error."""
+        """Run the batch job to its end. Return exit code and standard error."""
         process = self.start(acts, *words, **about)
         _, errors = process.communicate(timeout=60)
         return process.returncode, errors
 
     def claim(self) -> RunDir:
-        """Have the run's folder, as a launcher that lives."""
+        """Claim the run's folder, as a living launcher does."""
         return RunDir.claim(
             RunConfig(dir=str(self.folder), name="run", resume="auto"), model_name="tiny", config_yaml="a: 1\n"
         )
 
     @property
-    def told(self) -> list[dict[str, Any]]:
-        """What each launcher was started with."""
+    def reported(self) -> list[dict[str, Any]]:
+        """Return the arguments with which each launcher was started."""
         return [json.loads(line) for line in (self.folder / "run" / "told.jsonl").read_text().splitlines()]
 
     @property
     def calls(self) -> list[str]:
-        """Commands of Slurm that were given, without questions."""
+        """Return the commands of Slurm that were called, except queries."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if not line.startswith(("scontrol --oneliner", "sinfo"))]
 
     @property
     def marker(self) -> dict[str, Any] | None:
-        """How the job ended, if it says so."""
+        """Return how the job ended according to its marker."""
         path = self.folder / "run" / "slurm" / "17.json"
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def ignored_by(process: "subprocess.Popen[str]") -> set[int]:
-    """Signals that a process takes no notice of (proc(5), ``SigIgn``)."""
+    """Return the signals that a process ignores (proc(5), ``SigIgn``)."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
     mask = int(status["SigIgn"], 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}
@@ -134,9 +134,9 @@ def play(tmp_path: Path) -> Play:
 def test_a_run_that_ends_well(play: Play) -> None:
     assert play.run([{"exit_code": 0}], "launch=slurm", MFT_SPARE_NODES="1") == (0, "job 17: end: " + PLANNED)
     assert play.marker == {"job_id": "17", "exit_code": 0, "reason": PLANNED.strip(), "is_final": True}
-    (told,) = play.told
-    assert told["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
-    assert told["SLURM_NTASKS"] is None and told["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
+    (reported,) = play.reported
+    assert reported["words"] == ["launch=slurm", "launch.num_nodes=3", "nodes.num_spare_nodes=1"]
+    assert reported["SLURM_NTASKS"] is None and reported["SLURM_JOB_NODELIST"] == "n0,n1,n2,n3"
     assert play.calls == []
 
 
@@ -148,7 +148,7 @@ def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has
     acts = [{"exit_code": -9, "writes": {"events.jsonl": [lost], "metrics.jsonl": [loss(4)]}}, {"exit_code": 0}]
     code, _ = play.run(acts, nodes_now="n[0,2-3]", MFT_SPARE_NODES="1")
     assert code == 0
-    second = play.told[1]
+    second = play.reported[1]
     assert second["words"] == ["launch.num_nodes=3", "nodes.num_spare_nodes=0", "run.resume=auto"]
     assert (second["SLURM_JOB_NODELIST"], second["SLURM_JOB_NUM_NODES"]) == ("n0,n2,n3", "3")
     attempts = [json.loads(line) for line in (play.folder / "run/slurm/attempts.jsonl").read_text().splitlines()]
@@ -159,7 +159,7 @@ def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has
 def test_without_progress_it_ends_with_the_code_that_the_site_asked_for(play: Play) -> None:
     acts = [{"exit_code": 7}] * 4
     code, errors = play.run(acts, MFT_FINAL_EXIT_CODE="93")
-    assert (code, len(play.told)) == (93, 3)
+    assert (code, len(play.reported)) == (93, 3)
     assert "consecutive attempts without progress beyond iteration" in errors
     assert play.marker is not None and play.marker["exit_code"] == 93
 
@@ -173,10 +173,10 @@ def test_a_warning_lets_the_console_save_and_requeues_without_an_end_marker(play
     process = play.start(acts, MFT_SPARE_NODES="1", EXCLUDED="n[8-9]")
     wait_until("the launcher waits", (play.folder / "run" / "waits").exists)
     process.send_signal(signal.SIGUSR1)
-    wait_until("Slurm was told", lambda: len(play.calls) == 2)
+    wait_until("Slurm was called", lambda: len(play.calls) == 2)
     assert play.calls == ["scontrol requeue 17", "scontrol update jobid=17 ExcNodeList=n8,n9,n2"]
     assert play.marker is None
-    assert {signal.SIGUSR1, signal.SIGTERM} <= ignored_by(process), "Slurm sends it while it is still told something"
+    assert {signal.SIGUSR1, signal.SIGTERM} <= ignored_by(process), "Slurm can send a signal while scontrol still runs"
     process.kill()
     process.communicate()
 
@@ -215,14 +215,14 @@ def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> 
     earlier.release()
     assert process.wait(timeout=60) == 0
     process.stderr.close()
-    assert len(play.told) == 1
+    assert len(play.reported) == 1
 
 
 def test_who_does_not_end_is_not_waited_for_for_ever(play: Play) -> None:
     earlier = play.claim()
     code, _ = play.run([{"exit_code": 2}], SLURM_RESTART_COUNT="1", MFT_CONSOLE_SECONDS="0")
     earlier.release()
-    assert (code, len(play.told)) == (2, 1), "it is refused, and says why"
+    assert (code, len(play.reported)) == (2, 1), "it is refused, and says why"
 
 
 def test_a_warning_before_a_console_has_begun_starts_none(play: Play) -> None:
@@ -244,7 +244,7 @@ def test_a_requeued_job_goes_on_and_takes_back_its_marker(play: Play) -> None:
     assert play.marker is not None
     acts = [{"exit_code": 130}, {"exit_code": 2}]
     assert play.run(acts, SLURM_RESTART_COUNT="1")[0] == 2
-    assert "run.resume=auto" in play.told[1]["words"]
+    assert "run.resume=auto" in play.reported[1]["words"]
     assert play.marker["exit_code"] == 2
 
 
@@ -254,7 +254,7 @@ def test_a_chain_counts_its_jobs_together_and_ends_as_one(play: Play) -> None:
         code, errors = play.run([{"exit_code": 7}] * 3, SLURM_JOB_ID=str(20 + number), **chained)
         assert code == 7, errors
     assert play.calls == ["scancel --me --name=lm --state=PENDING"], "only the last one: no progress in three jobs"
-    assert all("run.resume=auto" in told["words"] for told in play.told)
+    assert all("run.resume=auto" in reported["words"] for reported in play.reported)
 
 
 def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
@@ -264,7 +264,7 @@ def test_a_chain_that_cannot_be_cancelled_changes_no_end(play: Play) -> None:
 
 
 def test_a_chain_without_a_name_is_refused() -> None:
-    """To cancel what waits under no name would be to cancel all that the user has waiting."""
+    """Cancelling jobs without a name would cancel all waiting jobs of the user."""
     with pytest.raises(ConfigError, match="SLURM_JOB_NAME"):
         _Site.read({**ALLOCATION, "SLURM_JOB_NAME": "", "MFT_CHAINED": "1"})
 

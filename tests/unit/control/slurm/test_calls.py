@@ -1,4 +1,4 @@
-"""What Slurm says, read; and what a node does about a batch host."""
+"""Tests how output of Slurm is parsed, and how a node reacts to the state of the batch host."""
 
 import threading
 
@@ -37,8 +37,8 @@ def test_nodes_that_are_none_are_refused() -> None:
 
 
 def test_nodes_that_are_drained() -> None:
-    said = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
-    assert _parse_drained(said) == ["node1", "node2", "node3"]
+    output = "node0 mixed\nnode1 draining\nnode1 draining\nnode2 drained*\nnode3 drng@\nnode4 down*\nnode5 idle\n"
+    assert _parse_drained(output) == ["node1", "node2", "node3"]
 
 
 def test_hosts_of_an_arrays_tasks() -> None:
@@ -53,7 +53,7 @@ def test_what_is_no_task_and_host_is_refused(text: str) -> None:
 
 
 class Slurm:
-    """Answers in turn."""
+    """Slurm with scripted answers."""
 
     def __init__(self, *answers: JobView | SlurmError) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""Nodes that are drained are let go; Slurm and the controller follow a script, ``tests/slurm`` has real ones."""
+"""Tests that drained nodes leave the job. Slurm and the controller are scripted; ``tests/slurm`` has real ones."""
 
 import threading
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ HOSTS = ("a", "b", "c")
 
 
 class Play:
-    """Answers of Slurm in turn, and of the controller."""
+    """Scripted answers of Slurm and of the controller."""
 
     def __init__(self, answers: Sequence[Sequence[str] | SlurmError], refusals: Sequence[Exception | None]) -> None:
         self.answers, self.refusals = list(answers), list(refusals)
@@ -46,7 +46,7 @@ class Play:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
-    """The nodes that the controller was asked to let go."""
+    """Return the nodes that the controller was requested to release."""
     monkeypatch.setattr(calls, "drained_hosts", play.drained_hosts)
     monkeypatch.setattr(drains, "AdminClient", lambda run_dir: play)
     drains._watch(Path("run"), lambda: dict(enumerate(HOSTS)), 0.0, play.is_over)
@@ -59,11 +59,11 @@ def watch(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[int]:
         ([["c"], ["c"], ["b", "c"]], [], [2, 1]),
         ([["c"], [], ["c"]], [], [2, 2]),
         ([["c"], SlurmError("does not answer"), ["c"]], [], [2]),
-        ([["c"], ["c"], ["c"]], [ControlError("its place has nobody else")] * 2, [2, 2, 2]),
+        ([["c"], ["c"], ["c"]], [ControlError("no other node can take its place")] * 2, [2, 2, 2]),
         ([["c"], ["c"], ["c"]], [JobNotRunning("not yet")], [2, 2]),
         ([["c"], ["c"], ["c"]], [ConfigError("no certificates"), OSError("stale file handle")], [2, 2, 2]),
     ],
-    ids=["once each", "drained again", "Slurm is silent", "refused", "nobody to ask yet", "cannot be asked now"],
+    ids=["once each", "drained again", "Slurm is silent", "refused", "no controller yet", "cannot be asked now"],
 )
 def test_a_node_is_asked_for_when_it_is_drained(
     monkeypatch: pytest.MonkeyPatch,
@@ -76,10 +76,10 @@ def test_a_node_is_asked_for_when_it_is_drained(
 
 def test_what_cannot_be_done_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     silent = SlurmError("does not answer")
-    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("its place has nobody else")] * 2))
-    said = capsys.readouterr().err
-    assert said.count("cannot query Slurm for drained nodes, trying again: does not answer") == 1
-    assert said.count("b is drained, but node 1 cannot leave: its place has nobody else") == 1
+    watch(monkeypatch, Play([silent, silent, ["b"], ["b"]], [ControlError("no other node can take its place")] * 2))
+    output = capsys.readouterr().err
+    assert output.count("cannot query Slurm for drained nodes, trying again: does not answer") == 1
+    assert output.count("b is drained, but node 1 cannot leave: no other node can take its place") == 1
 
 
 def test_a_node_that_comes_back_elsewhere_may_be_drained_there(monkeypatch: pytest.MonkeyPatch) -> None:

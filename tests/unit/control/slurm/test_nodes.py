@@ -1,4 +1,4 @@
-"""What is read from a Slurm allocation, and what is told to it. ``tests/slurm`` has jobs on a real cluster."""
+"""Tests what is read from a Slurm allocation, and the commands for it. ``tests/slurm`` has jobs on a real cluster."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ft.control.node.agent import AgentSpec
 from megatron_ft.control.node.main import NodeSpec
-from megatron_ft.control.slurm.attempts import leave_marker
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.control.slurm.nodes import Allocation, address_of, own_address
 from megatron_ft.errors import ConfigError, ControlError
 
@@ -19,7 +19,7 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "gpu[03-05],big1"}
 
 
 class Entry(NamedTuple):
-    """An address, as psutil shows it."""
+    """Address in the form in which psutil returns it."""
 
     family: int
     address: str
@@ -55,7 +55,7 @@ def test_a_step_is_of_one_node_and_outlives_the_others() -> None:
 
 def test_the_marker_is_there_at_once_and_each_job_has_its_own(tmp_path: Path) -> None:
     for job, code in (("17", 8), ("18", 0)):
-        leave_marker(tmp_path, job, exit_code=code, reason="because", is_final=code == 0)
+        RunAttempts(tmp_path).leave_marker(job, exit_code=code, reason="because", is_final=code == 0)
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "slurm").iterdir()}
     assert found == {
         "17.json": {"job_id": "17", "exit_code": 8, "reason": "because", "is_final": False},
@@ -96,14 +96,14 @@ def test_the_address_towards_the_controller() -> None:
     assert own_address("127.0.0.1:20000") == "127.0.0.1"
 
 
-def test_a_node_is_told_all_in_one_line() -> None:
+def test_a_node_receives_its_spec_in_one_line() -> None:
     spec = NodeSpec(agent=_agent(), preload=["a", "b:c"])
     line = spec.to_line()
     assert line.count(b"\n") == 1
     assert NodeSpec.from_line(line) == spec
 
 
-def test_a_node_that_is_told_nothing_ends() -> None:
+def test_a_node_without_a_spec_ends() -> None:
     command = [sys.executable, "-m", "megatron_ft.control.node.main"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (

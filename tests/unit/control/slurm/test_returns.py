@@ -1,11 +1,11 @@
-"""An array's launcher that comes back after the death of its node: as long as the run gets on."""
+"""Tests that the launcher of an array may return after the death of its node as long as the run makes progress."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from megatron_ft.control.slurm.attempts import read_attempts, read_end
+from megatron_ft.control.slurm.attempts import RunAttempts
 from megatron_ft.control.slurm.returns import main
 from megatron_ft.errors import EXIT_OK, ControlError
 from megatron_ft.planning.recovery.job_attempts import Attempt, AttemptPolicy, Next
@@ -22,24 +22,24 @@ def test_it_ends_after_so_many_that_got_no_further(tmp_path: Path, capsys: pytes
     report(tmp_path, 5)
     assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3
     report(tmp_path, 6)
-    assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3, "progress counts anew"
-    assert read_end(tmp_path, "17") is None and capsys.readouterr().err == ""
+    assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)] == [EXIT_OK] * 3, "progress resets the count"
+    assert RunAttempts(tmp_path).read_end("17") is None and capsys.readouterr().err == ""
     assert main([str(tmp_path), *OPTIONS]) == ControlError.exit_code
-    assert read_end(tmp_path, "17") == ControlError.exit_code
+    assert RunAttempts(tmp_path).read_end("17") == ControlError.exit_code
     reason = "consecutive attempts without progress beyond iteration 6: 3"
     assert capsys.readouterr().err == f"array 17 ends: {reason}\n"
     assert json.loads((tmp_path / "slurm" / "17.json").read_text())["reason"] == reason
 
 
-def test_the_chains_next_array_counts_anew(tmp_path: Path) -> None:
+def test_the_chains_next_array_counts_from_zero(tmp_path: Path) -> None:
     assert [main([str(tmp_path), *OPTIONS]) for _ in range(3)][-1] == ControlError.exit_code
     assert main([str(tmp_path), "--array=18", "--max-fruitless=3"]) == EXIT_OK
-    assert read_end(tmp_path, "18") is None
+    assert RunAttempts(tmp_path).read_end("18") is None
 
 
 def test_it_counts_where_an_allocation_continues_the_run(tmp_path: Path) -> None:
     main([str(tmp_path), *OPTIONS])
-    (gone,) = read_attempts(tmp_path)
+    (gone,) = RunAttempts(tmp_path).read()
     assert (gone.exit_code, gone.asked, gone.iteration) == (None, None, 0)
     own = Attempt(job_id="19", hosts=("a",), exit_code=7, asked=None, iteration=0)
     assert AttemptPolicy(num_nodes=1, max_fruitless=3).decide([gone, own], ["a"]).next is Next.AGAIN
@@ -58,4 +58,4 @@ def test_damage_is_no_reason_to_start(tmp_path: Path, file: str, capsys: pytest.
     path.write_text("{}\n")
     assert main([str(tmp_path), *OPTIONS]) == ControlError.exit_code
     assert capsys.readouterr().err.startswith(f"array 17: {path}: damaged: ")
-    assert path.read_text() == "{}\n" and read_end(tmp_path, "17") is None
+    assert path.read_text() == "{}\n" and RunAttempts(tmp_path).read_end("17") is None

@@ -1,4 +1,5 @@
-"""Domains are leaf switches. ``TREE`` is what Slurm 22.05 printed of a cluster of four nodes with topology/tree."""
+"""Tests that failure domains are leaf switches. ``TREE`` is output of Slurm 22.05 for a cluster of four nodes with
+topology/tree."""
 
 import os
 from pathlib import Path
@@ -21,11 +22,11 @@ SwitchName=m2 Level=1 LinkSpeed=1 Nodes=node3 Switches=c
 SwitchName=top Level=2 LinkSpeed=1 Nodes=node[0-3] Switches=m[1-2]
 """
 NO_PLUGIN = "echo 'scontrol: error: No topology information available' >&2"
-"""What it says without a topology plugin, with exit code 0."""
+"""Command with the output of Slurm without a topology plugin, and exit code 0."""
 
 
 def site(folder: Path, script: str) -> dict[str, str]:
-    """The environment of a batch job whose ``scontrol`` is a script."""
+    """Return the environment of a batch job whose ``scontrol`` is a script."""
     write_program(folder, "scontrol", script)
     path = f"{folder}:{os.environ['PATH']}"
     return {"PATH": path, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-3]"}
@@ -45,7 +46,7 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "said"),
+    ("topology", "output"),
     [
         (
             TREE.replace("b Level=0 LinkSpeed=1 Nodes=node2", "b Level=0 LinkSpeed=1"),
@@ -59,21 +60,21 @@ def test_a_nodes_domain_is_its_leaf_switch() -> None:
         ("BlockName=b1 BlockIndex=0 Nodes=node[0-3] BlockSize=4\n", "topology/tree, .*: BlockName=b1"),
     ],
 )
-def test_a_node_without_one_leaf_switch_is_refused(topology: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^topology\.failure_domain_source=slurm_topology: .*{said}"):
+def test_a_node_without_one_leaf_switch_is_refused(topology: str, output: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^topology\.failure_domain_source=slurm_topology: .*{output}"):
         _domains_of(["node0", "node1", "node2", "node3"], topology)
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "output"),
     [
         (NO_PLUGIN, "TopologyPlugin=topology/tree; .* prints: .*No topology information available. List"),
         ("exit 3", r"prints: nothing \(exit code 3\)"),
         (f"{printing(TREE)}\nexit 1", r"prints: nothing \(exit code 1\)"),
     ],
 )
-def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_without_a_topology_nothing_is_assumed(tmp_path: Path, script: str, output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
         _read_topology(site(tmp_path, script))
 
 

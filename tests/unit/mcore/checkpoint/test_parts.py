@@ -1,4 +1,4 @@
-"""Parts of a dense checkpoint that need one process only."""
+"""Tests the parts of a dense checkpoint that need only one process."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def megatron() -> None:
 
 @pytest.fixture
 def lonely_group(tmp_path: Path) -> Iterator[object]:
-    """A job of one rank."""
+    """Yield the process groups of a job of one rank."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
@@ -38,11 +38,11 @@ def draw() -> list[float]:
 
 
 def test_generators_return_to_what_was_captured() -> None:
-    from megatron_ft.mcore.checkpoint.rng import capture_rng, restore_rng
+    from megatron_ft.mcore.state.train_state import _capture_rng, restore_rng
 
     random.gauss(0, 1)
     np.random.randn()
-    state = capture_rng()
+    state = _capture_rng()
     first = draw()
     draw()
     restore_rng(state)
@@ -50,7 +50,7 @@ def test_generators_return_to_what_was_captured() -> None:
 
 
 def test_agreement_carries_json(lonely_group: object) -> None:
-    from megatron_ft.mcore.collectives import Collectives
+    from megatron_ft.mcore.groups import Collectives
 
     collectives = Collectives(lonely_group)
     record = {"text": "ä" * 1000, "numbers": [1, 2.5, None]}
@@ -64,7 +64,7 @@ def test_agreement_carries_json(lonely_group: object) -> None:
 def test_a_frame_is_filled_where_shards_were() -> None:
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 
-    from megatron_ft.mcore.checkpoint.optimizer_state import fill_frame, split_shards
+    from megatron_ft.mcore.optimizer.adamw import fill_frame, split_shards
 
     shard = ShardedTensor.from_rank_offsets("weight", torch.zeros(2))
     tree = {0: {"state": [shard, 3]}, "groups": LocalNonpersistentObject([1, 2])}
@@ -75,7 +75,7 @@ def test_a_frame_is_filled_where_shards_were() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "uint8"])
 def test_a_digest_sees_every_bit_dtype_and_shape(dtype: str) -> None:
-    from megatron_ft.mcore.state.digest import tensor_digest
+    from megatron_ft.mcore.state.tensors import tensor_digest
 
     tensor = torch.arange(6).to(getattr(torch, dtype))
     base = tensor_digest(tensor)
@@ -88,8 +88,8 @@ def test_a_digest_sees_every_bit_dtype_and_shape(dtype: str) -> None:
 
 
 def test_a_failed_write_is_kept_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's writer answers a failed write with an error of its own; the job reports the disk's."""
-    from megatron_ft.mcore.checkpoint.writer import PlannedWrite, WriteJob
+    """torch's writer replaces a failed write by its own error, but the job must report the error of the disk."""
+    from megatron_ft.mcore.checkpoint.files import PlannedWrite, WriteJob
     from megatron_ft.snapshot.storage import files
 
     def fail(descriptor: int, data: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""A dense checkpoint that earlier code wrote is read to the same bits."""
+"""Tests that a dense checkpoint of earlier code is read with the same bits."""
 
 import json
 import shutil

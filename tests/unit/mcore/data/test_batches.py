@@ -1,9 +1,9 @@
-"""Microbatches: what is in them. How they come to a GPU: ``test_fake_gpu.py``."""
+"""Tests the content of microbatches. ``test_fake_gpu.py`` tests how they are copied to a GPU."""
 
 import torch
 
 from megatron_ft.mcore.data.batches import BatchReader
-from megatron_ft.planning.batch import BatchPlan
+from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.testing.engines import MadeUpSamples
 
 SEQ_LENGTH = 8

@@ -1,4 +1,4 @@
-"""Whether a rank that comes later reads what the run reads."""
+"""Tests whether a joining rank reads the same data as the run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from megatron_ft.errors import DataError
 
 
 def samples(fingerprint: str) -> Any:
-    """As much of samples as is compared."""
+    """Replacement for samples with only the compared fields."""
     return SimpleNamespace(fingerprint=lambda: fingerprint)
 
 
-def test_a_newcomer_that_reads_other_data_is_refused_before_it_joins(tmp_path: Path) -> None:
+def test_a_joining_node_that_reads_other_data_is_refused_before_it_joins(tmp_path: Path) -> None:
     from megatron_ft.mcore.data.data_checks import check_run_data, note_run_data
 
     config = JobConfig()

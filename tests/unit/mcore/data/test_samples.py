@@ -1,4 +1,4 @@
-"""Samples come out of Megatron's own reader, the same for every layout."""
+"""Tests that Megatron's own reader provides the samples, equal in every layout."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ SEQ_LENGTH = 16
 
 
 def dataset(prefix: Path, lengths: list[int], first: int = 0, dtype: str = "<u2") -> np.ndarray:
-    """Documents whose tokens count on from ``first``; returns the whole stream."""
+    """Write documents whose tokens count up from ``first``. Return all tokens."""
     stream = np.arange(first, first + sum(lengths))
     with IndexedWriter(prefix, np.dtype(dtype), overwrite=True) as writer:
         for part in np.split(stream, np.cumsum(lengths)[:-1]):

@@ -1,4 +1,5 @@
-"""What every device needs before Megatron can train: each test runs in a fresh process without the CPU layer."""
+"""Tests the fixes that every device needs before Megatron can train. Each test runs in a new process without the CPU
+layer."""
 
 import subprocess
 import sys
@@ -32,6 +33,6 @@ assert not torch.cuda.is_initialized()
 
 @pytest.mark.timeout(400)
 def test_the_gating_of_the_router_runs_after_the_install_on_cuda() -> None:
-    """Without Transformer Engine and without the CPU layer: forward and backward."""
+    """Runs forward and backward without Transformer Engine and without the CPU layer."""
     done = subprocess.run([sys.executable, "-c", _GATING], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stderr

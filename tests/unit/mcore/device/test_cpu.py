@@ -1,4 +1,4 @@
-"""Megatron on a CPU: its files stay as installed, and ``torch.cuda`` answers."""
+"""Tests Megatron on a CPU: its files are unchanged, and ``torch.cuda`` is replaced."""
 
 import base64
 import hashlib
@@ -68,7 +68,7 @@ def test_cuda_random_state_is_the_cpus() -> None:
 
 
 def test_only_megatron_sees_another_torch() -> None:
-    """``device="cuda"`` works in Megatron's modules and stays an error everywhere else."""
+    """``device="cuda"`` works in Megatron's modules, and is an error everywhere else."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     for make in ("zeros", "ones", "empty"):

@@ -1,4 +1,4 @@
-"""Software that would break Megatron is told in one sentence, before Megatron is imported."""
+"""Tests that software which would break Megatron is reported in one sentence, before Megatron is imported."""
 
 import json
 import subprocess
@@ -43,8 +43,9 @@ PACKAGES = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
-    """What ``install`` says in a process of its own where such a package comes first: [message, megatron came]."""
+def output(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """Return [message, whether Megatron was imported] of ``install`` in a separate process in which such a package is
+    found first."""
     top = tmp_path_factory.mktemp("packages")
     for package, files in PACKAGES.items():
         for name, text in files.items():
@@ -59,8 +60,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_half_installed_software_is_told_before_megatron(said: dict[str, list[object]], package: str) -> None:
-    message, megatron_was_imported = said[package]
+def test_half_installed_software_is_reported_before_megatron(output: dict[str, list[object]], package: str) -> None:
+    message, megatron_was_imported = output[package]
     assert isinstance(message, str) and "\n" not in message
     assert not megatron_was_imported
     if package == "foreign_apex":

@@ -1,4 +1,4 @@
-"""Global names: what a tensor is called does not depend on the rank that holds it."""
+"""Tests global names: the name of a tensor does not depend on the rank that has it."""
 
 import pytest
 
@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize(("local", "expected"), CASES)
 def test_layers_and_experts_count_over_the_whole_model(local: str, expected: str) -> None:
-    from megatron_ft.mcore.model.names import _global_name
+    from megatron_ft.mcore.model.parameters import _global_name
 
     expert_ids = {1: range(6, 12), 12: [9, 1, 8, 2, 7, 5, 6, 4, 0, 10, 3], 11: []}
     assert _global_name(local, layer_offset=4, expert_ids=expert_ids) == expected
@@ -33,8 +33,8 @@ def test_layers_and_experts_count_over_the_whole_model(local: str, expected: str
 
 @pytest.mark.parametrize(("local", "_"), CASES)
 def test_both_forms_of_an_expert_share_a_name(local: str, _: str) -> None:
-    """A name that is global already stays, and grouped weights get the name of single ones."""
-    from megatron_ft.mcore.model.names import _global_name
+    """A global name stays unchanged, and grouped weights get the name of single ones."""
+    from megatron_ft.mcore.model.parameters import _global_name
 
     whole = dict.fromkeys(range(20), range(20))
     once = _global_name(local, layer_offset=0, expert_ids=whole)

@@ -1,4 +1,4 @@
-"""What Megatron's configuration says of pipelines, whatever the job's says."""
+"""Tests the pipeline settings in Megatron's configuration for any configuration of a job."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a placement in force says of the next loss, and what becomes of it where it cannot be written."""
+"""Tests the survival probability of the current placement, and a placement that cannot be written to a file."""
 
 import errno
 import json
@@ -83,7 +83,9 @@ def test_a_placement_that_cannot_be_written_is_reported_and_training_continues(t
         ({"dispatch_backend": "reference", "shares": "even"}, "ReferenceDispatch", "even"),
     ],
 )
-def test_the_model_dispatches_as_configured(placement: dict[str, Any], backend: str, shares: str) -> None:
+def test_the_backend_and_its_shares_are_those_of_the_configuration(
+    placement: dict[str, Any], backend: str, shares: str
+) -> None:
     placement = {**ALGORITHM, "min_replicas": 1, "num_slots_per_rank": 8, **placement}
     groups = {"placement": placement, "launch": {"num_nodes": 4}, "training": {"device": "cpu"}}
     manager = PlacementManager(derive_placement(from_dict(groups)), world_size=4, stage=0)

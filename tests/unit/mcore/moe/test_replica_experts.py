@@ -1,4 +1,4 @@
-"""Experts of a rank that holds any of them: names, owners, and which copy counts."""
+"""Tests the experts of a rank with any set of experts: names, holders, and which copy is saved."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ METADATA = {"singleton_local_shards": True, "dp_cp_group": None}
 
 @pytest.fixture
 def parts() -> Iterator[tuple[Any, Any, Any]]:
-    """(Megatron's configuration, the experts' parts, process groups)."""
+    """Return (Megatron's configuration, the submodules of experts, process groups)."""
     job = engines.micro_config()
     with engines.groups_of(job) as groups:
         config = build_transformer_config(job, "local")
@@ -25,7 +25,7 @@ def parts() -> Iterator[tuple[Any, Any, Any]]:
 
 
 def of_rank(parts: tuple[Any, Any, Any], rank: int) -> _ReplicaExperts:
-    """Experts 1 and 3: 1 is held by ranks 0, 1 and 2, 3 by this rank alone."""
+    """Build experts 1 and 3. Ranks 0, 1 and 2 have expert 1, and only this rank has expert 3."""
     config, submodules, pg_collection = parts
     return _ReplicaExperts(
         config, submodules, expert_ids=[1, 3], holders=[[0, 1, 2], [rank]], rank=rank, pg_collection=pg_collection
@@ -41,7 +41,7 @@ def test_each_expert_counts_on_its_first_holder(parts: tuple[Any, Any, Any], ran
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_copies_are_saved_as_replicas_of_one_tensor(parts: tuple[Any, Any, Any], rank: int) -> None:
-    """The keys and shapes are those Megatron gives experts 1 and 3; one copy, the first, is the one written."""
+    """Keys and shapes are those that Megatron gives experts 1 and 3. Only the first copy is written."""
     config, submodules, pg_collection = parts
     metadata = {**METADATA, "dp_cp_group": pg_collection.dp_cp}
     megatron = SequentialMLP(4, config, submodules, pg_collection=pg_collection)
@@ -63,7 +63,7 @@ def test_refuses_to_save_experts_in_one_tensor(parts: tuple[Any, Any, Any]) -> N
 
 
 def test_an_expert_without_rows_gets_a_zero_gradient(parts: tuple[Any, Any, Any]) -> None:
-    """Not none: its copies elsewhere add theirs to it."""
+    """The gradient must exist, because the gradients of other copies are added to it."""
     experts = of_rank(parts, 0)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
@@ -76,7 +76,7 @@ def test_an_expert_without_rows_gets_a_zero_gradient(parts: tuple[Any, Any, Any]
 
 
 def test_eight_bit_types_get_whole_multiples_of_rows(parts: tuple[Any, Any, Any]) -> None:
-    """The padding is cut off again and has no gradient."""
+    """The padding is removed again and has no gradient."""
     experts, seen = of_rank(parts, 0), []
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)

@@ -1,4 +1,4 @@
-"""The layer with replica slots computes what Megatron's layer computes, whatever the mixture."""
+"""Tests that the layer with replica slots computes the same as Megatron's layer, for any configuration of experts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from megatron_ft.testing import engines
 from tests.helpers import mixtures
 
 SLOTS = ((0, 1, 1, 2, 3, 3),)
-"""Uneven copies on the one rank there is."""
+"""Slots of the only rank, with uneven numbers of copies."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "top_two": {},
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def both(
     overrides: dict[str, Any], backend: str = "reference", scale: float = 1.0
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Megatron's layer and ours compute for the same tokens: two sequences of 16."""
+    """Return the results of Megatron's layer and of this project's layer for the same tokens: two sequences of 16."""
     config = engines.micro_config(overrides)
     dtype = torch.bfloat16 if config.precision.params_dtype == "bf16" else torch.float32
     with engines.groups_of(config) as groups:
@@ -64,7 +64,8 @@ def test_computes_what_megatron_computes(variant: str, backend: str) -> None:
 
 
 def test_in_bf16_the_sum_is_closer_to_the_truth_than_rounding() -> None:
-    """Probabilities weigh outputs, not inner activations: another rounding, within that of the type."""
+    """Probabilities weight outputs and not inner activations, so the rounding differs, within the precision of the
+    type."""
     exact, _ = both({})
     theirs, ours = both({"precision.params_dtype": "bf16"})
     for name in ("output", "tokens"):
@@ -73,7 +74,7 @@ def test_in_bf16_the_sum_is_closer_to_the_truth_than_rounding() -> None:
 
 
 def test_gradients_scale_with_the_loss() -> None:
-    """Loss scaling by a power of two changes no mantissa, on the way through the dispatch neither."""
+    """Loss scaling by a power of two changes no mantissa, also in the dispatch."""
     _, once = both({"model.moe_router_load_balancing_type": "none", "model.moe_z_loss_coeff": None})
     _, scaled = both({"model.moe_router_load_balancing_type": "none", "model.moe_z_loss_coeff": None}, scale=1024.0)
     for name in once.keys() - {"output"}:

@@ -1,4 +1,4 @@
-"""Padding microbatches leave no trace; what is routed is counted once."""
+"""Tests that padding microbatches have no effect, and that each routed token is counted once."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ LARGE = {"model.moe_aux_loss_coeff": 10.0, "model.moe_z_loss_coeff": 10.0}
 
 
 def observed(overrides: dict[str, Any], padding: int) -> dict[str, Any]:
-    """One iteration with ``padding`` padding microbatches after the four real ones."""
+    """Run one iteration with ``padding`` padding microbatches after the four real ones."""
     with engines.engine_of(engines.micro_config({**LARGE, **overrides})) as engine:
         engines.add_padding(engine, 4 + padding)
         assert engine.batch.num_padding_microbatches == padding
@@ -37,7 +37,7 @@ def observed(overrides: dict[str, Any], padding: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_leaves_no_trace(kind: str) -> None:
-    """Same losses, norm, counts and biases to the bit as without any, and they are not zero."""
+    """Losses, norm, counts and biases have the same bits as without padding, and are not zero."""
     without, with_padding = observed(KINDS[kind], 0), observed(KINDS[kind], 3)
     assert with_padding["vote"] == without["vote"]
     assert with_padding["load"] == without["load"]
@@ -48,7 +48,7 @@ def test_padding_leaves_no_trace(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_alone_has_no_gradient(kind: str) -> None:
-    """All microbatches are padding: every gradient is exactly zero, auxiliary losses attached or not."""
+    """Every gradient is exactly zero if all microbatches are padding, with and without auxiliary losses."""
     with engines.engine_of(engines.micro_config({**LARGE, **KINDS[kind]})) as engine:
 
         class Padding(type(engine.batch)):  # type: ignore[misc]
@@ -68,7 +68,7 @@ def test_padding_alone_has_no_gradient(kind: str) -> None:
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_load_is_what_was_routed(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full recomputation routes everything twice and counts it once."""
+    """Full recomputation routes every token twice but counts it once."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     routed: dict[int, torch.Tensor] = {}

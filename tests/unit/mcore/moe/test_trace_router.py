@@ -1,4 +1,5 @@
-"""Forced routing in the engine: loads follow the record to the token, the gate still learns, repeats are exact."""
+"""Tests routing by recorded loads in the engine: loads equal the record, the gate is trained, and repetitions are
+exact."""
 
 import json
 from pathlib import Path
@@ -26,15 +27,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def trace(tmp_path: Path) -> dict[str, Any]:
-    """Overrides that force ``LOADS``."""
+    """Return overrides that force ``LOADS``."""
     path = tmp_path / "loads.json"
     path.write_text(json.dumps(LOADS))
     return {"model.router": "trace", "model.router_trace_file": str(path)}
 
 
 def routed(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, Any, Any]]:
-    """(layer, with gradients, map, probabilities) of every call of the routers in iteration 2."""
-    from megatron_ft.mcore.moe.trace_router import _TraceRouter
+    """Return (layer, whether gradients are computed, map, probabilities) of every router call in iteration 2."""
+    from megatron_ft.mcore.moe.router import _TraceRouter
 
     calls = []
     original = _TraceRouter.routing
@@ -90,7 +91,7 @@ def test_the_same_job_routes_the_same_and_another_seed_does_not(
 
 
 def test_loads_of_the_job_are_those_of_the_record(trace: dict[str, Any]) -> None:
-    """Iteration and evaluation; padding microbatches are routed but not counted."""
+    """Checks an iteration and an evaluation. Padding microbatches are routed but not counted."""
     with engines.engine_of(engines.micro_config(trace)) as engine:
         engines.add_padding(engine, 6)
         engine.run_iteration(1)

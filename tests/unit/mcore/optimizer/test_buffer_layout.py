@@ -1,4 +1,4 @@
-"""``_BufferLayout`` against the buffers and shard ranges that Megatron-Core makes."""
+"""Compares ``_BufferLayout`` with the buffers and shard ranges of Megatron-Core."""
 
 import random
 
@@ -9,7 +9,7 @@ from megatron_ft.planning.state.model_state import _BufferLayout
 
 
 class _Group:
-    """A data-parallel group of one process's imagination."""
+    """Data-parallel group of a given size, in one process."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank

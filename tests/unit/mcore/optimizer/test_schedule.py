@@ -1,4 +1,4 @@
-"""Learning rates are Megatron's, and a function of the iteration alone."""
+"""Tests that learning rates are those of Megatron and depend only on the iteration."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class Groups:
-    """As much of an optimizer as the schedule needs."""
+    """Replacement for an optimizer, with the fields that the schedule needs."""
 
     def __init__(self) -> None:
         self.param_groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "wd_mult": 1.0, "lr_mult": 1.0}]
@@ -31,7 +31,7 @@ class Groups:
 
 
 def scheduler_of(style: str) -> tuple[Any, Groups, int]:
-    from megatron_ft.mcore.optimizer.build import build_scheduler
+    from megatron_ft.mcore.optimizer.adamw import build_scheduler
 
     overrides = {"optimizer.lr_decay_style": style.split()[0], "optimizer.lr_warmup_iterations": 3, **STYLES[style]}
     config = engines.micro_config(overrides)
@@ -41,7 +41,7 @@ def scheduler_of(style: str) -> tuple[Any, Groups, int]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_learning_rate_is_that_of_megatron_stepping_along(style: str) -> None:
-    from megatron_ft.mcore.optimizer.build import set_position
+    from megatron_ft.mcore.optimizer.adamw import set_position
 
     ours, our_groups, batch = scheduler_of(style)
     theirs, their_groups, _ = scheduler_of(style)
@@ -62,8 +62,8 @@ def test_learning_rate_is_that_of_megatron_stepping_along(style: str) -> None:
 
 
 def test_wsd_by_hand() -> None:
-    """Warm-up 3, plateau, last 6 of 20 iterations fall linearly to ``min_lr``, then stay."""
-    from megatron_ft.mcore.optimizer.build import set_position
+    """After a warm-up of 3 and a constant part, the last 6 of 20 iterations fall linearly to ``min_lr``."""
+    from megatron_ft.mcore.optimizer.adamw import set_position
 
     scheduler, groups, batch = scheduler_of("WSD linear")
 

@@ -1,4 +1,4 @@
-"""``planning.pipeline`` against Megatron's own schedules, run for one stage at a time with tensors that carry names."""
+"""Compares ``planning.pipeline`` with Megatron's schedules, run for one stage at a time with named tensors."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ Name = tuple[int, int, int]
 
 
 class OneOf:
-    """Stands in for a process group: who asks is ``place`` of ``size``."""
+    """Replacement for a process group in which this process is ``place`` of ``size``."""
 
     def __init__(self, place: int, size: int) -> None:
         self.place, self.number = place, size
@@ -47,7 +47,7 @@ class OneOf:
 
 
 class Witness(P2PCommunicator):
-    """Writes down what is sent, and hands out what ``receives`` says comes next."""
+    """Records sent tensors, and returns the tensors that ``receives`` lists."""
 
     def __init__(self, shape: PipelineShape, stage: int, config: TransformerConfig) -> None:
         self.pp_group: Any = OneOf(stage, shape.num_stages)
@@ -79,14 +79,14 @@ class Witness(P2PCommunicator):
 
 
 class Done:
-    """A request that is settled."""
+    """Request that is complete."""
 
     def wait(self) -> None:
         return
 
 
 def named(name: Name) -> torch.Tensor:
-    """A tensor that carries a name."""
+    """Return a tensor with a name."""
     return torch.tensor([float(part) for part in name])
 
 
@@ -96,7 +96,7 @@ def name_in(tensor: torch.Tensor) -> Name:
 
 
 class Chunk(torch.nn.Module):
-    """Computes nothing but names, and writes down what it is asked for, with the name of what it gets."""
+    """Model chunk that computes only names, and records each pass with the name of its input."""
 
     def __init__(self, config: TransformerConfig, stage: int, chunk: int, record: list[tuple[Pass, Any]]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Chunk(torch.nn.Module):
 
 
 class Named(torch.autograd.Function):
-    """Output and input gradient carry the name of the pass that made them."""
+    """Autograd function whose output and input gradient have the name of the pass that made them."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, chunk: Chunk, microbatch: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ def forward_step(_: Any, chunk: Chunk) -> Any:
 
 
 def run_megatron(shape: PipelineShape, stage: int) -> tuple[list[tuple[Pass, Any]], Witness]:
-    """What Megatron's schedule has a stage compute in one iteration, and what it sends."""
+    """Return the passes that Megatron's schedule runs in a stage in one iteration, and the tensors that it sends."""
     interleaved = shape.num_chunks > 1
     config = TransformerConfig(
         num_layers=shape.num_stages * shape.num_chunks,

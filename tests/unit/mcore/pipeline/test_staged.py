@@ -1,4 +1,4 @@
-"""Messages between stages that go through host memory. Their devices: ``test_fake_gpu.py``."""
+"""Tests messages between stages that go through host memory. ``test_fake_gpu.py`` tests their devices."""
 
 import pytest
 
@@ -12,7 +12,7 @@ PIPELINES = {"pp2": PP2, "vpp2": {**PP2, "parallel.virtual_pipeline_model_parall
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
 def test_what_goes_through_host_memory_arrives_with_the_same_bits() -> None:
-    """Both kinds of schedule: one waits for its messages at once, the other later."""
+    """Tests both kinds of schedule: one waits for its messages at once, the other one later."""
     entry = "tests.helpers.staged_scenarios:train"
     outcomes = run_scenarios(
         {

@@ -1,4 +1,4 @@
-"""What a rank finds out only when it knows its device."""
+"""Tests the coordinator of a rank: refused devices, failed memberships and abandoned saves."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,9 @@ def _coordinator(trainer: Any) -> Coordinator:
 
 
 def _failing(error: BaseException) -> Any:
-    """A rank whose first re-formation raises ``error`` and whose second one forms; what it said in between."""
-    said: list[Any] = []
+    """Make a rank that raises ``error`` when it first forms a membership and succeeds the second time. Return what it
+    reported."""
+    output: list[Any] = []
     errors = [error]
 
     def reconfigure(following: Any) -> None:
@@ -44,7 +45,7 @@ def _failing(error: BaseException) -> Any:
             raise errors.pop()
 
     def survive(position: Any, failure: str) -> Any:
-        said.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
+        output.append((position.generation, position.has_state, failure.strip().splitlines()[-1]))
         return SimpleNamespace(generation=3, target=SimpleNamespace(iteration=4))
 
     worker = SimpleNamespace(can_survive=True, survive=survive)
@@ -56,11 +57,11 @@ def _failing(error: BaseException) -> Any:
     )
     following = SimpleNamespace(generation=2, target=SimpleNamespace(iteration=4))
     _coordinator(trainer)._form(following)  # type: ignore[arg-type]
-    return said
+    return output
 
 
 def test_a_broken_collective_leads_to_the_next_membership() -> None:
-    """A rank that has not been given its state says so."""
+    """A rank that has not received its state reports this."""
     assert _failing(RuntimeError("Connection closed by peer")) == [
         (2, False, "RuntimeError: Connection closed by peer")
     ]
@@ -81,7 +82,7 @@ def test_a_rank_whose_own_process_fails_is_lost_alone(error: Exception) -> None:
 
 
 def _trainer_with_a_save_due(*, saves: list[bool]) -> Any:
-    """A rank of generation 1 whose saves break, one after the other, where ``saves`` has False."""
+    """Make a rank of generation 1 whose saves fail where ``saves`` is False."""
 
     def save() -> None:
         if not saves.pop(0):

@@ -1,4 +1,5 @@
-"""Frozen operators: outputs and input gradients as ever, no weight gradients, and everything as before afterwards."""
+"""Tests frozen operators: they compute outputs and input gradients but no weight gradients, and are unchanged
+afterwards."""
 
 from typing import Any
 
@@ -13,9 +14,9 @@ OVERLAP = {"parallel.overlap_grad_reduce": True}
 
 
 def gradients(engine: Any, frozen_names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Reduced gradients of iteration 1 by name, with the named parameters frozen."""
-    from megatron_ft.mcore.model.names import named_parameters
-    from megatron_ft.mcore.recovery.replay import frozen, synchronous_reduction
+    """Return the reduced gradients of iteration 1 by name, with the named parameters frozen."""
+    from megatron_ft.mcore.model.parameters import named_parameters
+    from megatron_ft.mcore.snapshot.local_window import frozen, synchronous_reduction
 
     config = engine.transformer_config
     named = [pair for chunk in engine.model_chunks for pair in named_parameters(chunk)]
@@ -57,7 +58,7 @@ def test_others_get_the_same_gradients(names: tuple[str, ...], recompute: bool) 
 
 
 def test_training_goes_on_with_overlapped_reduction() -> None:
-    """A replay's synchronous reduction leaves nothing behind in the buckets."""
+    """The synchronous reduction of a replay must leave no state in the gradient buckets."""
     config = engines.micro_config(OVERLAP)
     with engines.engine_of(config) as engine:
         expected = [engine.run_iteration(number).vote.loss for number in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""What the ranks of a membership report of the one before."""
+"""Tests what the ranks of a membership report about the previous one."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 
 
 def test_an_abandoned_save_is_reported_once(tmp_path: Path) -> None:
-    """One that rank 0 had completed is on disk: the report says so."""
+    """The checkpoint is on disk, and the report says so, if rank 0 had completed the save."""
     torn, whole = tmp_path / "iter_0000004.1", tmp_path / "iter_0000006"
     whole.mkdir()
     (whole / "manifest.json").touch()

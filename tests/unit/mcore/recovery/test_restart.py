@@ -1,4 +1,4 @@
-"""A start at iteration 0 beside saved state that cannot be used needs a key; an empty folder just starts."""
+"""Tests that a start at iteration 0 needs a key if there is unusable saved state, and none in an empty folder."""
 
 import json
 from dataclasses import replace
@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.config.job import JobConfig
-from megatron_ft.config.run import RunConfig
+from megatron_ft.config.job import JobConfig, RunConfig
 from megatron_ft.control.node.worker_client import InProcessClient, RankContext, StopFlag
 from megatron_ft.errors import CheckpointError
 from megatron_ft.events import Record, RecoveryStarted
-from megatron_ft.mcore.checkpoint.finding import CheckpointFinder
+from megatron_ft.mcore.checkpoint.files import CheckpointFinder
 from megatron_ft.mcore.recovery.restart import _check_start_over, _newest_iteration, select_restore_source
 from megatron_ft.mcore.snapshot.local_window import CONFIG
 from tests.unit.mcore.snapshot.test_restorer import OWN, OneRank, recovery, save
@@ -23,7 +22,7 @@ AUTO = RunConfig(name="run", resume="auto")
 
 
 def start(run_dir: Path, run: RunConfig = AUTO, *, generation: int = 0) -> tuple[str, list[Record]]:
-    """What a rank continues from (``checkpoint``, ``window`` or ``nothing``), and what is reported."""
+    """Return the source from which a rank continues (``checkpoint``, ``window`` or ``nothing``), and the reports."""
     found, records = recovery(run_dir)
     damage: list[Any] = []
     identity = JobIdentity(run_id="run-1", run_name="first", settings=OWN)  # as ``make_checkpoint`` writes it

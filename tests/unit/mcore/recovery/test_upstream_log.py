@@ -1,4 +1,4 @@
-"""A rank's upstream log beside windows that are planned, committed and late: room, limits, and what is said."""
+"""Tests a rank's upstream log with planned, committed and late windows: space, limits, and reports."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +10,11 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import Record, UpstreamLogFull, UpstreamLogPlanned
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowKey, WindowPlan
 
 TENSOR_BYTES = 16 * 2 * 32 * 4
-"""16 tokens of 2 samples, hidden size 32, in FP32."""
+"""Bytes of a tensor: 16 tokens of 2 samples with hidden size 32, in FP32."""
 NUM_MICROBATCHES = 3
 
 
@@ -26,10 +26,10 @@ def windows(num_iterations: int, interval_iterations: int | None = None) -> Wind
 
 
 class Run:
-    """Stands in for the trainer of a rank of the first of two stages; two nodes of two ranks."""
+    """Replacement for the trainer of a rank of the first of two stages, on two nodes of two ranks."""
 
     def __init__(self, plan: WindowPlan | None, **upstream_log: int) -> None:
-        from megatron_ft.mcore.pipeline.boundaries import Boundaries
+        from megatron_ft.mcore.pipeline.communicator import Boundaries
 
         self.config = from_dict(
             {
@@ -46,8 +46,8 @@ class Run:
         cpu = torch.device("cpu")
         self.engine = SimpleNamespace(boundaries=self.boundaries, pg=pg, device=cpu, iteration=0, config=self.config)
         self.snapshots: Any = SimpleNamespace(plan=plan, kept=None)
-        self.said: list[Record] = []
-        self.report = self.said.append
+        self.output: list[Record] = []
+        self.report = self.output.append
 
     def train(self, num_iterations: int) -> None:
         from megatron_ft.mcore.recovery.upstream_log import keep_log
@@ -79,7 +79,7 @@ def vote(iteration: int) -> Vote:
 
 
 def planned(iteration: int, iterations_kept: int) -> UpstreamLogPlanned:
-    """Each node has the two ranks of one stage, and each rank sends every microbatch to the other stage."""
+    """Each node has the two ranks of one stage. Each rank sends every microbatch to the other stage."""
     log_bytes = iterations_kept * NUM_MICROBATCHES * TENSOR_BYTES
     return UpstreamLogPlanned(
         iteration=iteration, iterations_kept=iterations_kept, log_bytes=log_bytes, node_bytes=2 * log_bytes
@@ -89,16 +89,16 @@ def planned(iteration: int, iterations_kept: int) -> UpstreamLogPlanned:
 def test_memory_is_taken_with_the_first_plan_and_again_for_a_longer_one() -> None:
     run = Run(None)
     run.train(2)
-    assert run.boundaries.log is None and not run.said
+    assert run.boundaries.log is None and not run.output
     run.snapshots.plan = windows(2)
     run.train(3)
-    assert run.said == [planned(3, 6)] and run.logged == (4, 5)
+    assert run.output == [planned(3, 6)] and run.logged == (4, 5)
     run.snapshots.plan = windows(1)
     run.train(1)
-    assert run.said == [planned(3, 6)], "more than shorter windows need"
+    assert run.output == [planned(3, 6)], "more than shorter windows need"
     run.snapshots.plan = windows(3)
     run.train(1)
-    assert run.said[1:] == [planned(7, 8)] and run.logged == (4, 5, 6, 7)
+    assert run.output[1:] == [planned(7, 8)] and run.logged == (4, 5, 6, 7)
     log = run.boundaries.log
     assert log is not None and log.num_bytes == 8 * NUM_MICROBATCHES * TENSOR_BYTES
     assert [float(kept.view(-1)[0]) for _, kept in log.entries(5, "forward")] == [50.0, 51.0, 52.0]
@@ -107,7 +107,7 @@ def test_memory_is_taken_with_the_first_plan_and_again_for_a_longer_one() -> Non
 def test_dense_states_at_intervals_are_kept_for_the_interval() -> None:
     run = Run(windows(1, 4))
     run.train(1)
-    assert run.said == [planned(1, 4 + 1 + 2)]
+    assert run.output == [planned(1, 4 + 1 + 2)]
 
 
 def test_an_evaluation_after_an_iteration_that_broke_is_not_logged() -> None:
@@ -139,27 +139,27 @@ def test_an_overflow_is_said_once_until_there_is_room_again() -> None:
     run.train(1)
     run.commit_window(1)
     run.train(6)
-    assert run.logged == (2, 3, 4, 5, 6, 7) and run.said[1:] == []
+    assert run.logged == (2, 3, 4, 5, 6, 7) and run.output[1:] == []
     run.train(3)
-    assert run.said[1:] == [UpstreamLogFull(iteration=8, iterations_kept=6)]
+    assert run.output[1:] == [UpstreamLogFull(iteration=8, iterations_kept=6)]
     run.commit_window(10)
     run.train(7)
     assert run.logged == (12, 13, 14, 15, 16, 17)
-    assert run.said[2:] == [], "iteration 11 had begun before the window was committed: the same row"
+    assert run.output[2:] == [], "iteration 11 had begun before the window was committed: the same row"
     run.train(1)
-    assert run.said[2:] == [UpstreamLogFull(iteration=18, iterations_kept=6)]
+    assert run.output[2:] == [UpstreamLogFull(iteration=18, iterations_kept=6)]
 
 
 def test_logs_over_the_limit_are_refused_before_memory_is_taken() -> None:
     node_bytes = planned(0, 6).node_bytes
     allowed = Run(windows(2), memory_limit_bytes=node_bytes)
     allowed.train(1)
-    assert allowed.said == [planned(1, 6)]
+    assert allowed.output == [planned(1, 6)]
     message = rf"^upstream_log\.memory_limit_bytes={node_bytes - 1}: must be at least {node_bytes},"
     refused = Run(windows(2), memory_limit_bytes=node_bytes - 1)
     with pytest.raises(ConfigError, match=message):
         refused.train(1)
-    assert refused.boundaries.log is None and not refused.said
+    assert refused.boundaries.log is None and not refused.output
     allowed.snapshots.plan = windows(3)
     with pytest.raises(ConfigError, match=f"must be at least {planned(0, 8).node_bytes},"):
         allowed.train(1)
@@ -170,4 +170,4 @@ def test_nothing_is_logged_where_no_layout_is_kept() -> None:
     run = Run(windows(2))
     run.config.recovery.keep_layout = False
     run.train(2)
-    assert run.boundaries.log is None and not run.said
+    assert run.boundaries.log is None and not run.output

@@ -1,4 +1,4 @@
-"""What a job of one rank continues from, with windows on storage that are sound and still no good."""
+"""Tests the source from which a job of one rank continues if stored windows are undamaged but unusable."""
 
 import json
 from dataclasses import replace
@@ -15,12 +15,11 @@ from megatron_ft.events import Record, RecoveryStarted, SnapshotProblem
 from megatron_ft.mcore.snapshot.local_window import CONFIG, EXTRAS, PLACEMENT, VOTE, LocalWindow, replay_config
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.snapshot.storage.rejected_windows import RejectedWindow
 from megatron_ft.snapshot.storage.run_settings import SETTINGS as WRITTEN_WITH
 from megatron_ft.snapshot.storage.window_file import write_window
-from megatron_ft.snapshot.storage.window_folder import WindowFolder
+from megatron_ft.snapshot.storage.window_folder import RejectedWindow, WindowFolder
 from megatron_ft.testing.stored_samples import sample_window
 
 SETTINGS = {"data": "fingerprint"}
@@ -55,7 +54,7 @@ def vote(iteration: int) -> dict[str, object]:
 def save(
     run_dir: Path, start: int, *, plan: dict[str, Any] | None = None, run_id: str = RUN_ID, **headers: str
 ) -> None:
-    """A window of two slices; ``headers`` replace those of slice 0."""
+    """Save a window of two slices. ``headers`` replace those of slice 0."""
     window, payload = sample_window(start, 0)
     slices = [replace(part, header={VOTE: json.dumps(vote(part.iteration))}) for part in window.slices]
     slices[0] = replace(slices[0], header={**slices[0].header, **GOOD, **headers})
@@ -71,7 +70,7 @@ def save(
 
 
 def recovery(run_dir: Path) -> tuple[SnapshotRestorer, list[Record]]:
-    """That of a start, and what it reports."""
+    """Return the recovery source of a start, and its reports."""
     records: list[Record] = []
     found = SnapshotRestorer(
         rank=0,
@@ -97,7 +96,7 @@ def choose(run_dir: Path, checkpoint: Path | None = None) -> tuple[LocalWindow |
 
 
 def refuse(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A start whose replay differs; the first iteration of its window."""
+    """Start a job whose replay differs from the log. Return the first iteration of the window."""
     found, records = recovery(run_dir)
     window = found.find(None)
     assert window is not None
@@ -165,7 +164,7 @@ def test_a_damaged_window_counts_and_one_that_was_never_written_does_not(tmp_pat
     assert [path.name in reason for reason in found.unusable] == ([] if damage == "no file" else [True])
 
 
-def test_a_window_captured_anew_under_the_same_name_is_another_one(
+def test_a_window_captured_again_under_the_same_name_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 20)
@@ -209,7 +208,7 @@ def test_what_auto_came_to_is_compared() -> None:
     assert {key for key in cpu if cpu[key] != gpu[key]} == changed
 
 
-def test_a_replay_needs_the_shares_that_the_window_was_trained_with() -> None:
+def test_replays_compare_the_shares() -> None:
     even = JobConfig(placement=PlacementConfig(shares="even"))
     settings = [replay_config(each, "data", device="cpu", transformer_impl="local") for each in (JobConfig(), even)]
     assert {key for key in settings[0] if settings[0][key] != settings[1][key]} == {"placement.shares"}

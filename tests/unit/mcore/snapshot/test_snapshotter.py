@@ -1,4 +1,4 @@
-"""Capturing windows on one rank, with a keeper in this process."""
+"""Tests the capture of windows on one rank, with a snapshot server in this process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.events import Record, SnapshotProblem, WindowCommitted, WindowDelayed
-from megatron_ft.planning.commit import WindowReport
+from megatron_ft.planning.iteration import WindowReport
 from megatron_ft.testing import engines
 from megatron_ft.testing.snapshot_servers import wait_until
 from tests.unit.snapshot.server.served import Served
@@ -23,15 +23,15 @@ SNAPSHOTS = {
 
 
 class Run:
-    """An engine that trains and captures."""
+    """Engine that trains and captures."""
 
     def __init__(self, engine: Any, served: Served, **overrides: object) -> None:
         from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-        from megatron_ft.planning.snapshot.peers import PeerAssignment
+        from megatron_ft.planning.snapshot.memory import PeerAssignment
 
         self.engine = engine
         self.client = served.client()
-        self.said: list[Record] = []
+        self.output: list[Record] = []
         self.snapshots = Snapshotter(
             engine.config,
             engine,
@@ -39,11 +39,11 @@ class Run:
             assignment=PeerAssignment.of(["node0"], 0),
             node=0,
             header=lambda index: {},
-            report=self.said.append,
+            report=self.output.append,
         )
 
     def train(self, num_iterations: int) -> None:
-        """Iterations with all that their windows need but storage."""
+        """Run iterations, and let everything except storage work."""
         for _ in range(num_iterations):
             result = self.engine.run_iteration(self.engine.iteration + 1)
             self.snapshots.after_iteration(self.engine.iteration, result.vote, 0.1)
@@ -52,17 +52,17 @@ class Run:
 
     @property
     def held(self) -> list[int]:
-        """Where the windows in this rank's memory start."""
+        """Return the start iterations of the windows in this rank's memory."""
         return [entry.start_iteration for entry in self.client.inventory(0)]
 
     def of_kind(self, kind: type) -> list[Any]:
-        """What was said."""
-        return [record for record in self.said if isinstance(record, kind)]
+        """Return the reported events of one kind."""
+        return [record for record in self.output if isinstance(record, kind)]
 
 
 @contextlib.contextmanager
 def run_of(folder: Path, *, interval_iterations: int) -> Iterator[tuple[Run, Served]]:
-    """Snapshots at an interval, each of which is to be written to storage, which stands still."""
+    """Capture snapshots at an interval. Each is to be written to storage, which is blocked."""
     served = Served(folder)
     target = "megatron_ft.planning.snapshot.dense.DenseInterval"
     policy = {"_target_": target, "interval_iterations": interval_iterations}
@@ -83,7 +83,7 @@ def test_a_storage_that_never_answers_delays_windows_and_not_training(tmp_path: 
         served.persister.start()
         wait_until(lambda: not run.client.buffer_states().pinned, "storage has caught up")
         run.train(3)
-        assert run.held[-1] == 11, "windows go on"
+        assert run.held[-1] == 11, "windows continue"
         run.snapshots.finish()
         assert not run.of_kind(SnapshotProblem)
         assert [path.parent.name for path in sorted(Path(served.url).rglob("*.window"))][-1] == "window_0000010.1"

@@ -1,4 +1,4 @@
-"""What a rank carries out of a membership that broke, and what ranks make of it together."""
+"""Tests the state that a rank keeps after a failed membership, and the choice that ranks make from it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import Target
 
 TARGET = Target(iteration=4, vote=None)
 
 
 class Plan:
-    """As much of a placement plan as is carried."""
+    """Replacement for a placement plan."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -22,16 +22,16 @@ class Plan:
 
 
 def train_state(seen: str) -> Any:
-    """State after iteration 4 whose generators tell when it was captured."""
+    """Return the state after iteration 4, with generators that show when it was captured."""
     from megatron_ft.mcore.state.train_state import TrainState
-    from megatron_ft.planning.commit import History
+    from megatron_ft.planning.iteration import History
 
     return TrainState(iteration=4, rng={"seen": seen}, buffers={}, grad_scalers=(), group_steps=(), history=History())
 
 
 def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, generation: int = 1) -> Any:
-    """A rank in an evacuation before iteration 5: one that is still moving experts, or one that has ``moved``."""
-    from megatron_ft.mcore.moe.migration import PreviousPlacement
+    """Return a rank in an evacuation before iteration 5. Its experts are still moving, or ``moved``."""
+    from megatron_ft.mcore.moe.placement_manager import PreviousPlacement
     from megatron_ft.mcore.recovery import replicas as module
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
@@ -66,7 +66,7 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
 
 
 def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another has come through: both go on from the placement before."""
+    """One rank has completed the evacuation and another has not, so both continue from the placement before it."""
     from megatron_ft.mcore.state.rank_status import RankStatus
 
     through = trainer_at(monkeypatch, moved=True).carry(TARGET)
@@ -83,7 +83,7 @@ def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.Mo
 
 
 def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is the placement that had taken over in it gone back from later."""
+    """The placement that was introduced in that membership is not used later either."""
     from megatron_ft.mcore.state.carried import MembershipStart
 
     trainer = trainer_at(monkeypatch, moved=False)
@@ -94,7 +94,7 @@ def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: 
 
 
 def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer has its part of this one alone."""
+    """A joining rank has only a holding of this membership."""
     from megatron_ft.mcore.state.carried import MembershipStart
 
     before = trainer_at(monkeypatch, moved=True).carry(TARGET)
@@ -110,20 +110,20 @@ def test_a_membership_that_formed_counts_beside_what_was_carried_into_it(monkeyp
         assert found.state == {**({} if carried is None else {"gone": "old"}), "router": "new"}
 
 
-# -- what ranks go on from ------------------------------------------------------------------------------------
+# -- what ranks continue from ------------------------------------------------------------------------------------
 
 
 def presence(*holdings: tuple[int, int]) -> Any:
-    """Of a rank with holdings: generation and number."""
+    """Return the status of a rank with holdings, each given by generation and rank."""
     from megatron_ft.mcore.state.rank_status import RankStatus
 
-    said = RankStatus(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
-    assert RankStatus.from_json(said.to_json()) == said
-    return said
+    output = RankStatus(holdings=tuple(((generation, False), rank, f"p{generation}") for generation, rank in holdings))
+    assert RankStatus.from_json(output.to_json()) == output
+    return output
 
 
 def choose(present: list[Any], *, nodes: list[int] | None = None, lost: tuple[int, ...] = ()) -> Any:
-    """What is chosen where experts are missing by the placements of the generations ``lost``."""
+    """Return the chosen holding if the placements of the generations ``lost`` lack experts."""
     from megatron_ft.mcore.state.rank_status import choose_holding
 
     numbers = list(range(len(present))) if nodes is None else nodes

@@ -1,4 +1,4 @@
-"""Live views of a rank's operators: no copies, canonical layout, and back from bytes to the same bits."""
+"""Tests live views of a rank's operators: no copies, a fixed layout, and the same bits after a restore."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def dense_plan(view: Any) -> WindowPlan:
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_views_are_live_and_layouts_do_not_depend_on_what_ran_before(name: str) -> None:
-    """A window outlives the process that captured it: an engine that never trained has the same pieces."""
+    """A window outlives the process that captured it, so an engine that never trained must have the same pieces."""
     from tests.helpers.replay_scenarios import view_of
 
     with engines.engine_of(engines.micro_config(PRECISIONS[name])) as engine:
@@ -52,7 +52,8 @@ def test_views_are_live_and_layouts_do_not_depend_on_what_ran_before(name: str) 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_weights_come_from_masters(name: str) -> None:
-    """A full capture has no weights: they are rounded from the masters as the update does, to the same bits."""
+    """A full capture contains no weights. They are rounded from the master weights with the same bits as in the
+    update."""
     from tests.helpers.replay_scenarios import capture, scramble, view_of
 
     with engines.engine_of(engines.micro_config(PRECISIONS[name])) as engine:

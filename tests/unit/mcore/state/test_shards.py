@@ -1,11 +1,11 @@
-"""Who captures what: every element once, evenly over those that hold it, whatever ranges they hold."""
+"""Tests which rank captures what: every element once, evenly over the ranks that have it, for any ranges."""
 
 import json
 import random
 
 import pytest
 
-from megatron_ft.mcore.state.shards import Holding, cut_shards, from_record, sizes, to_record
+from megatron_ft.mcore.state.operator_view import _cut_shards, _from_record, _PartHolding, _sizes, _to_record
 from megatron_ft.operator_state import Component, check_shards
 
 WEIGHT = Component(name="weight", dtype="bfloat16", item_bytes=2)
@@ -15,18 +15,21 @@ NORM = "decoder.layers.0.input_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def holding(name: str, ranges: list[tuple[int, int]], size: int = 100, part: int = 0) -> Holding:
-    return Holding(part=(name, part), num_elements=size, ranges=tuple(ranges), full=(MASTER, STEP), frozen=(WEIGHT,))
+def holding(name: str, ranges: list[tuple[int, int]], size: int = 100, part: int = 0) -> _PartHolding:
+    return _PartHolding(
+        part=(name, part), num_elements=size, ranges=tuple(ranges), full=(MASTER, STEP), frozen=(WEIGHT,)
+    )
 
 
-def ranges_of(by_rank: list[list[Holding]]) -> list[list[tuple[int, int]]]:
-    shards = cut_shards(by_rank, num_layers=2)
-    check_shards(shards, sizes(by_rank))
+def ranges_of(by_rank: list[list[_PartHolding]]) -> list[list[tuple[int, int]]]:
+    shards = _cut_shards(by_rank, num_layers=2)
+    check_shards(shards, _sizes(by_rank))
     return [[(shard.start, shard.stop) for shard in of_rank] for of_rank in shards]
 
 
 def test_sharded_state_is_captured_where_it_is() -> None:
-    """Weights are on every rank, state is not: frozen weights follow the state's cut."""
+    """Weights are on every rank and optimizer state is sharded, so frozen weights are divided like the optimizer
+    state."""
     by_rank = [[holding(NORM, [(0, 30)])], [holding(NORM, [(30, 100)])], [holding(NORM, [])]]
     assert ranges_of(by_rank) == [[(0, 30)], [(30, 100)], []]
 
@@ -41,7 +44,7 @@ def test_fewer_elements_than_holders() -> None:
 
 
 def test_ranges_that_overlap_in_part() -> None:
-    """Two stages share the embedding and cut its state at different places."""
+    """Two stages share the embedding and divide its state at different positions."""
     by_rank = [
         [holding(EMBEDDING, [(0, 40)])],
         [holding(EMBEDDING, [(40, 100)])],
@@ -64,7 +67,7 @@ def test_state_that_nobody_holds_is_found_out() -> None:
 def test_any_cut_captures_everything_once() -> None:
     for seed in range(50):
         rng = random.Random(seed)
-        by_rank: list[list[Holding]] = [[] for _ in range(6)]
+        by_rank: list[list[_PartHolding]] = [[] for _ in range(6)]
         for name in (NORM, EMBEDDING):
             for group in ([0, 1, 2], [3, 4], [5])[: rng.randint(1, 3)]:
                 size = 97
@@ -76,8 +79,8 @@ def test_any_cut_captures_everything_once() -> None:
 
 
 def test_holdings_survive_json() -> None:
-    other = Holding(part=("x", 3), num_elements=7, ranges=(), full=(MASTER,), frozen=(MASTER,))
+    other = _PartHolding(part=("x", 3), num_elements=7, ranges=(), full=(MASTER,), frozen=(MASTER,))
     holdings = (holding(NORM, [(0, 30), (50, 60)]), other, holding(EMBEDDING, [], part=1))
-    record = json.loads(json.dumps(to_record(holdings)))
-    assert from_record(record) == holdings
+    record = json.loads(json.dumps(_to_record(holdings)))
+    assert _from_record(record) == holdings
     assert len(record["kinds"]) == 2

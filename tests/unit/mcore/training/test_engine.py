@@ -1,4 +1,4 @@
-"""What an iteration changes when it is skipped or stopped, and that reading changes nothing."""
+"""Tests what a skipped or stopped iteration changes, and that reading state changes nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ FP16 = {"precision.params_dtype": "fp16", "precision.initial_loss_scale": 64.0, 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Iterations in this list have a loss that is NaN."""
+    """Make the loss NaN in the iterations of this list."""
     from megatron_ft.mcore.training import engine
 
     iterations: list[int] = []
@@ -63,7 +63,7 @@ def test_a_skip_changes_no_weight_moment_or_bias(poisoned: list[int]) -> None:
 
 @pytest.mark.parametrize("precision", [{}, FP16], ids=["fp32", "fp16"])
 def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], precision: dict[str, Any]) -> None:
-    """Weights, moments, biases, random numbers, loss scale, learning rate: all as if it had not begun."""
+    """Weights, moments, biases, random numbers, loss scale and learning rate are as before the iteration."""
     config = engines.micro_config({**EVERYTHING, **precision, "training.loss_spike_factor": 1.5})
     config.training.loss_spike_window, config.training.loss_spike_policy = 2, "stop"
     with engines.engine_of(config) as engine:
@@ -94,7 +94,7 @@ def test_a_stop_leaves_the_state_before_the_iteration(poisoned: list[int], preci
 
 
 def test_an_aborted_iteration_draws_no_number_of_any_generator() -> None:
-    """Neither Megatron nor the samples draw from Python's and numpy's, but a user's transform may."""
+    """Megatron and the samples do not use the generators of Python and numpy, but a transform of a user may."""
     import random
 
     import numpy as np
@@ -126,20 +126,20 @@ def test_evaluation_changes_nothing() -> None:
 
 
 def test_a_rebuild_keeps_the_router_bias_to_the_bit() -> None:
-    """A model that has not run has the bias in BF16, which has no room for the bits of the first updates."""
-    from megatron_ft.mcore.training.engine import routers
+    """A model that has not run has the bias in BF16, which cannot represent the bits of the first updates."""
+    from megatron_ft.mcore.training.engine import _routers
 
     with engines.engine_of(engines.micro_config({**EVERYTHING, "precision.params_dtype": "bf16"})) as engine:
         engine.run_iteration(1)
-        before = [router.expert_bias.clone() for router in routers(engine.model_chunks)]
+        before = [router.expert_bias.clone() for router in _routers(engine.model_chunks)]
         engine.rebuild(None)
-        after = [router.expert_bias for router in routers(engine.model_chunks)]
+        after = [router.expert_bias for router in _routers(engine.model_chunks)]
         assert [bias.dtype for bias in after] == [torch.float32, torch.float32]
         assert all(bias.any() and torch.equal(bias, old) for bias, old in zip(after, before, strict=True))
 
 
 def test_a_smaller_model_follows_a_larger_one() -> None:
-    """Nothing of the first is left in the process that the second would trip over, and the order plays no part."""
+    """The first model leaves nothing in the process that affects the second one, in either order."""
     losses = {}
     for num_layers in (2, 4, 2):
         with engines.engine_of(engines.micro_config({"model.num_layers": num_layers})) as engine:
@@ -155,16 +155,16 @@ def test_a_stop_request_travels_with_the_vote() -> None:
         assert result.vote.stop_requested and result.decision.action == "commit"
 
 
-def test_every_phase_is_told_in_order() -> None:
-    told: list[tuple[int, str]] = []
-    failpoints.watch(lambda iteration, phase: told.append((iteration, phase)))
+def test_every_phase_is_reported_in_order() -> None:
+    reported: list[tuple[int, str]] = []
+    failpoints.watch(lambda iteration, phase: reported.append((iteration, phase)))
     try:
         with engines.engine_of(engines.micro_config({"training.global_batch_size": 2})) as engine:
             engine.run_iteration(1)
     finally:
         failpoints.watch(None)
-    phases = [phase for iteration, phase in told if iteration == 1]
+    phases = [phase for iteration, phase in reported if iteration == 1]
     microbatch = ["forward", "dispatch", "backward"]
     later = ["grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather", "teardown"]
     assert phases == ["data", *microbatch * (len(phases[1 : -len(later)]) // 3), *later]
-    assert phases.count("backward") >= 1 and told[0] == (0, "build")
+    assert phases.count("backward") >= 1 and reported[0] == (0, "build")

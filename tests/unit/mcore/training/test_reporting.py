@@ -1,4 +1,4 @@
-"""What a rank says of its own pace: medians of iterations, and nothing before there are enough of them."""
+"""Tests a rank's report of its compute time: medians over iterations, and nothing before there are enough of them."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from megatron_ft.mcore.training.reporting import MIN_ITERATIONS, NUM_ITERATIONS,
 
 
 class TestClock:
-    """Time passes when the test says so."""
+    """Clock that the test advances."""
 
     __test__ = False
 
@@ -22,7 +22,7 @@ class TestClock:
 
 
 class Work(torch.nn.Module):
-    """A layer that takes as long as it is told."""
+    """Layer whose forward pass takes a given time."""
 
     def __init__(self, clock: TestClock) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def timer_of(work: Work, clock: TestClock) -> StragglerTimer:
 
 
 def passed(pace: StragglerTimer, work: Work, *seconds: float) -> float:
-    """What ``pace`` says after an iteration of these forward passes, with other work in between."""
+    """Return the report after an iteration with these forward passes and other work between them."""
     for took in seconds:
         work(took)
         work.clock.now += 100.0
@@ -62,17 +62,17 @@ def passed(pace: StragglerTimer, work: Work, *seconds: float) -> float:
 def test_it_is_the_median_of_iterations_medians(clock: TestClock, work: Work) -> None:
     pace = timer_of(work, clock)
     iterations = [(9.0, 9.0), (1.0, 3.0), (2.0, 70.0, 1.0), (2.5, 1.5)] * (MIN_ITERATIONS // 4)
-    said = [passed(pace, work, *passes) for passes in iterations]
-    assert said == [0.0] * (MIN_ITERATIONS - 1) + [2.0]
+    output = [passed(pace, work, *passes) for passes in iterations]
+    assert output == [0.0] * (MIN_ITERATIONS - 1) + [2.0]
 
 
 def test_old_iterations_are_forgotten(clock: TestClock, work: Work) -> None:
     pace = timer_of(work, clock)
     for _ in range(NUM_ITERATIONS):
         passed(pace, work, 1.0)
-    said = [passed(pace, work, 5.0) for _ in range(NUM_ITERATIONS)]
-    assert said[NUM_ITERATIONS // 2 - 2] == 1.0 and said[-1] == 5.0
-    assert sorted(said) == said
+    output = [passed(pace, work, 5.0) for _ in range(NUM_ITERATIONS)]
+    assert output[NUM_ITERATIONS // 2 - 2] == 1.0 and output[-1] == 5.0
+    assert sorted(output) == output
 
 
 def test_iterations_without_a_pass_do_not_count(clock: TestClock, work: Work) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of model and precision the configuration offers trains in this very process."""
+"""Tests that every kind of model and precision that the configuration offers trains in this process."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_trains(name: str) -> None:
-    """Three iterations are committed, with finite values, other weights after each, and a loss that falls."""
+    """Three iterations are committed with finite values, changed weights and a decreasing loss."""
     with engines.engine_of(engines.micro_config(VARIANTS[name])) as engine:
         states = [engines.digests(engine)]
         losses = []
@@ -92,7 +92,7 @@ def test_trains(name: str) -> None:
 
 
 def test_mixture_runs_count_every_choice() -> None:
-    """Without dropping, each token is given to top-k experts in every MoE layer, and to none in a dense one."""
+    """Each token goes to top-k experts in every MoE layer if none is dropped, and to no expert in a dense model."""
     config = engines.micro_config({"model.num_layers": 4, "model.moe_layer_freq": 2})
     with engines.engine_of(config) as engine:
         engine.run_iteration(1)

@@ -1,15 +1,14 @@
-"""Bytes of a rank by hand: state, and what layers keep for their backward pass."""
+"""Compares the memory of a rank with values computed by hand: state, and activations kept for the backward pass."""
 
 from dataclasses import replace
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.planning.cost.memory import RankMemory, _activation_bytes
-from megatron_ft.planning.cost.parameters import RankParameters
+from megatron_ft.planning.cost.memory import RankMemory, RankParameters, _activation_bytes
 from megatron_ft.topology import Topology
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 2, 16, 100
 ATTENTION = 2 * HIDDEN + 4 * HIDDEN + 2 * HEADS * SEQUENCE + 2 * HIDDEN
-"""Values a token: the inputs of two norms and of two projections, queries, keys and values, scores, softmax."""
+"""Values per token: inputs of two norms and two projections, queries, keys and values, scores, softmax."""
 
 
 def job(**model: object) -> JobConfig:
@@ -25,7 +24,7 @@ def job(**model: object) -> JobConfig:
 
 
 def values_of_mlp(config: JobConfig) -> int:
-    """Values a token that one layer's MLP keeps."""
+    """Return the values per token that one layer's MLP keeps."""
     kept = _activation_bytes(config, Topology(world_size=1), 0, VOCABULARY)
     logits = SEQUENCE * VOCABULARY * (2 + 4)
     return (kept - logits) // (2 * SEQUENCE) - ATTENTION

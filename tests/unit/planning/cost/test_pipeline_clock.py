@@ -1,4 +1,4 @@
-"""The virtual clock of a pipeline against formulas and schedules worked out by hand."""
+"""Compares the virtual clock of a pipeline with formulas and with schedules computed by hand."""
 
 from itertools import combinations
 
@@ -13,7 +13,7 @@ FORWARD, BACKWARD, UPDATE = 1.0, 2.0, 0.5
 
 
 def even(shape: PipelineShape) -> list[StageSeconds]:
-    """Stages that take the same."""
+    """Return stages with equal times."""
     one = PassSeconds(forward_seconds=FORWARD, backward_seconds=BACKWARD)
     return [StageSeconds(chunks=(one,) * shape.num_chunks, update_seconds=UPDATE)] * shape.num_stages
 
@@ -32,7 +32,7 @@ def test_1f1b_fills_and_drains(num_stages: int, num_microbatches: int) -> None:
 
 @pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), [(2, 2, 4), (3, 2, 6), (4, 3, 8)])
 def test_interleaving_shrinks_the_bubble(num_stages: int, num_chunks: int, num_microbatches: int) -> None:
-    """(M * V + PP - 1) (f + b), with f and b of a chunk: the bubble is that of one chunk."""
+    """(M * V + PP - 1) (f + b), with f and b of one chunk, because the bubble is that of one chunk."""
     shape = PipelineShape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
     expected = (num_microbatches * num_chunks + num_stages - 1) * (FORWARD + BACKWARD) + UPDATE
     assert IterationSeconds.of(shape, even(shape)).makespan_seconds == pytest.approx(expected)
@@ -62,7 +62,8 @@ def test_separate_stages_replay_side_by_side() -> None:
 
 
 def test_two_stages_with_sends_by_hand() -> None:
-    """f0 ends at 1, is there at 1.25; last stage: f0 b0 to 4.25, b0 there at 4.5; stage 0: f1 early, b0 to 6.5."""
+    """f0 ends at 1 and arrives at 1.25. The last stage runs f0 and b0 until 4.25, and b0 arrives at 4.5. Stage 0 runs
+    f1 early, and b0 until 6.5."""
     shape = PipelineShape(num_stages=2, num_microbatches=2)
     result = IterationSeconds.of(shape, even(shape), send_seconds=0.25)
     # Stage 1: f0 1.25-2.25, b0 -4.25, f1 -5.25, b1 -7.25; stage 0: b0 4.5-6.5, b1 7.5-9.5.
@@ -70,7 +71,7 @@ def test_two_stages_with_sends_by_hand() -> None:
 
 
 def test_a_slow_log_holds_a_replay_up() -> None:
-    """Tensors every 10 s, the third at 30: then the last forward pass, and two backward ones."""
+    """A tensor arrives every 10 s, the third at 30 s. Then the last forward pass and two backward passes run."""
     shape = PipelineShape(num_stages=3, num_microbatches=3)
     result = IterationSeconds.of(shape, even(shape), replayed=[1], send_seconds=10.0)
     assert result.makespan_seconds == pytest.approx(30 + FORWARD + 2 * BACKWARD + UPDATE)
@@ -95,7 +96,7 @@ TIMES = st.integers(1, 20).map(float)
 
 @given(data=st.data(), num_stages=st.integers(2, 4), num_chunks=st.integers(1, 2), groups=st.integers(1, 2))
 def test_more_stages_never_replay_faster(data: st.DataObject, num_stages: int, num_chunks: int, groups: int) -> None:
-    """And no replay is faster than its busiest stage, or slower than all of its passes in a row."""
+    """No replay is faster than its busiest stage, or slower than all of its passes in sequence."""
     shape = PipelineShape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=groups * num_stages)
     passes = st.builds(PassSeconds, forward_seconds=TIMES, backward_seconds=TIMES)
     chunks = st.tuples(*[passes] * num_chunks)

@@ -1,4 +1,4 @@
-"""ETTR by the closed formula, against numbers worked out by hand."""
+"""Compares the ETTR of the closed formula with numbers computed by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Replica counts against equation 1 done by hand, and what must not happen to them."""
+"""Compares replica counts with equation 1 computed by hand, and tests their limits."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,5 @@
-"""State copies: on distinct failure domains for any number of ranks, and counted in bytes."""
+"""Tests copies of optimizer state: they are on distinct failure domains for any number of ranks, and their bytes are
+counted."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ def place(num_nodes: int, ranks_per_node: int, num_slots: int, loads: list[int])
 
 
 def owner_domains(plan: StateCopyPlan) -> set[frozenset[str]]:
-    """Failure domains that own each shard."""
+    """Return the failure domains of the owners of each shard."""
     domain_of = dict(zip(plan.ranks, plan.domains, strict=True))
     return {frozenset(domain_of[rank] for rank in owners) for each in plan.operators for owners in each.owners}
 

@@ -1,4 +1,4 @@
-"""Migrations: nothing moves that need not, everything missing does, senders share the work."""
+"""Tests migrations: only missing experts move, all of them do, and senders share the work evenly."""
 
 from collections import Counter
 from itertools import permutations
@@ -41,7 +41,7 @@ def plan_of(slots: Slots, ranks_per_domain: int = 1) -> PlacementPlan:
 
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[PlacementPlan, PlacementPlan]:
-    """Two placements of two layers of 5 experts on 5 ranks."""
+    """Draw two placements of two layers of 5 experts on 5 ranks."""
     rank = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda pair: tuple(sorted(pair)))
 
     def slots() -> Slots:

@@ -1,4 +1,4 @@
-"""The paper's construction by hand, and the search against it and against every placement."""
+"""Compares the paper's construction with results computed by hand, and the search with it and with every placement."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_exchanges_alone_reach_the_best(counts: tuple[int, ...]) -> None:
 
 
 def test_a_start_that_ends_worse_is_not_taken() -> None:
-    """The score rises with the number of starts, or stays."""
+    """The score rises with the number of starts or stays the same."""
     counts, capacities = (6, 4, 5, 3, 6, 8), (4,) * 8
     searches = [OverlapSearch(num_exhaustive_slots=0, num_kicks=number) for number in (0, 2, 4)]
     scores = [score(search, search.assign(counts, capacities)) for search in searches]

@@ -1,4 +1,4 @@
-"""Plans that do not hold together are refused by name."""
+"""Tests that inconsistent plans are refused, and that the error names the inconsistency."""
 
 import json
 from typing import Any

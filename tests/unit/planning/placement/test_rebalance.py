@@ -1,4 +1,5 @@
-"""When another placement pays: what it saves, what it moves, and that ranks decide alike."""
+"""Tests when a new placement is used: the tokens that it saves, the bytes that it moves, and that all ranks decide
+alike."""
 
 import pytest
 
@@ -10,7 +11,7 @@ BYTES = 1000
 
 
 def plan(*slots: tuple[int, ...]) -> PlacementPlan:
-    """One layer of three experts; a tuple of slots for each rank."""
+    """Return a placement of one layer with three experts, from a tuple of slots for each rank."""
     made = PlacementPlan(
         num_experts=3,
         num_slots_per_rank=2,
@@ -58,7 +59,7 @@ def test_due_after_every_interval(interval: int, iteration: int, due: bool) -> N
 
 
 def test_pays_when_it_saves_enough_for_what_it_moves() -> None:
-    """2 of 8 tokens are saved in each of 10 iterations; two experts move."""
+    """Two of 8 tokens are saved in each of 10 iterations, and two experts move."""
     move = migration(UNEVEN, EVEN)
     assert move.num_bytes == 2 * BYTES
     verdict = policy(bytes_per_saved_token=100.0).decide(UNEVEN, move, LOADS)

@@ -1,4 +1,4 @@
-"""What a first placement amounts to, against sums done by hand."""
+"""Compares the report on a first placement with values computed by hand."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ def report(
     parallel: dict[str, Any] | None = None,
     **placement: Any,
 ) -> PlacementReport:
-    """2 layers of 4 experts; compact puts the copies of 2 slots a rank on neighbours."""
+    """Return the report for 2 layers of 4 experts. ``compact`` places the copies of 2 slots per rank on neighbours."""
     config = from_dict(
         {
             "model": {
@@ -72,7 +72,8 @@ def test_without_the_distributed_optimizer_every_rank_keeps_what_is_no_expert() 
 
 
 def test_survival_is_that_of_everything_together() -> None:
-    """Sharded state without copies survives no loss; in two copies it survives any one; weights go with experts."""
+    """Sharded state without copies survives no loss, and with two copies any single loss. Weights survive with the
+    experts."""
     alone, copied = report(), report(state_copies=2)
     assert [value.num_lost for value in alone.weights_survival] == [1, 2]
     held = [set(domains) for domains in alone.stages[0].all_expert_domains()]
@@ -85,13 +86,15 @@ def test_survival_is_that_of_everything_together() -> None:
 
 
 def test_stages_are_joint() -> None:
-    """Two ranks a stage, all experts on both: any one node may go, and two if they are of different stages."""
+    """Each stage has two ranks with all experts. Any node may be lost, and two nodes if they are of different
+    stages."""
     result = report(parallel={"pipeline_model_parallel_size": 2}, algorithm=SPREAD, num_slots_per_rank=4)
     assert [value.probability for value in result.weights_survival] == [1.0, pytest.approx(4 / 6)]
 
 
 def test_tensor_parallel_parts_have_fewer_holders() -> None:
-    """Four ranks in two parts: losing ranks 0 and 2 loses one part, though every expert is everywhere."""
+    """Four ranks have two tensor-parallel parts. Losing ranks 0 and 2 loses one part, although every rank has every
+    expert."""
     result = report(parallel={"tensor_model_parallel_size": 2}, algorithm=SPREAD, num_slots_per_rank=4)
     assert result.weights_survival[1].probability == pytest.approx(4 / 6)
 

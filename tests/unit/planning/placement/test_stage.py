@@ -1,4 +1,4 @@
-"""The first placement of a job, from the loads or the script that its configuration names."""
+"""Tests the first placement of a job, made from the loads or the schedule that its configuration names."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ SPREAD = {"_target_": "megatron_ft.planning.placement.spread.Spread"}
 
 
 def job(**placement: Any) -> JobConfig:
-    """Two stages of two ranks on nodes of their own; layers 2 and 4 are mixtures of 4 experts."""
+    """Return a job with two stages of two ranks, each on a separate node. Layers 2 and 4 are MoE layers with 4
+    experts."""
     config = from_dict(
         {
             "model": {"num_moe_experts": 4, "moe_layer_freq": 2, "num_layers": 4},

@@ -1,4 +1,5 @@
-"""Survival against every loss tried, the paper's figures, and the labels of estimates."""
+"""Compares survival with an enumeration of every loss and with the paper's figures, and tests the labels of
+estimates."""
 
 from itertools import combinations
 
@@ -17,7 +18,7 @@ families = st.lists(st.integers(1, 2**7 - 1), max_size=12)
 
 
 def survivors(masks: list[int], num_domains: int, lost: int) -> list[tuple[int, ...]]:
-    """Losses that leave every mask a domain, tried one by one."""
+    """Return the number of losses that leave every expert a domain, by enumeration."""
     return [
         chosen
         for chosen in combinations(range(num_domains), lost)
@@ -56,7 +57,7 @@ def names(*sets: str) -> list[set[str]]:
 
 
 def failures(held: list[set[str]], lost: int) -> int:
-    """Failing losses of five nodes, out of ten."""
+    """Return the number of fatal losses among the ten losses of five nodes."""
     (value,) = survival(held, "12345", [lost])
     return round(10 * (1 - value.probability))
 

@@ -1,4 +1,4 @@
-"""Before nodes leave: over every set of ranks that stay, these hold all experts, and the others keep theirs."""
+"""Tests the move before nodes leave, for every set of remaining ranks: these have all experts afterwards."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""What follows a console that has ended."""
+"""Tests the step after a launcher has ended."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def test_a_warning_requeues_and_a_request_to_end_does_not() -> None:
     warned = replace(FAILED, exit_code=130, asked=Asked.TO_GO_ON_LATER)
     assert POLICY.decide([warned], HOSTS).next is Next.REQUEUE
     assert replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).next is Next.END
-    assert not replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).is_final, "another job goes on"
+    assert not replace(POLICY, on_warning=Next.END).decide([warned], HOSTS).is_final, "another job continues"
     for asked in (Asked.TO_END, None):  # Ctrl-C, sent to the console
         verdict = POLICY.decide([replace(FAILED, exit_code=130, asked=asked)], HOSTS)
         assert (verdict.next, verdict.is_final) == (Next.END, True)
@@ -74,7 +74,7 @@ def test_without_progress_it_ends() -> None:
     assert [verdict.next for verdict in verdicts] == [Next.AGAIN, Next.AGAIN, Next.END]
     assert verdicts[-1].is_final and "beyond iteration 5" in verdicts[-1].reason
     further = POLICY.decide([*attempts[:-1], replace(FAILED, iteration=6)], HOSTS)
-    assert further.next is Next.AGAIN, "progress counts anew"
+    assert further.next is Next.AGAIN, "progress resets the count"
 
 
 def test_warnings_without_progress_end_too() -> None:
@@ -96,7 +96,8 @@ def test_trust() -> None:
     policy=some.builds(AttemptPolicy, num_nodes=some.integers(1, 5), max_fruitless=some.integers(1, 4)),
 )
 def test_no_job_is_tried_for_ever(iterations: list[int], policy: AttemptPolicy) -> None:
-    """However it fails, attempts that get nowhere are bounded, and so are all between two that do."""
+    """For any kinds of failures, the number of attempts without progress is limited, and so is the number between two
+    attempts with progress."""
     attempts: list[Attempt] = []
     for iteration in iterations:
         attempts.append(replace(FAILED, iteration=iteration))

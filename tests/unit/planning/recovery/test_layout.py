@@ -1,4 +1,4 @@
-"""Layouts after losses: rules by example, and bytes that stay against every arrangement there is."""
+"""Tests layouts after losses: rules by example, and bytes that stay compared with every possible arrangement."""
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_groups_keep_their_lane_where_nothing_is_lost(period: int) -> None:
 
 
 def kept_bytes(of: ModelState, held: Holdings, layout: ParallelLayout, sharding: Sharding) -> dict[int, int]:
-    """Bytes of its needs that each rank of ``layout`` has."""
+    """Return the bytes of its needs that each rank of ``layout`` already has."""
     domain_of = {rank: f"node{rank}" for rank in (*layout.ranks, *layout.spares)}
     kept = Matched.of(of.needs(layout, sharding, iteration=1, domain_of=domain_of), held).kept
     sizes = (kept.stop - kept.start) * of.index.item_bytes[of.index.tensor_at(kept.start)]
@@ -144,7 +144,9 @@ def kept_bytes(of: ModelState, held: Holdings, layout: ParallelLayout, sharding:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_most_bytes_stay_of_all_arrangements(data: st.DataObject) -> None:
-    """What a group keeps depends on its own place alone, so the best arrangement is an assignment problem.
+    """A group's kept bytes depend only on its own place, so the best arrangement is an assignment problem. The choice
+    weights dense and expert shards separately: in one of a hundred draws it kept less than 97.5 % of the best, and at
+    least 84.3 %.
 
     The choice weighs dense and expert shards apart from each other: one draw in a hundred kept less than 97.5 % of the
     best, the least 84.3 %.

@@ -1,4 +1,4 @@
-"""Which stages go back, who serves them, and when this rung declines."""
+"""Tests which stages replay, which stages send them tensors, and when localized recovery is impossible."""
 
 import itertools
 
@@ -18,7 +18,7 @@ LOGGED = tuple(range(5, 10))
 def decide(
     stages_lost: set[int], num_stages: int, *, per_stage: int = 2, is_ring: bool = False, **changes: object
 ) -> LocalizedPlan | Declined:
-    """The first rank of each lost stage has no state."""
+    """Return the plan if the first rank of each lost stage has no state."""
     standings = [
         Standing(stage=stage, iteration=None)
         if stage in stages_lost and place == 0
@@ -101,7 +101,7 @@ def test_declines_where_no_rank_has_the_votes() -> None:
 
 
 def test_declines_where_several_ranks_have_a_part_of_the_votes() -> None:
-    """One rank sends them to all: the replay would find that some are missing after the model is built."""
+    """One rank sends the votes to all. Otherwise, missing votes would be noticed only after the model is built."""
     standings = [
         Standing(stage=0, iteration=TARGET, voted=(5, 6), window=WINDOW, logged=LOGGED),
         Standing(stage=1, iteration=None, voted=LOGGED),

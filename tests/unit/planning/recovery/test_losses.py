@@ -1,4 +1,5 @@
-"""What a loss costs, against the layout done by hand, brute force over all losses, and the placement's survival."""
+"""Compares the cost of losses with a layout computed by hand, an enumeration of all losses, and the placement's
+survival."""
 
 import dataclasses
 import json
@@ -10,7 +11,7 @@ import pytest
 from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.present_nodes import config_of
+from megatron_ft.config.membership import config_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.plan import PlacementPlan
@@ -61,7 +62,7 @@ def means(config: JobConfig, nodes: tuple[int, ...] | None = None) -> RecoveryMe
 
 
 def restarting(**snapshot: Any) -> JobConfig:
-    """Two nodes of two ranks whose ranks are started again."""
+    """Return two nodes of two ranks whose ranks are restarted."""
     measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
     return job(
         launch={"num_nodes": 2, "ranks_per_node": 2},
@@ -70,7 +71,7 @@ def restarting(**snapshot: Any) -> JobConfig:
     )
 
 
-# --- rung 1 ------------------------------------------------------------------------------------------------------
+# --- step 1 ------------------------------------------------------------------------------------------------------
 
 
 def test_replicas_serve_one_lost_node_of_four_and_what_moves_is_counted() -> None:
@@ -83,7 +84,7 @@ def test_replicas_serve_one_lost_node_of_four_and_what_moves_is_counted() -> Non
 
 @pytest.mark.parametrize("num_lost", [2, 3, 4])
 def test_every_joint_loss_serves_where_each_expert_has_a_holder_left(num_lost: int) -> None:
-    """Against brute force, and the share of them against the survival that placements are judged by."""
+    """Compare with an enumeration, and the share of survived losses with the survival of the placement."""
     config = elastic(6, 1)
     held, (plan,) = means(config), plans_of(config)
     served = 0
@@ -130,18 +131,18 @@ def test_a_second_loss_is_judged_by_the_nodes_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "output"),
     [
         ({"parallel": {"use_distributed_optimizer": True}}, "parallel.use_distributed_optimizer=true"),
         ({"launch": {"mode": "torchrun"}}, "launch.mode=torchrun"),
     ],
 )
-def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], said: str) -> None:
+def test_what_is_not_covered_declines_by_its_key(groups: dict[str, Any], output: str) -> None:
     config = elastic()
     for group, values in groups.items():
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
     cost = means_of(config, plans_of(config), None).cost_of_loss([1])
-    assert cost.rung != "replicas" and said in cost.declined[0].reason
+    assert cost.rung != "replicas" and output in cost.declined[0].reason
 
 
 def test_without_min_nodes_copies_do_not_help() -> None:
@@ -212,7 +213,7 @@ def test_saved_state_of_the_run_replaces_bounds() -> None:
 
 
 def test_where_replicas_decline_ranks_start_again_on_the_nodes_left() -> None:
-    """From a dense checkpoint: windows are of the size they were captured at."""
+    """The ranks continue from a dense checkpoint, because windows need the previous number of ranks."""
     windows = {"policy": WINDOWS, "num_peer_copies": 1, "persist_interval_windows": 1}
     config = elastic(6, 1, snapshot=windows, checkpoint={"save_interval_iterations": 9}, recovery={"max_restarts": 1})
     held = means(config)
@@ -304,7 +305,7 @@ def test_each_node_has_a_cost_that_fits_in_a_line_and_in_json() -> None:
 
 
 def keeping(**keys: Any) -> RecoveryMeans:
-    """Four nodes of a rank each, in two stages, whose places are filled again."""
+    """Return four nodes of one rank each in two stages. Lost places are filled."""
     filled = {"num_nodes": 4, "ranks_per_node": 1, "keep_layout": True, "restart_lost_nodes": True, **keys}
     measured = {"bandwidth_bytes_per_second": 1e12, "iteration_seconds": 1.0}
     snapshot = {"policy": WINDOWS, "num_peer_copies": 1, **measured}
@@ -322,7 +323,7 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "keys", "said"),
+    ("lost", "keys", "output"),
     [
         ([0, 1, 2, 3], {}, "no rank survives, so the logged votes are lost"),
         ([0, 1], {}, "no remaining node has copies of the windows of nodes"),
@@ -334,10 +335,10 @@ def test_the_stage_of_a_lost_node_goes_back_alone() -> None:
     ],
 )
 def test_localized_replay_declines_without_replacement_or_window(
-    lost: list[int], keys: dict[str, Any], said: str
+    lost: list[int], keys: dict[str, Any], output: str
 ) -> None:
     cost = keeping(**keys).cost_of_loss(lost)
-    assert cost.rung != "localized" and said in cost.declined[1].reason
+    assert cost.rung != "localized" and output in cost.declined[1].reason
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""The next membership, as ranks receive it."""
+"""Tests the next membership in the form in which ranks receive it."""
 
 from dataclasses import replace
 
 import pytest
 
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Target
+from megatron_ft.planning.recovery.membership import NextMembership, Target
 
 JOINED = NextMembership(
     generation=3,
@@ -19,7 +18,7 @@ JOINED = NextMembership(
 
 
 PLACED = replace(JOINED, previous_ranks=(0, 1, None, None, 4, 5), nodes=(2, 2, 3, 3, 1, 1), reason="node 0 was lost")
-"""Of a job that keeps its layout: node 3 has taken a place in the middle."""
+"""Membership of a job that keeps its layout: node 3 has taken a place in the middle."""
 
 
 def test_ranks_keep_their_numbers_where_others_take_places() -> None:

@@ -1,4 +1,4 @@
-"""From a window and its votes to steps: what is loaded, what runs again, what is frozen meanwhile."""
+"""Tests the steps of a replay: which slices are loaded, which iterations run again, which operators are frozen."""
 
 import dataclasses
 import random
@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 

@@ -1,4 +1,5 @@
-"""Rung 1 over every set of survivors: it serves exactly where each expert has a holder, and names the others."""
+"""Tests recovery from replicas for every set of survivors: it is possible if each expert has a holder; otherwise the
+lost experts are named."""
 
 from itertools import combinations
 
@@ -16,7 +17,7 @@ LAYERS = (2, 4)
 
 
 def placed(num_ranks: int) -> PlacementPlan:
-    """Two MoE layers over as many nodes as ranks, experts shared evenly over the slots."""
+    """Return a placement of two MoE layers over as many nodes as ranks, with experts divided evenly over the slots."""
     each, more = divmod(num_ranks * NUM_SLOTS, NUM_EXPERTS)
     counts = [each + (expert < more) for expert in range(NUM_EXPERTS)]
     return Spread().place(
@@ -63,7 +64,7 @@ def test_every_set_of_survivors_of_four(survivors: tuple[int, ...]) -> None:
 
 
 def _check_that_it_makes_the_placement(plan: PlacementPlan, survivors: tuple[int, ...], found: MigrationPlan) -> None:
-    """What a rank had, and what it gets from ranks that have it, is what it is to hold."""
+    """Check that each rank's previous experts and received experts are those of the new placement."""
     for position, layer in enumerate(LAYERS):
         had = [set(plan.slots[position][old]) for old in survivors]
         has = [set(experts) for experts in had]
@@ -76,7 +77,7 @@ def _check_that_it_makes_the_placement(plan: PlacementPlan, survivors: tuple[int
 
 
 def test_both_layers_are_named_apart() -> None:
-    """An expert of one layer may live where the same number of another layer does not."""
+    """An expert of one layer may survive although the expert with this number in another layer does not."""
     plan = placed(4)
     plan = plan.replacing((plan.slots[0], ((0, 1), (0, 1), (0, 1), (2, 3))))
     assert lost_experts(plan, (0, 1, 2)) == (
@@ -89,7 +90,7 @@ def test_both_layers_are_named_apart() -> None:
 
 
 def test_too_few_slots_decline() -> None:
-    """Nothing is missing: the one that is left holds all, and has no room to say so."""
+    """The remaining rank has all experts, but not enough slots for them."""
     plan = placed(2).replacing((((0, 1), (2, 3)),) * 2)
     wide = PlacementPlan.from_json({**plan.to_json(), "num_slots_per_rank": 4, "slots": [[[0, 1, 2, 3], [0]]] * 2})
     found = decide(wide, (0,))

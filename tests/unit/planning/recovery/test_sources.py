@@ -1,4 +1,4 @@
-"""What a started job continues from."""
+"""Tests the source from which a started job continues."""
 
 from megatron_ft.planning.recovery.sources import RecoverySource, StoredWindow, Where
 

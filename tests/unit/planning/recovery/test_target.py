@@ -1,4 +1,4 @@
-"""Where survivors continue: every state that a small job can reach, every set of ranks that dies in it."""
+"""Tests the target for every state that a small job can reach and every set of ranks that dies in it."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.recovery.membership import NextMembership
-from megatron_ft.planning.recovery.target import Position, Target, choose_target
+from megatron_ft.planning.recovery.membership import NextMembership, Position, Target, choose_target
 from megatron_ft.testing.votes import vote_of
 
 LAST_ITERATION = 3
@@ -16,7 +15,7 @@ LAST_ITERATION = 3
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of one rank: what it has contributed to, what is settled here, what it has completed."""
+    """Counters of one rank: iterations to which it contributed, whose vote it has, and that it completed."""
 
     contributed: int = 0
     settled: int = 0
@@ -31,7 +30,8 @@ Job = tuple[Progress, ...]
 
 
 def moves(job: Job) -> Iterator[Job]:
-    """Every next state: one rank does one thing. A vote is settled for a rank once all have contributed to it."""
+    """Yield every next state, in which one rank takes one step. A rank can have a vote only after all ranks have
+    contributed."""
     for rank, own in enumerate(job):
         step = None
         if own.completed < own.settled:
@@ -61,7 +61,7 @@ def survivors_of(ranks: frozenset[int]) -> Iterator[frozenset[int]]:
 
 
 def check(job: Job, alive: frozenset[int]) -> Target:
-    """Choose, and hold it against what must be true."""
+    """Choose the target, and check its properties."""
     target = choose_target([job[rank].position(rank) for rank in alive])
     for rank in alive:
         own = job[rank]
@@ -72,7 +72,7 @@ def check(job: Job, alive: frozenset[int]) -> Target:
         assert all(job[rank].completed == target.iteration for rank in alive)
     else:
         assert target.vote == vote_of(target.iteration)
-        assert any(job[rank].settled == target.iteration for rank in alive), "a vote that nobody knows"
+        assert any(job[rank].settled == target.iteration for rank in alive), "no survivor knows the vote"
     return target
 
 
@@ -90,7 +90,7 @@ def test_every_reachable_state_and_every_set_of_dead(num_ranks: int) -> None:
 
 
 def test_more_deaths_while_the_target_is_being_reached() -> None:
-    """Whoever has acted on a decision carries its vote, so a second decision never falls behind it."""
+    """A rank that has acted on a decision has its vote, so a second decision never chooses an earlier iteration."""
     ranks = frozenset(range(3))
     for job in reachable(3):
         for alive in survivors_of(ranks):

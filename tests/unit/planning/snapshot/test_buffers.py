@@ -1,11 +1,11 @@
-"""Three buffers: one committed, one captured, one in between."""
+"""Tests the three buffers: one committed, one being captured, and one between them."""
 
 import random
 
 import pytest
 
-from megatron_ft.planning.commit import WindowReport
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS, BufferStates, WindowBuffers
+from megatron_ft.planning.iteration import WindowReport
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS, BufferStates, WindowBuffers
 
 FULL = WindowBuffers(held={4: 0, 7: 1, 1: 2}, committed=1)
 
@@ -43,14 +43,15 @@ def test_the_committed_window_and_newer_ones_are_never_reused() -> None:
 
 
 def test_windows_are_reported_oldest_first_whatever_buffers_they_are_in() -> None:
-    """After a recovery a window is in another buffer on every rank."""
+    """After a recovery, a window may be in a different buffer on every rank."""
     states = BufferStates(replicated={0: 4, 1: 5, 2: -1}, given_up={1: 7})
     assert FULL.report(states) == WindowReport(replicated_windows=0b010, given_up_windows=0b100)
     assert FULL.report(BufferStates(replicated={0: 2, 1: 2, 2: 2})).replicated_windows == 0, "of earlier windows there"
 
 
 def test_a_window_that_one_rank_has_given_up_is_not_committed_when_a_newer_one_is() -> None:
-    """Rank 0 gave window 4 up and has 7, rank 1 has 4: the older of the newest ones is not on every rank."""
+    """Rank 0 has given up window 4 and has window 7; rank 1 has window 4. The older of the newest windows is not on
+    every rank."""
     ranks = [BufferStates(replicated={1: 7}), BufferStates(replicated={0: 4})]
     reports = [FULL.report(states) for states in ranks]
     both = reports[0].replicated_windows & reports[1].replicated_windows
@@ -80,7 +81,7 @@ def test_what_is_committed_is_kept_though_a_new_peer_does_not_get_it() -> None:
     ],
 )
 def test_a_buffer_that_storage_reads_is_not_free(held: dict[int, int], pinned: set[int], has_buffer: int) -> None:
-    """With every buffer held it is the oldest window that goes first."""
+    """The oldest window is dropped first if no buffer is free."""
     buffers = WindowBuffers(held=held)
     assert buffers.report(BufferStates(pinned=frozenset(pinned))).has_free_buffer == has_buffer
     assert not buffers.report(BufferStates(pinned=frozenset(pinned), knows_commits=False)).has_free_buffer

@@ -1,4 +1,4 @@
-"""Bytes of units and slices against sums over the pieces; estimates against the parameters of the model."""
+"""Compares bytes of units and slices with sums over the pieces, and estimates with the parameters of the model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +10,8 @@ from megatron_ft.config.serialize import from_dict
 from megatron_ft.operator_state import StateShard, check_shards
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.memory import NodeMemory, host_bytes
-from megatron_ft.planning.snapshot.peers import PeerAssignment
-from megatron_ft.planning.snapshot.pieces import Piece, slice_bytes, window_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
+from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
+from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, slice_bytes, window_bytes
 from megatron_ft.planning.snapshot.report import estimate_demand
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import context, dense_model, one_huge_embedding, uneven
@@ -21,7 +19,7 @@ from megatron_ft.topology import Topology
 
 
 def unit_bytes(unit: Unit, shards: Sequence[StateShard]) -> tuple[int, int]:
-    """(full, frozen) bytes of ``unit`` among ``shards``, without alignment: the sums over its pieces."""
+    """Return (full, frozen) bytes of ``unit`` in ``shards`` without alignment, as sums over its pieces."""
     full, frozen = (
         WindowPlan(slices=((unit,),), interval_iterations=1),
         WindowPlan(slices=((), (unit,)), interval_iterations=2),

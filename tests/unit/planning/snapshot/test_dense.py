@@ -1,4 +1,4 @@
-"""Intervals of dense snapshots against trying them all."""
+"""Compares intervals of dense snapshots with an enumeration of all intervals."""
 
 import math
 
@@ -14,7 +14,7 @@ WHOLE_BYTES = 10 * 100 * 12
 
 
 def given(stall_seconds: float, iteration_seconds: float = 2.0) -> SnapshotContext:
-    """A bandwidth at which one snapshot stalls training for so long."""
+    """Return a context with a bandwidth at which one snapshot stalls training for the given time."""
     bandwidth = WHOLE_BYTES / (iteration_seconds + stall_seconds)
     return SnapshotContext(bandwidth_bytes_per_second=bandwidth, iteration_seconds=iteration_seconds)
 

@@ -1,14 +1,13 @@
-"""Where each order puts experts, and when a change of popularity counts."""
+"""Tests the position of experts in each order, and when a change of popularity counts."""
 
 import dataclasses
 import json
 
 import pytest
 
-from megatron_ft.config.policy import build_policy
+from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger
 from megatron_ft.planning.snapshot.orders import (
     BackToFront,
     CapacityAware,
@@ -17,6 +16,7 @@ from megatron_ft.planning.snapshot.orders import (
     OperatorOrder,
     TimeDecayed,
 )
+from megatron_ft.planning.snapshot.plan import Activations, ReorderTrigger
 from megatron_ft.testing.demands import EMBEDDING, expert, rest
 
 HEAD = OperatorId(layer=3, kind="head")

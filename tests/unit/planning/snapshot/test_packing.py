@@ -1,4 +1,4 @@
-"""Packing in blocks against a walk over one unit after the other; no better budget left by the search."""
+"""Compares packing in blocks with packing unit by unit, and checks that no smaller budget is possible."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from megatron_ft.testing.demands import expert, shard
 
 @st.composite
 def tables(draw: st.DrawFn) -> UnitBytes:
-    """Units on ranks, of which a rank may hold nothing."""
+    """Draw units on ranks. A rank may have no part of a unit."""
     shape = (draw(st.integers(1, 24)), draw(st.integers(1, 4)))
     frozen = draw(arrays(np.int64, shape, elements=st.integers(0, 9)))
     extra = draw(arrays(np.int64, shape, elements=st.integers(0, 40)))
@@ -23,7 +23,7 @@ def tables(draw: st.DrawFn) -> UnitBytes:
 
 
 def walk(table: UnitBytes, budget: int, max_slices: int) -> list[tuple[int, ...]] | None:
-    """Every unit in order, taken where all ranks that hold it stay within the budget."""
+    """Take each unit in order if all ranks that have it stay within the budget."""
     remaining, slices = list(range(len(table.full))), []
     num_ranks = table.full.shape[1]
     while remaining:

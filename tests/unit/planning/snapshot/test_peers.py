@@ -1,4 +1,4 @@
-"""Copies lie in other failure domains, spread as evenly as domains allow."""
+"""Tests that copies are in other failure domains, distributed as evenly as the domains allow."""
 
 from collections import Counter
 from itertools import combinations, product
@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.snapshot.peers import PeerAssignment
+from megatron_ft.planning.snapshot.memory import PeerAssignment
 
 
 def kept(assignment: PeerAssignment) -> list[int]:
@@ -55,7 +55,7 @@ def test_nodes_without_named_domains_form_a_ring() -> None:
 
 
 def every_assignment(domains: str, num_copies: int) -> list[list[int]]:
-    """What nodes keep, in every assignment there is."""
+    """Yield the number of copies on each node, for every possible assignment."""
     choices = [
         [
             chosen

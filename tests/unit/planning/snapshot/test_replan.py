@@ -1,11 +1,11 @@
-"""When the plan in force is kept, and when another is made."""
+"""Tests when the current plan is kept, and when another plan is made."""
 
 import dataclasses
 
-from megatron_ft.planning.snapshot.activations import Activations, ReorderTrigger
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront
+from megatron_ft.planning.snapshot.plan import Activations, ReorderTrigger
 from megatron_ft.planning.snapshot.policy import SnapshotContext, replan
 from megatron_ft.planning.snapshot.sparse_window import SparseWindow
 from megatron_ft.testing.demands import equal_experts

@@ -1,4 +1,4 @@
-"""The number of slices against the paper's algorithm; cutting, balance, stalls, time."""
+"""Compares the number of slices with the paper's algorithm; tests splitting, balance, stalls and planning time."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from megatron_ft.testing.demands import context, equal_experts, expert, one_huge
 
 
 def algorithm_1(num_operators: int, master_optim: int, compute: int, budget: int) -> tuple[int, int]:
-    """MoEvement, algorithm 1, lines 7 to 18, with T_Iter * B_PCIe = budget."""
+    """Compute MoEvement's algorithm 1, lines 7 to 18, with T_Iter * B_PCIe = budget."""
     active = num_operators
     while active > 2:
         frozen = num_operators - active

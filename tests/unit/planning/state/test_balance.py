@@ -20,7 +20,8 @@ def loads_of(shares: _Shares) -> list[int]:
 
 
 def least_maximum(demands: list[int], sets: list[set[int]]) -> float:
-    """The busiest sender of the best assignment: the demand that only some ranks can meet, over their number (Hall)."""
+    """Return the bytes of the busiest sender in the best assignment: the largest demand that only some ranks can meet,
+    divided by their number (Hall)."""
     return max(
         sum(demand for demand, ranks in zip(demands, sets, strict=True) if ranks <= set(chosen)) / count
         for count in range(1, RANKS + 1)
@@ -46,7 +47,8 @@ def test_the_busiest_sender_is_within_the_stated_bound(sets: list[set[int]], dat
 
 
 def test_a_chain_of_sets_passes_work_on() -> None:
-    """Rank 0 alone holds the first; the second could be shared evenly, but rank 1 is better left to the third."""
+    """Only rank 0 has the first demand. The second one could be divided evenly, but rank 1 is better left to the
+    third."""
     sets = [np.array([0]), np.array([0, 1]), np.array([1, 2]), np.array([2, 3])]
     shares = _Shares.of([400, 400, 400, 400], sets, min_piece_bytes=1)
     assert max(loads_of(shares)) - min(loads_of(shares)[:4]) <= 3 * shares.slack

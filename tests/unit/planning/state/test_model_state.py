@@ -1,4 +1,4 @@
-"""Needs of whole layouts: against Megatron's rules by hand, and plans from one layout to the next carried out."""
+"""Compares the needs of whole layouts with Megatron's rules applied by hand, and carries out plans between layouts."""
 
 from collections import Counter, defaultdict
 
@@ -146,7 +146,7 @@ def test_a_spare_sends_and_keeps_the_copies_it_has() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_from_any_layout_to_the_next_one_every_rank_gets_what_it_needs(data: st.DataObject) -> None:
-    """Random layouts lose ranks within what copies allow; the survivors' plan ends with exactly their state."""
+    """Random layouts lose as many ranks as the copies allow. After the plan, the survivors have exactly their state."""
     tensor_size, num_stages = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 2]))
     lanes, spares = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
     num_ranks = tensor_size * num_stages * lanes + spares

@@ -1,4 +1,4 @@
-"""Plans against an oracle that goes element by element, and worked examples."""
+"""Compares plans with a reference that processes every element, and with examples computed by hand."""
 
 import random
 

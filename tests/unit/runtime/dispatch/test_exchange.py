@@ -1,4 +1,4 @@
-"""The exchange of one rank, its refusals and its count of bytes; several ranks are in the contract test."""
+"""Tests the exchange on one rank, its refusals and its count of bytes. The contract test uses several ranks."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Building kernels: cached by what they depend on, built once, refused with the reason."""
+"""Tests how kernels are built: cached by everything they depend on, built once, and refused with the reason."""
 
 import multiprocessing
 import os
@@ -65,7 +65,7 @@ def test_a_failed_build_is_tried_again(source: Path, tmp_path: Path) -> None:
 
 
 def _counting_compiler(folder: Path) -> Path:
-    """A compiler that leaves one line for each call."""
+    """Return a compiler that writes one line for each call."""
     path = folder / "counting-c++"
     path.write_text(f'#!/bin/sh\necho built >> {folder}/calls\nexec {shutil.which("c++")} "$@"\n')
     path.chmod(0o755)

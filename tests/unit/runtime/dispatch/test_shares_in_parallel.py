@@ -1,4 +1,4 @@
-"""The source that CUDA compiles gives the reference's shares when threads visit its items at once, in another order."""
+"""The source that is also compiled for CUDA gives the reference's shares if threads visit items at the same time."""
 
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hanging up wakes whoever waits on a connection between ranks, and touches no other socket."""
+"""Tests that shutting down the connections between ranks ends all waits on them, and affects no other socket."""
 
 import errno
 import os
@@ -9,13 +9,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron_ft.runtime.transport.hang_up import Opening, Transports, open_sockets
+from megatron_ft.runtime.transport.abort import Opening, Transports, open_sockets
 
 Pair = tuple[socket.socket, socket.socket]
 
 
 def connected(stack: ExitStack) -> tuple[Pair, int]:
-    """Two connected ends, and the port that was listened on."""
+    """Return two connected sockets, and the port of the listener."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     near = stack.enter_context(socket.create_connection(listener.getsockname()))
     far = stack.enter_context(listener.accept()[0])
@@ -31,7 +31,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def is_open(pair: Pair) -> bool:
-    """Whether a byte gets through."""
+    """Return whether a byte is transferred."""
     try:
         pair[0].sendall(b"x")
     except OSError:
@@ -44,12 +44,12 @@ def test_a_waiting_thread_wakes(stack: ExitStack) -> None:
     (near, far), _ = connected(stack)
     transports = Transports.among(open_sockets() - before, store_port=None)
     assert len(transports) == 2, "the listener is none of them"
-    heard: list[bytes] = []
-    waiting = threading.Thread(target=lambda: heard.append(far.recv(1)))
+    received: list[bytes] = []
+    waiting = threading.Thread(target=lambda: received.append(far.recv(1)))
     waiting.start()
     transports.hang_up("rank 1 was killed")
     waiting.join(timeout=20)
-    assert heard == [b""]
+    assert received == [b""]
     transports.hang_up()
     assert near.fileno() >= 0, "closing it is its owner's business"
 
@@ -94,7 +94,7 @@ def test_connections_that_are_being_made_break_whenever_they_are_made(stack: Exi
 
 
 def test_connections_that_nobody_answers_break_too(stack: ExitStack) -> None:
-    """The other machine may have died: it does not refuse them."""
+    """The other machine may have died, so that it does not refuse connections."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     stack.enter_context(socket.create_connection(silent.getsockname()))  # no other is let in
     opening, errors = Opening(), []

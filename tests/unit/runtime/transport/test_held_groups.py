@@ -1,4 +1,4 @@
-"""Groups whose operations are blocked are destroyed by nobody who would have to wait for them."""
+"""Tests that groups with blocked operations are destroyed in a thread for which no rank waits."""
 
 import gc
 import time
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
-from megatron_ft.runtime.transport import held_groups
+from megatron_ft.runtime.transport import abort
 from tests.unit.runtime.transport.test_waits import until
 
 
 class Broken(torch.autograd.Function):
-    """Raises in its backward pass; its graph refers to an object."""
+    """Autograd function that raises an error in its backward pass. Its graph refers to an object."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, referred: object, breaks: bool) -> torch.Tensor:
@@ -51,26 +51,26 @@ def test_the_graph_of_a_broken_backward_pass_is_freed() -> None:
     del referred
     gc.collect()
     assert seen() is not None, "torch has begun to free it: drop_broken_graph is not needed any more"
-    held_groups.drop_broken_graph()
+    abort.drop_broken_graph()
     assert seen() is None
 
 
 def test_a_group_that_is_referred_to_is_held_until_it_is_not() -> None:
-    """Else whoever lets go of it destroys it, in the middle of what it does."""
-    earlier, group = held_groups.num_held(), group_of_one()
+    """Otherwise the code that drops the last reference would destroy the group, and would wait for it."""
+    earlier, group = abort.num_held(), group_of_one()
     seen = weakref.ref(group)
     break_a_backward_pass(group)
     groups = [group]
     del group
-    assert held_groups.release(groups) == earlier + 1
+    assert abort.release(groups) == earlier + 1
     assert groups == []
-    held_groups.drop_broken_graph()
+    abort.drop_broken_graph()
     assert seen() is not None, "it was destroyed by the backward pass"
-    assert held_groups.release([]) <= earlier + 1
-    until(lambda: seen() is None and held_groups.num_held() == earlier)
+    assert abort.release([]) <= earlier + 1
+    until(lambda: seen() is None and abort.num_held() == earlier)
 
 
 def test_nobody_waits_long_for_groups() -> None:
     began = time.monotonic()
-    held_groups.release([group_of_one() for _ in range(3)])
+    abort.release([group_of_one() for _ in range(3)])
     assert time.monotonic() - began < 20

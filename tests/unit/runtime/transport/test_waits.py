@@ -1,4 +1,4 @@
-"""Waits for gloo end with their limit, and their results are those of torch otherwise."""
+"""Tests that waits for gloo end with their limit, and otherwise have the results of torch."""
 
 import gc
 import threading
@@ -12,27 +12,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
-from megatron_ft.runtime.transport import held_groups, waits
-from megatron_ft.runtime.transport.waits import WaitAbandoned, WaitLimit
+from megatron_ft.runtime.transport import abort
+from megatron_ft.runtime.transport.abort import WaitAbandoned, WaitLimit
 
 LONG = timedelta(seconds=100)
-"""Of the groups: a test that waited so long would be over time."""
+"""Timeout of the groups, which no test may reach."""
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitLimit]:
-    """In use, with waits replaced until the end of the test."""
-    for owner, name in ((dist.Work, "wait"), (ProcessGroupGloo, "__init__"), (waits, "_is_installed")):
+    """Yield a limit that is in use. Waits are replaced until the end of the test."""
+    for owner, name in ((dist.Work, "wait"), (ProcessGroupGloo, "__init__"), (abort, "_is_installed")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(waits, "_in_use", WaitLimit(grace_seconds=0.05))
-    waits.install()
-    yield waits.WaitLimit.in_use()
+    monkeypatch.setattr(abort, "_in_use", WaitLimit(grace_seconds=0.05))
+    abort.install()
+    yield abort.WaitLimit.in_use()
 
 
 def both(make: Callable[[int], Any]) -> list[Any]:
-    """What ``make(rank)`` returns on two ranks, which are threads."""
+    """Return the results of ``make(rank)`` on two ranks, which are threads."""
     made: list[Any] = [None, None]
 
     def be(rank: int) -> None:
@@ -47,7 +47,7 @@ def both(make: Callable[[int], Any]) -> list[Any]:
 
 
 def two_groups() -> list[ProcessGroupGloo]:
-    """The group of two ranks, as each of them has it."""
+    """Return the group of two ranks, as seen by each of them."""
     store = HashStore()
     return both(lambda rank: ProcessGroupGloo(store, rank, 2, timeout=LONG))
 
@@ -90,24 +90,24 @@ def test_a_collective_that_nobody_answers_is_abandoned_and_its_group_held_until_
         begun.wait()
     assert limit.num_abandoned == 1
     del begun
-    earlier = held_groups.num_held()
+    earlier = abort.num_held()
     began = time.monotonic()
-    assert held_groups.release([groups.pop(0)]) == earlier + 1
-    assert time.monotonic() - began < 20, "nobody waits for a group that is held"
+    assert abort.release([groups.pop(0)]) == earlier + 1
+    assert time.monotonic() - began < 20, "no rank waits for a group that is held"
     gc.collect()
-    assert held_groups.num_held() == earlier + 1
+    assert abort.num_held() == earlier + 1
     WaitLimit().use()
     assert groups[0].allreduce([tensors[1]]).wait()
-    until(lambda: held_groups.num_held() == earlier)
+    until(lambda: abort.num_held() == earlier)
     assert tensors[0].tolist() == [2.0] * 3, "its memory was its own until the end"
 
 
 def test_groups_without_blocked_operations_are_gone_at_once(limit: WaitLimit) -> None:
-    groups, earlier = two_groups(), held_groups.num_held()
+    groups, earlier = two_groups(), abort.num_held()
     both(lambda rank: groups[rank].barrier().wait())
-    held_groups.release(groups)
+    abort.release(groups)
     assert groups == []
-    until(lambda: held_groups.num_held() == earlier)
+    until(lambda: abort.num_held() == earlier)
 
 
 def test_a_receive_that_nobody_answers_is_abandoned_and_leaves_its_group_connected(limit: WaitLimit) -> None:
@@ -130,19 +130,19 @@ def test_a_group_whose_other_rank_never_connects_is_abandoned(limit: WaitLimit) 
 
 
 def test_a_call_returns_or_raises_what_its_function_does(limit: WaitLimit) -> None:
-    assert waits.call(lambda: 7) == 7
+    assert abort.call(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        waits.call(lambda: 1 // 0)
-    assert waits.call(lambda: threading.current_thread().name) == "gloo call"
+        abort.call(lambda: 1 // 0)
+    assert abort.call(lambda: threading.current_thread().name) == "gloo call"
 
 
 def test_an_error_of_a_call_leaves_no_cycle_behind(limit: WaitLimit) -> None:
-    """The frames in its traceback hold process groups."""
+    """The frames in the error's traceback refer to process groups."""
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(ZeroDivisionError):
-            waits.call(lambda: 1 // 0)
+            abort.call(lambda: 1 // 0)
         assert not [found for found in gc.get_objects() if type(found) is ZeroDivisionError]
     finally:
         gc.enable()

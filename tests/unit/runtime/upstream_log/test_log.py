@@ -1,4 +1,4 @@
-"""The log of sent tensors: slots, order, commits, trimming, gaps."""
+"""Tests the log of sent tensors: slots, order, commits, trimming, gaps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.planning.commit import Vote
+from megatron_ft.planning.iteration import Vote
 from megatron_ft.runtime.upstream_log.log import UpstreamLog
 
 SENDS = {"forward": ((0, 0), (1, 0), (0, 1)), "backward": ((0, 1), (1, 1))}
@@ -85,7 +85,7 @@ def test_an_iteration_that_is_run_again_replaces_its_first_try() -> None:
 
 
 def test_a_committed_iteration_that_is_run_again_stays_committed() -> None:
-    """A replay that breaks in the middle of it has lost nothing: what it sends is the same to the bit."""
+    """A replay that fails in the middle of the iteration loses nothing, because it sends the same bits again."""
     log = make()
     run(log, 2)
     log.begin(2, 3)
@@ -107,18 +107,18 @@ def test_without_a_slot_an_iteration_is_a_gap_and_counted() -> None:
 
 def test_tells_once_of_each_row_of_iterations_without_a_slot() -> None:
     log = make(num_iterations=1)
-    told = []
+    reported = []
     for iteration in range(1, 8):
         run(log, iteration)
-        told.append(log.take_gap())
+        reported.append(log.take_gap())
         log.trim(5 if iteration == 5 else 0)
-    assert told == [None, 2, None, None, None, None, 7]
+    assert reported == [None, 2, None, None, None, None, 7]
     assert log.figures.num_unlogged == 5
     log.begin(7, 1)
     assert log.take_gap() is None, "the same one, run again"
 
 
-def test_what_is_not_told_yet_is_not_lost_where_a_log_grows() -> None:
+def test_what_is_not_reported_yet_is_not_lost_where_a_log_grows() -> None:
     log, larger = make(num_iterations=1), make(num_iterations=2)
     run(log, 1)
     run(log, 2)
@@ -187,7 +187,7 @@ def test_says_how_much_memory_it_takes() -> None:
 def test_on_a_stream_of_its_own_a_copy_waits_for_the_computation_and_nobody_for_the_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A GPU's streams, as names in the order in which work is given to them."""
+    """The streams of a GPU are replaced by names, recorded in the order in which work is queued on them."""
     seen: list[object] = []
 
     class Stream:

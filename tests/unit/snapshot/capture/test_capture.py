@@ -1,4 +1,4 @@
-"""Slices are copied beside the computation, whole, and the keeper is told when they are there."""
+"""Tests that slices are copied completely during the computation, and then reported to the snapshot server."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,8 @@ import torch
 
 from megatron_ft.operator_state import Component, StateShard
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.snapshot.pieces import Piece, window_bytes
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
-from megatron_ft.snapshot.capture.capture import WindowCapture
-from megatron_ft.snapshot.capture.copier import CopyBatch, _ThreadCopier
+from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, window_bytes
+from megatron_ft.snapshot.capture.capture import CopyBatch, WindowCapture, _ThreadCopier
 from megatron_ft.snapshot.window import Slice
 
 FULL = tuple(Component(name=name, dtype="float32", item_bytes=4) for name in ("master", "exp_avg"))
@@ -21,14 +19,14 @@ OPERATORS = [OperatorId(layer=layer, kind="non_expert") for layer in (1, 2, 3)]
 
 class RecordingClient:
     def __init__(self) -> None:
-        self.said: list[tuple[Any, ...]] = []
+        self.output: list[tuple[Any, ...]] = []
 
     def begin(self, buffer: int, *, start_iteration: int, num_slices: int, plan: Mapping[str, Any]) -> None:
-        self.said.append(("begin", buffer, start_iteration, num_slices))
+        self.output.append(("begin", buffer, start_iteration, num_slices))
 
     def captured(self, buffer: int, index: int, part: Slice) -> None:
         assert part.hashes is None
-        self.said.append(("captured", buffer, index, part.iteration, part.header, part.offset))
+        self.output.append(("captured", buffer, index, part.iteration, part.header, part.offset))
 
 
 @pytest.fixture
@@ -91,7 +89,7 @@ def test_a_window_holds_what_the_state_was_at_each_slice(state: dict[str, torch.
             assert torch.equal(raw.view(wanted.dtype), wanted)
     offsets = [part.offset for part in capture._slices]
     captured = [("captured", 1, index, 7 + index, {"vote": index}, offsets[index]) for index in range(3)]
-    assert client.said == [("begin", 1, 7, 3), *captured]
+    assert client.output == [("begin", 1, 7, 3), *captured]
     assert not buffers[0].any() and not buffers[2].any()
     assert capture.figures.num_slices == 3 and capture.figures.num_bytes == 3 * 800 + 3 * 200
     copier.close()
@@ -118,7 +116,7 @@ def test_a_thousand_states_are_each_captured_whole_although_they_change_at_once(
 def test_settling_without_a_slice_is_nothing(state: dict[str, torch.Tensor]) -> None:
     capture, _, client, copier = capture_of(state)
     capture.settle()
-    assert not client.said and capture.figures.num_slices == 0
+    assert not client.output and capture.figures.num_slices == 0
     copier.close()
 
 

@@ -1,14 +1,14 @@
-"""What planning takes for the speed of copies is measured with what copies, into memory like that of windows."""
+"""Tests that the bandwidth for planning is measured with the real copier, into memory like that of windows."""
 
 import pytest
 import torch
 
-from megatron_ft.snapshot.capture import copier
-from megatron_ft.snapshot.capture.copier import CopyBatch, _ThreadCopier, capture_bandwidth
+from megatron_ft.snapshot.capture import capture
+from megatron_ft.snapshot.capture.capture import CopyBatch, _ThreadCopier, capture_bandwidth
 
 
 class TimedCopier:
-    """Says that copies took the given seconds."""
+    """Copier that reports the given durations."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds = seconds
@@ -26,7 +26,7 @@ class TimedCopier:
         return 0.0
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 def test_the_copier_of_windows_is_asked_and_the_best_try_counts() -> None:
@@ -37,10 +37,10 @@ def test_the_copier_of_windows_is_asked_and_the_best_try_counts() -> None:
 
 
 def test_memory_is_pinned_as_that_of_windows_while_cuda_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On tensors of the host: the copier only counts."""
+    """Uses tensors in host memory. The copier only counts calls."""
     timed, ones = TimedCopier([0.5] * 3), torch.ones
-    monkeypatch.setattr(copier, "pin", lambda memory: timed.pinned.append(memory.data_ptr()))
-    monkeypatch.setattr(copier, "unpin", lambda memory: timed.pinned.remove(memory.data_ptr()))
+    monkeypatch.setattr(capture, "pin", lambda memory: timed.pinned.append(memory.data_ptr()))
+    monkeypatch.setattr(capture, "unpin", lambda memory: timed.pinned.remove(memory.data_ptr()))
     monkeypatch.setattr(torch, "ones", lambda *sizes, dtype, device: ones(*sizes, dtype=dtype))
     assert capture_bandwidth(torch.device("cuda", 0), timed) == (256 << 20) / 0.5
     assert timed.pinned_while_copying == [True] * 3 and timed.pinned == []

@@ -1,4 +1,5 @@
-"""``_StreamCopier`` on streams that record which operation is ordered before which, for sources of both kinds."""
+"""Tests ``_StreamCopier`` on streams that record the order of operations, for sources on the device and in host
+memory."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.snapshot.capture.copier import CopyBatch, _StreamCopier
+from megatron_ft.snapshot.capture.capture import CopyBatch, _StreamCopier
 from tests.helpers.fake_streams import FakeCuda, Operation
 
 DEVICE = torch.device("cuda", 0)
@@ -17,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 @dataclass
 class Program:
-    """A computation that writes its sources, and a copier beside it."""
+    """Computation that writes its sources, and a copier beside it."""
 
     cuda: FakeCuda
     sources: list[torch.Tensor]
@@ -31,24 +32,24 @@ class Program:
         self.batch = CopyBatch.of(self.sources, self.targets)
 
     def write(self, index: int) -> None:
-        """A new value: in the queue of the current stream for a device's tensor, by the host at once for its own."""
+        """Write a new value: queued on the current stream for a device tensor, at once for a host tensor."""
         source, self.num_writes = self.sources[index], self.num_writes + 1
         if source.device.type == "cuda":
             self.cuda.queue("write", source.data_ptr())
         source.as_subclass(torch.Tensor).fill_(self.num_writes)
 
     def change_stream(self) -> None:
-        """Go on with the computation in another stream, in order."""
+        """Continue the computation in another stream, in order."""
         following = self.cuda.Stream()
         following.wait_stream(self.cuda.current)
         self.cuda.current = following
 
     def bytes(self) -> list[list[int]]:
-        """Of all sources now."""
+        """Return the present bytes of all sources."""
         return [source.as_subclass(torch.Tensor).view(-1).view(torch.uint8).tolist() for source in self.sources]
 
     def races(self) -> list[tuple[Operation, Operation]]:
-        """Pairs of a write and a copy of the same memory that are not in the order in which they were queued."""
+        """Return pairs of a write and a copy of the same memory whose order is not fixed."""
         found = []
         for place, later in enumerate(self.cuda.operations):
             for earlier in self.cuda.operations[:place]:
@@ -68,7 +69,7 @@ def program(kinds: list[str], cuda: FakeCuda | None = None) -> Program:
 @settings(deadline=None, max_examples=200)
 @given(data=st.data(), kinds=st.lists(st.sampled_from(("device", "host")), min_size=1, max_size=6))
 def test_each_copy_is_after_the_last_write_and_before_the_next(data: st.DataObject, kinds: list[str]) -> None:
-    """Any interleaving of writes, starts, waits and changes of the computing stream that keeps to ``Copier``'s rule."""
+    """Draws any sequence of writes, starts, waits and changes of the stream that follows the rule of ``Copier``."""
     running = program(kinds)
     commands = st.lists(st.sampled_from(("write", "stream")), max_size=6)
 
@@ -94,7 +95,7 @@ def test_each_copy_is_after_the_last_write_and_before_the_next(data: st.DataObje
 
 
 def test_a_source_of_the_host_is_copied_when_the_batch_starts() -> None:
-    """The host may write it again before the device has come to the batch."""
+    """The host may write the source again before the device reaches the batch."""
     running = program(["device", "host"])
     running.write(1)
     running.copier.start(running.batch)
@@ -106,7 +107,7 @@ def test_a_source_of_the_host_is_copied_when_the_batch_starts() -> None:
 
 
 def test_the_batch_holds_its_sources_until_it_is_waited_for() -> None:
-    """Nothing else does: their memory is not recorded with the allocator."""
+    """Only the batch refers to the sources, because the allocator does not record their use."""
     running = program(["device"])
     copier = running.copier
     copier.start(running.batch)

@@ -1,4 +1,4 @@
-"""Buffers are pinned and mapped for exactly as long as they are needed."""
+"""Tests that buffers are pinned and mapped exactly as long as they are needed."""
 
 import os
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Of this test's memory."""
+    """Return the name of this test's memory."""
     return f"memory of {request.node.name}"
 
 
@@ -33,7 +33,7 @@ def num_mapped(name: str) -> int:
 
 @pytest.fixture
 def driver(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the driver is asked for; 1 means that it refuses."""
+    """Record the calls of the driver. A result of 1 means that it refuses."""
     calls: list[tuple[Any, ...]] = []
 
     def register(address: int, num_bytes: int, _: int) -> int:

@@ -1,4 +1,4 @@
-"""A TCP connection that a test can disturb: bytes towards a keeper pass through a function."""
+"""Provides a TCP proxy before a snapshot server, in which a test can change, delay or stop bytes."""
 
 import contextlib
 import socket
@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from megatron_ft.snapshot.server.fields import host_and_port
+from megatron_ft.snapshot.server.wire import host_and_port
 
 Disturb = Callable[[int, bytes], bytes | None]
-"""From (bytes of all connections before these, these) to what passes; None breaks the connection."""
+"""Function from (number of earlier bytes of all connections, these bytes) to the bytes that are forwarded. None breaks
+the connection."""
 
 
 @dataclass
 class Proxy:
-    """Listens where a keeper is said to be."""
+    """Listens at the address that peers use for the snapshot server."""
 
     address: str
     target: str
@@ -24,7 +25,7 @@ class Proxy:
     open: list[socket.socket] = field(default_factory=list)
 
     def serve(self, listener: socket.socket) -> None:
-        """Thread: pass connections on until the listener closes."""
+        """Accept and forward connections in a thread until the listener closes."""
         with contextlib.suppress(OSError):
             while True:
                 client, _ = listener.accept()
@@ -34,7 +35,8 @@ class Proxy:
                 threading.Thread(target=self._join, args=(client, server), daemon=True).start()
 
     def _join(self, client: socket.socket, server: socket.socket) -> None:
-        """Pass bytes both ways until one side ends, then close both: what still arrives is answered by a reset."""
+        """Forward bytes in both directions until one side ends, then close both. Later bytes are answered with a
+        reset."""
         back = threading.Thread(target=self._pump, args=(server, client, lambda data: data), daemon=True)
         back.start()
         self._pump(client, server, self._disturbed)
@@ -48,7 +50,8 @@ class Proxy:
         return passed
 
     def _pump(self, source: socket.socket, sink: socket.socket, disturb: Callable[[bytes], bytes | None]) -> None:
-        """Until the source ends. Where the sink has gone the way back may still have its last words."""
+        """Forward bytes until the source ends. If the sink has closed, bytes in the other direction may still
+        arrive."""
         ended = [sink]
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
@@ -67,7 +70,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy(target: str, disturb: Disturb) -> Iterator[Proxy]:
-    """A proxy before ``target`` for the time of the block."""
+    """Run a proxy before ``target`` during the block."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = Proxy(f"127.0.0.1:{listener.getsockname()[1]}", target, disturb)
         thread = threading.Thread(target=running.serve, args=(listener,), daemon=True)

@@ -1,4 +1,4 @@
-"""A keeper's store served in this process, whose storage stands still until it is told to go on."""
+"""Serves the store of a snapshot server in this process. Its storage is blocked until the test releases it."""
 
 import socket
 import threading
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.snapshot.server.client import KeeperClient
-from megatron_ft.snapshot.server.memory import Memory
 from megatron_ft.snapshot.server.rank_session import RankSession
-from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.store import Memory, Store
 from megatron_ft.snapshot.server.workers import Hasher, Persister
 from megatron_ft.testing.snapshot_servers import TOKEN, Cluster
 
 
 class Interrupted(dict[str, Any]):
-    """A request during which something happens: after it was admitted, when its field ``at`` is read."""
+    """Request during which something happens: after it was admitted, when its field ``at`` is read."""
 
     def __init__(self, happens: Callable[[], None], at: str, **fields: object) -> None:
         super().__init__(fields)
@@ -29,7 +28,7 @@ class Interrupted(dict[str, Any]):
 
 
 class Served:
-    """A store whose storage thread has not started yet: ``persister.start()`` has storage answer."""
+    """Store whose storage thread has not started. ``persister.start()`` starts it."""
 
     def __init__(self, folder: Path, memory: Memory | None = None) -> None:
         self.store = Store(0, TOKEN, Memory() if memory is None else memory)
@@ -43,7 +42,7 @@ class Served:
         Hasher(self.store).start()
 
     def client(self, rank: int = 0, **changes: object) -> KeeperClient:
-        """Connect as a rank, the only one, which persists every window; ``changes`` are fields of the greeting."""
+        """Connect as the only rank, which persists every window. ``changes`` are fields of the first message."""
         accept = threading.Thread(target=self._accept)
         accept.start()
         about: dict[str, object] = {"persist_every": 1, "persist_url": self.url, "world_size": 1, **changes}
@@ -57,5 +56,5 @@ class Served:
         self.sessions[-1].start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self.listener.close()

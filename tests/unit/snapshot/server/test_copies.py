@@ -1,4 +1,4 @@
-"""The two buffers of a copy, from both ends."""
+"""Tests the two buffers of a copy, on the sending and the receiving side."""
 
 import random
 from dataclasses import asdict
@@ -15,7 +15,7 @@ WINDOW_BYTES = NUM_SLICES * PAGE_BYTES
 
 
 class Pair:
-    """A rank's windows, what their sender knows of the peer, and the peer."""
+    """Windows of a rank, the sender's knowledge of the peer, and the peer."""
 
     def __init__(self) -> None:
         self.own = OwnWindows(WINDOW_BYTES)
@@ -23,7 +23,7 @@ class Pair:
         self.copy = CopyWindows(WINDOW_BYTES)
 
     def step(self, generation: int = 1, *, lose_answer: bool = False) -> SendSlice | SendCommit | None:
-        """Do the next thing on both ends."""
+        """Take the next step on both sides."""
         action = self.buffers.next_action(self.own, generation)
         if isinstance(action, SendCommit):
             self.copy.commit(action.window.key)
@@ -40,7 +40,7 @@ class Pair:
         return action
 
     def drain(self, generation: int = 1) -> int:
-        """Do all that can be done: how much it was."""
+        """Take all possible steps. Return their number."""
         count = 0
         while self.step(generation) is not None:
             count += 1
@@ -48,19 +48,19 @@ class Pair:
         return count
 
     def reconnect(self) -> None:
-        """The sender forgets and asks."""
+        """Let the sender drop its knowledge and read the peer's list again."""
         self.buffers = PeerBuffers.read_held({"held": [entry(window) for window in self.copy]}).get(0, PeerBuffers())
 
     def commit(self, start: int, generation: int = 1) -> HeldWindow:
         return self.own.commit(start, generation)
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """First iteration, slices, committed."""
+        """Return (first iteration, number of slices, whether committed) of the peer's windows."""
         return sorted((window.start_iteration, len(window.slices), window.committed) for window in self.copy)
 
 
 def entry(window: HeldWindow, **changes: object) -> dict[str, object]:
-    """What the peer says of a window."""
+    """Return the peer's inventory entry of a window."""
     return {"rank": 0, "window": {**asdict(window.stored("copy", 1)), **changes}}
 
 
@@ -167,7 +167,7 @@ def test_the_receiver_refuses_to_lose_its_committed_window() -> None:
 
 
 def returned(pair: Pair) -> None:
-    """Another node had the place meanwhile, and its peer a newer window than the one that this node remembers."""
+    """Another node had this place meanwhile, and its peer has a newer window than this node knows."""
     full(pair.own, 0, 0)
     pair.commit(0)
     pair.drain()
@@ -231,7 +231,7 @@ def test_an_inventory_that_is_none_is_refused(held: object) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_the_peer_never_lacks_what_was_committed(seed: int) -> None:
-    """Random captures, commits of what the peer holds, lost answers and new generations."""
+    """Draws captures, commits of windows that the peer has, lost answers and new generations."""
     rng, pair, start, generation, committed = random.Random(seed), Pair(), 0, 1, None
     for _ in range(200):
         choice = rng.random()

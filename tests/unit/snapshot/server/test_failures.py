@@ -1,4 +1,4 @@
-"""What keepers do when ranks, peers, connections and bytes fail."""
+"""Tests snapshot servers when ranks, peers, connections or bytes fail."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.unit.snapshot.server.proxy import proxy
 
 LARGE = 8 << 20
 HELLO_BYTES = 2048
-"""More than the greeting and an announcement are long, less than a slice."""
+"""Number of bytes that is larger than the first message and an announcement, and smaller than a slice."""
 
 RANK = """
 import json, os, signal, sys
@@ -66,7 +66,7 @@ def test_a_killed_rank_leaves_its_windows_here_and_with_its_peers() -> None:
 
 
 def test_a_node_that_was_lost_keeps_what_a_restart_may_need_until_a_commit_of_its_own() -> None:
-    """The others' newer window is of fewer ranks; these two are the only ones of both."""
+    """The newer window of the other nodes is of fewer ranks. Only these two windows are of all ranks."""
     with cluster(2) as nodes:
         for rank in (0, 1):
             client = nodes.client(rank, node=rank, peer_nodes=[1 - rank], world_size=2)
@@ -117,7 +117,7 @@ def test_a_peer_killed_in_the_middle_of_a_slice_is_a_problem_and_its_successor_g
         assert "node 1" in problem["error"]
         assert rank.problems() == []
         assert arena.status(words.REPLICATED_START) == -1
-        assert find(rank.inventory(0), start_iteration=10, complete=True), "the keeper itself goes on"
+        assert find(rank.inventory(0), start_iteration=10, complete=True), "the keeper itself continues"
         before = nodes.nodes[1]
         nodes.start(1)
         assert before.process.stdin is not None and before.process.stdout is not None
@@ -266,7 +266,10 @@ def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than
         asking, telling = [nodes.client(rank, node=0, peer_nodes=[]) for rank in range(2)]
         arena = telling.allocate(PAGE)
         begin(telling, 0, 0, num_slices=words.MAX_UNREAD + 1)
-        nodes.nodes[0].process.send_signal(signal.SIGSTOP)
+        stopped = nodes.nodes[0].process
+        stopped.send_signal(signal.SIGSTOP)
+        # Until all its threads have stopped, the server may still answer.
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
         monkeypatch.setattr(words, "ANSWER_SECONDS", 0.2)
         stuck = f"snapshot server at {nodes.nodes[0].socket_path}: no answer within 0.2 s"
         with pytest.raises(ControlError, match=stuck):
@@ -280,7 +283,8 @@ def test_a_keeper_that_is_stopped_is_named_and_holds_its_ranks_up_no_longer_than
 
 
 def run_windows(nodes: Cluster, first: int, num_windows: int) -> None:
-    """Windows of two ranks that replicate to each other, committed one after the other; a multiple of three before."""
+    """Run windows of two ranks that replicate to each other, committed one after the other. Their number must be a
+    multiple of three."""
     ranks = [nodes.client(0, node=0, peer_nodes=[1]), nodes.client(1, node=1, peer_nodes=[0])]
     arenas = [rank.allocate(2 * PAGE) for rank in ranks]
     for number in range(num_windows):
@@ -313,7 +317,7 @@ def test_nothing_grows_over_two_hundred_windows() -> None:
             assert node.memory_bytes < memory_bytes + (1 << 20)
 
 
-def test_a_window_begun_anew_while_it_is_sent_is_no_problem() -> None:
+def test_a_window_begun_again_while_it_is_sent_is_no_problem() -> None:
     with cluster(2) as nodes:
         rank = nodes.client(0, node=0, peer_nodes=[1])
         arena = rank.allocate(LARGE)

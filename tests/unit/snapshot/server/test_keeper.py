@@ -1,4 +1,4 @@
-"""Keepers as processes: memory that outlives ranks, copies on other nodes, and what is refused."""
+"""Tests snapshot servers as processes: memory that outlives ranks, copies on other nodes, and refused requests."""
 
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server import client as words

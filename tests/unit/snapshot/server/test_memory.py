@@ -1,4 +1,4 @@
-"""Memory of the snapshot server: what is being allocated counts as much as what is."""
+"""Tests the memory of the snapshot server: memory that is being allocated counts like allocated memory."""
 
 import os
 import threading
@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.snapshot.server import memory as server_memory
-from megatron_ft.snapshot.server.memory import Memory
+from megatron_ft.snapshot.server import store as server_memory
+from megatron_ft.snapshot.server.store import Memory
 
 PAGE = os.sysconf("SC_PAGESIZE")
 CHUNK = 4 * PAGE
 
 
 class Gate:
-    """``os.posix_fallocate`` that waits before its last chunk, and counts the bytes that it has allocated."""
+    """Replacement for ``os.posix_fallocate`` that waits before its last chunk, and counts the allocated bytes."""
 
     def __init__(self) -> None:
         self.allocate = os.posix_fallocate
@@ -31,7 +31,7 @@ class Gate:
 
 
 def test_memory_that_another_thread_allocates_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit: the machine counts pages as available until they are touched."""
+    """Test a machine without a limit: it counts pages as available until they are touched."""
     gate, memory = Gate(), Memory()
     monkeypatch.setattr(server_memory, "_CHUNK_BYTES", CHUNK, raising=False)
     monkeypatch.setattr(server_memory, "_available_bytes", lambda: 10 * CHUNK - gate.num_bytes)

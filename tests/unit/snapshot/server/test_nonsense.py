@@ -1,4 +1,4 @@
-"""Messages of somebody who has the token and makes every mistake there is: a keeper refuses and goes on."""
+"""Tests malformed messages of a sender with the token: a snapshot server refuses them and continues."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ODD: list[Any] = [
 
 
 def mutated(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
-    """With some fields replaced, left out, or added; nested ones too."""
+    """Return a message with some fields replaced, removed or added, including nested ones."""
     changed = dict(message)
     for name in rng.sample(sorted(changed), min(len(changed), rng.randint(1, 2))):
         value = changed[name]
@@ -42,7 +42,7 @@ def mutated(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def requests() -> list[dict[str, Any]]:
-    """One sound request of each kind."""
+    """Return one valid request of each kind."""
     record = json.loads(json.dumps(slice_of(10).to_json()))
     return [
         {"op": "allocate", "window_bytes": 2 * PAGE},
@@ -58,7 +58,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def check_sound(nodes: Cluster) -> None:
-    """The keeper still does its work."""
+    """Check that the snapshot server still works."""
     assert nodes.nodes[0].process.poll() is None, "the keeper has ended"
     rank = nodes.client(1, node=0, peer_nodes=[])
     arena = rank.allocate(2 * PAGE)
@@ -88,7 +88,7 @@ def test_nonsense_from_a_rank(seed: int) -> None:
 
 
 def ask(rank: KeeperClient, message: dict[str, Any]) -> None:
-    """One request, whatever its answer."""
+    """Send one request, and ignore its answer."""
     try:
         rank._call(message)
     except ControlError as error:

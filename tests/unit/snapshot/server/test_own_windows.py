@@ -1,12 +1,12 @@
-"""Which buffer of a rank holds what."""
+"""Tests which buffer of a rank contains which window."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import CheckpointError, ControlError
-from megatron_ft.planning.snapshot.buffers import NUM_BUFFERS
-from megatron_ft.planning.snapshot.pieces import Piece
+from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
+from megatron_ft.planning.snapshot.plan import Piece
 from megatron_ft.snapshot.server.store import PAGE_BYTES
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
 from megatron_ft.snapshot.window import Slice
@@ -119,7 +119,7 @@ def test_a_commit_of_a_newer_generation_ends_all_of_older_ones(windows: OwnWindo
 
 
 def test_a_committed_window_that_was_captured_again_is_another_one(windows: OwnWindows) -> None:
-    """Its copies may be gone with the membership that made them: those of the new one count."""
+    """Its copies may be lost with the membership that made them, so only copies of the new capture count."""
     before = full(windows, 0, 0, generation=1)
     windows.commit(0, 1)
     windows.new_generation()
@@ -248,7 +248,7 @@ def test_of_several_the_committed_then_the_newest_is_found(windows: OwnWindows) 
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "fill", "commit"]), st.integers(0, 2)), max_size=60))
 def test_a_committed_window_stays_until_the_next(choices: list[tuple[str, int]]) -> None:
-    """Whatever a rank does, what was committed last is there, whole, and buffers hold one window each."""
+    """After any sequence of requests, the newest committed window is complete, and each buffer has one window."""
     windows, start, last = OwnWindows(NUM_SLICES * PAGE_BYTES), 0, None
     for what, buffer in choices:
         held = {window.buffer: window for window in windows}

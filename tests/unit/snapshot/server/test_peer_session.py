@@ -1,4 +1,4 @@
-"""One connection of another keeper, served in this process."""
+"""Tests one connection of another snapshot server, served in this process."""
 
 import socket
 import threading
@@ -9,9 +9,8 @@ import pytest
 
 from megatron_ft.errors import ControlError
 from megatron_ft.snapshot.server import peer_session
-from megatron_ft.snapshot.server.memory import Memory, Segment
 from megatron_ft.snapshot.server.peer_session import PeerSessions, _PeerSession
-from megatron_ft.snapshot.server.store import Store
+from megatron_ft.snapshot.server.store import Memory, Segment, Store
 from megatron_ft.snapshot.server.wire import Refused, Wire
 from megatron_ft.testing.snapshot_servers import PAGE, TOKEN, slice_of
 from tests.unit.snapshot.server.served import Interrupted
@@ -19,7 +18,7 @@ from tests.unit.snapshot.server.test_refusals import GREETING, announcement
 
 
 class SlowMemory(Memory):
-    """Takes its time, until it is told to go on."""
+    """Memory whose allocation waits until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +39,7 @@ def listener() -> Iterator[socket.socket]:
 def greeted(
     listener: socket.socket, store: Store, sessions: PeerSessions, *, stall_seconds: int = 20, **changes: object
 ) -> Wire:
-    """A connection to ``store`` that has shown the token."""
+    """Return a connection to ``store`` that has presented the token."""
     wire = Wire(socket.create_connection(listener.getsockname()), stall_seconds=stall_seconds)
     sessions.accept(listener.accept()[0], store)
     assert wire.call({"op": "hello", **GREETING, **changes})["op"] == "welcome"
@@ -48,7 +47,7 @@ def greeted(
 
 
 def thread_of(sessions: PeerSessions) -> _PeerSession:
-    """The thread of the only connection."""
+    """Return the thread of the only connection."""
     (found,) = [each for each in threading.enumerate() if isinstance(each, _PeerSession) and each._sessions is sessions]
     return found
 
@@ -88,7 +87,7 @@ def test_a_second_connection_of_a_node_ends_the_first(listener: socket.socket) -
 def test_a_connection_that_cannot_be_ended_keeps_every_later_one_out(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only the next one: its thread may write to the same buffers as long as it lives."""
+    """All later connections are refused, because the thread may write to the same buffers as long as it lives."""
     monkeypatch.setattr(peer_session, "REPLACE_SECONDS", 0.05)
     memory = SlowMemory()
     store, sessions = Store(0, TOKEN, memory), PeerSessions()
@@ -123,7 +122,7 @@ def test_memory_that_arrives_after_a_newer_membership_is_not_kept(listener: sock
 
 
 def test_two_connections_that_need_memory_for_one_rank_share_it(listener: socket.socket) -> None:
-    """The rank has moved: the server of its former node may still be sending."""
+    """The rank has moved, and the server of its former node may still be sending."""
     memory = SlowMemory()
     store, sessions = Store(0, TOKEN, memory), PeerSessions()
     wires = [greeted(listener, store, sessions, node=node) for node in (7, 8)]
@@ -143,7 +142,7 @@ def test_two_connections_that_need_memory_for_one_rank_share_it(listener: socket
 
 
 def test_a_slice_whose_memory_was_replaced_is_not_acknowledged(listener: socket.socket) -> None:
-    """Its sender would count it as a copy, and nobody would find it."""
+    """Its sender would count it as a copy, but no recovery could find it."""
     store, sessions = Store(0, TOKEN, Memory()), PeerSessions()
     wire, other = (greeted(listener, store, sessions, node=node) for node in (7, 8))
     assert wire.call(announcement()) == {"op": "go"}
@@ -159,7 +158,7 @@ def test_a_slice_whose_memory_was_replaced_is_not_acknowledged(listener: socket.
 
 
 def test_a_commit_of_a_membership_that_ends_meanwhile_forgets_nothing(listener: socket.socket) -> None:
-    """It supersedes other windows, among them those that a newer membership has committed."""
+    """The commit supersedes other windows, among them some that a newer membership has committed."""
     store, sessions = Store(0, TOKEN, Memory()), PeerSessions()
     wire = greeted(listener, store, sessions)
     assert wire.call(announcement(num_slices=1)) == {"op": "go"}

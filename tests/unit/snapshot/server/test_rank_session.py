@@ -1,4 +1,4 @@
-"""One rank's connection, served in this process."""
+"""Tests one rank's connection, served in this process."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.planning.snapshot.buffers import BufferStates
+from megatron_ft.planning.snapshot.memory import BufferStates
 from megatron_ft.snapshot.server.client import (
     MAX_UNREAD,
     NUM_PROBLEMS,
@@ -18,7 +18,7 @@ from megatron_ft.snapshot.server.client import (
     KeeperClient,
     KeeperRefused,
 )
-from megatron_ft.snapshot.server.memory import Memory, Segment
+from megatron_ft.snapshot.server.store import Memory, Segment
 from megatron_ft.snapshot.server.wire import Refused
 from megatron_ft.testing.snapshot_servers import (
     PAGE,
@@ -42,7 +42,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def committed_and_next(served: Served) -> KeeperClient:
-    """Window 10, due to storage, has been superseded by window 12."""
+    """Return a rank whose window 10, requested for storage, was superseded by window 12."""
     client = served.client()
     arena = client.allocate(2 * PAGE)
     for number in range(2):
@@ -67,7 +67,7 @@ def test_a_buffer_that_is_being_written_is_named_and_not_given_away(served: Serv
 
 
 def test_a_commit_that_the_keeper_has_yet_to_take_in_is_known_to_be_missing(served: Served) -> None:
-    """It may pin a buffer: what the status page says of pinned ones is then not all."""
+    """The commit may pin a buffer, so the pinned buffers on the status page are not complete yet."""
     client = served.client()
     assert client.buffer_states() == BufferStates()
     arena = client.allocate(2 * PAGE)
@@ -103,7 +103,7 @@ def test_a_window_the_job_lets_go_of_is_forgotten(served: Served) -> None:
 
 
 def test_many_slices_between_two_requests(served: Served) -> None:
-    """Their answers must not fill the socket."""
+    """The answers must not fill the socket."""
     client = served.client()
     num_slices = 40 * MAX_UNREAD
     arena = client.allocate(num_slices * PAGE)
@@ -115,7 +115,7 @@ def test_many_slices_between_two_requests(served: Served) -> None:
 
 
 class GatedMemory(Memory):
-    """Allocations begin, and wait for the gate."""
+    """Memory whose allocations begin and then wait for the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class GatedMemory(Memory):
 
 @pytest.mark.parametrize("generation", [1, 2])
 def test_an_allocation_of_a_replaced_process_does_not_count(tmp_path: Path, generation: int) -> None:
-    """Its successor may have mapped memory of its own by then."""
+    """The successor may have mapped its own memory by then."""
     memory = GatedMemory()
     served = Served(tmp_path, memory)
     replaced = served.client()
@@ -153,7 +153,7 @@ def test_an_allocation_of_a_replaced_process_does_not_count(tmp_path: Path, gene
 
 
 def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(served: Served) -> None:
-    """It would give away the buffer that its successor is filling."""
+    """The request would release the buffer that the successor is filling."""
     replaced = served.client()
     replaced.allocate(2 * PAGE)
     clients: list[KeeperClient] = []
@@ -174,7 +174,8 @@ def test_a_request_of_a_process_that_is_replaced_meanwhile_changes_nothing(serve
 def test_a_client_of_an_object_store_that_fails_is_reported(
     served: Served, store: type[FailingStore], refused: str
 ) -> None:
-    """Its errors are of no common class; the snapshot server would end with one that its thread does not expect."""
+    """The client's errors have no common class. An error that the thread does not expect would end the snapshot
+    server."""
     url = f"failing://{uuid4().hex}/windows"
     client = served.client(persist_url=url, num_persisted=1)
     arena = client.allocate(2 * PAGE)

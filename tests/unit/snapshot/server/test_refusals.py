@@ -1,4 +1,4 @@
-"""Who and what a keeper refuses."""
+"""Tests which connections and messages a snapshot server refuses."""
 
 import json
 import os
@@ -15,8 +15,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import MAX_FRAME_BYTES
 from megatron_ft.snapshot.server import client as words
 from megatron_ft.snapshot.server.client import KeeperClient, KeeperRefused
-from megatron_ft.snapshot.server.fields import host_and_port
-from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect
+from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, connect, host_and_port
 from megatron_ft.snapshot.storage.window_file import WindowFile
 from megatron_ft.snapshot.window import WINDOW_FORMAT_VERSION
 from megatron_ft.testing.snapshot_servers import (
@@ -37,7 +36,7 @@ GREETING = {"token": TOKEN, "node": 7, "generation": 1, "run_id": "a-run", "repl
 
 
 def announcement(**changes: object) -> dict[str, Any]:
-    """What a sender says before the bytes of a slice."""
+    """Return the message that precedes the bytes of a slice."""
     about = {"run_id": "a-run", "generation": 1, "rank": 0, "world_size": 4, "topology": {}, "plan": {}}
     about |= {"start_iteration": 10, "num_slices": 2, "slices": [], "format_version": WINDOW_FORMAT_VERSION}
     record = slice_of(10).to_json()
@@ -116,7 +115,7 @@ def test_another_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [GREETING_BYTES + 1, 2**32 - 1])
-def test_a_stranger_cannot_announce_a_long_message(size: int) -> None:
+def test_an_unauthenticated_peer_cannot_announce_a_long_message(size: int) -> None:
     with cluster(1) as nodes:
         before = nodes.nodes[0].memory_bytes
         with socket.create_connection(host_and_port(nodes.nodes[0].address), timeout=WAIT_SECONDS) as sock:
@@ -281,7 +280,7 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
 
 
 def ended(spec: dict[str, object]) -> int:
-    """Exit code of a keeper that is told this and then nothing more."""
+    """Return the exit code of a snapshot server that reads this and nothing else."""
     line = json.dumps(spec).encode() + b"\n"
     process = subprocess.run(
         [sys.executable, "-m", "megatron_ft.snapshot.server"], input=line, capture_output=True, timeout=60, check=False
@@ -315,7 +314,7 @@ sys.stdin.buffer.raw.read()
 
 
 def test_a_keeper_dies_with_its_parent(tmp_path: Path) -> None:
-    """Its lifeline is still held open by somebody else."""
+    """Another process still holds the other end of its standard input."""
     tmp_path.chmod(0o700)
     spec = {"socket_path": str(tmp_path / "s"), "interface": "127.0.0.1", "token": TOKEN, "node": 0}
     read, write = os.pipe()

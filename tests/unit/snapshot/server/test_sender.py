@@ -1,4 +1,4 @@
-"""What a sender does on the wire, seen by a peer that answers when it pleases."""
+"""Tests the messages of a sender, with a peer that answers when the test lets it."""
 
 import socket
 from dataclasses import asdict
@@ -8,15 +8,15 @@ import pytest
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.plan import WindowKey
 from megatron_ft.snapshot.server.client import REPLICATED_START, WAITING_BYTES, Arena
-from megatron_ft.snapshot.server.sender import MAX_UNANSWERED
 from megatron_ft.snapshot.server.wire import Wire
+from megatron_ft.snapshot.server.workers import MAX_UNANSWERED
 from megatron_ft.testing.snapshot_servers import PAGE, Cluster, cluster, content, wait_replicated, wait_until, window
 
 NUM_SLICES = MAX_UNANSWERED + 2
 
 
 class Peer:
-    """Listens where a keeper is said to be, and answers only when told to."""
+    """Listens at the address of a snapshot server, and answers only on request."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -25,14 +25,14 @@ class Peer:
         self.address = f"{host}:{port}"
 
     def greet(self, held: list[dict[str, object]]) -> None:
-        """Take the next connection and say what is here."""
+        """Accept the next connection and send the list of windows."""
         sock, _ = self.listener.accept()
         self.wire = Wire(sock, stall_seconds=2)
         assert self.wire.receive()["op"] == "hello"
         self.wire.send({"op": "welcome", "held": held})
 
     def take(self, index: int) -> None:
-        """Take one slice; one that waits is let go."""
+        """Receive one slice. Send ``go`` if it waits."""
         announced = self.wire.receive(patient=True)
         assert (announced["op"], announced["slice"]) == ("slice", index)
         if announced["waits"]:
@@ -43,11 +43,11 @@ class Peer:
         assert len(self.wire.receive()["hashes"]) == len(announced["record"]["pieces"])
 
     def answer(self, **message: object) -> None:
-        """Say something."""
+        """Send an answer."""
         self.wire.send(message)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.wire.close()
         self.listener.close()
 
@@ -98,7 +98,7 @@ def test_what_was_not_acknowledged_is_asked_and_sent_again() -> None:
 
 
 def replicate(nodes: Cluster, peer: Peer) -> Arena:
-    """Have one window on its way to ``peer``; its rank's memory."""
+    """Begin to replicate one window to ``peer``. Return the memory of its rank."""
     rank = nodes.client(0, node=0, peer_nodes=[1], peers={"0": nodes.nodes[0].address, "1": peer.address})
     arena = rank.allocate(NUM_SLICES * PAGE)
     window(rank, arena, 0, 0, 10, num_slices=NUM_SLICES)

@@ -1,4 +1,4 @@
-"""Connections that stand still, end early or send nonsense."""
+"""Tests connections that stop, end early or send invalid data."""
 
 import socket
 import threading
@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ft.errors import ControlError
-from megatron_ft.snapshot.server.fields import host_and_port
-from megatron_ft.snapshot.server.wire import Refused, Wire
+from megatron_ft.snapshot.server.wire import Refused, Wire, host_and_port
 
 LARGE = 64 << 20
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Wire, socket.socket]]:
-    """A connection with one end that gives up after a second, and its bare other end."""
+    """Return a connection whose one end times out after a second, and whose other end is a plain socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()

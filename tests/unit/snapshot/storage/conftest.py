@@ -1,4 +1,4 @@
-"""A small complete checkpoint for tests of the storage layer."""
+"""Provides a small complete checkpoint for tests of storage."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from megatron_ft.snapshot.storage.manifest import Manifest
 
 
 def make_checkpoint(directory: Path, iteration: int = 30, sizes: tuple[int, ...] = (5000, 0, 12)) -> Manifest:
-    """A small complete checkpoint."""
+    """Return a function that writes a small complete checkpoint."""
     directory.mkdir(parents=True)
     generator = random.Random(iteration)
     entries = [write_file(directory, f"__{i}_0.distcp", generator.randbytes(size)) for i, size in enumerate(sizes)]
@@ -32,5 +32,5 @@ def make_checkpoint(directory: Path, iteration: int = 30, sizes: tuple[int, ...]
 
 @pytest.fixture
 def make() -> Callable[..., Manifest]:
-    """Writes a checkpoint: ``make(directory, iteration, sizes=...)``."""
+    """Write a checkpoint: ``make(directory, iteration, sizes=...)``."""
     return make_checkpoint

@@ -1,4 +1,4 @@
-"""Object stores whose client fails: callers of the backend see an OSError that names the object and the reason."""
+"""Tests object stores whose client fails: the backend raises an OSError that names the object and the reason."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest, whatever a crash left behind."""
+"""Tests which checkpoint is the newest, after any crash."""
 
 import os
 import shutil
@@ -128,7 +128,7 @@ def test_latest_never_names_what_was_set_aside(tmp_path: Path, make: Make) -> No
 
 
 def test_every_crash_prefix_of_a_save_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
-    """The disk as it was before each system call of a save: the old checkpoint, or the new one, whole."""
+    """The complete old or the complete new checkpoint is loaded from the disk before each system call of a save."""
     folder = tmp_path / "live"
     make(folder / directory_name(10), 10)
     move_latest(folder, folder / directory_name(10), 10)

@@ -1,4 +1,4 @@
-"""Damage of every kind is found, and the file is named."""
+"""Tests that damage of every kind is detected, and that the error names the file."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ def test_round_trip(tmp_path: Path, make: Make) -> None:
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path, make: Make) -> None:
-    """Data and manifest: 400 random single-bit flips, none passes."""
+    """400 random single-bit flips in data and manifest are all detected."""
     directory = tmp_path / "c"
     make(directory, sizes=(300, 40))
     generator = random.Random(7)
@@ -141,7 +141,7 @@ def test_wrong_types_with_a_matching_checksum_are_refused(tmp_path: Path, make: 
 
 
 def test_parts_cover_every_file_once(tmp_path: Path, make: Make) -> None:
-    """Shared verification: each damaged file is found by exactly one of three parts."""
+    """Exactly one of three parts finds each damaged file with shared verification."""
     directory = tmp_path / "c"
     make(directory, sizes=(10, 20, 30, 40, 50))
     for path in sorted(directory.glob("*.distcp")):
@@ -181,7 +181,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_version_1_is_read_and_says_nothing_of_settings(tmp_path: Path) -> None:
-    """Every later version must read this file; it is never written again."""
+    """Every later version must read this file, which is not written again."""
     fixture = Path(__file__).parents[3] / "fixtures" / "checkpoints" / "version_1.json"
     (tmp_path / MANIFEST_NAME).write_bytes(fixture.read_bytes())
     manifest = Manifest.verified(tmp_path)

@@ -1,4 +1,4 @@
-"""Which windows are not tried again, as the run's folder remembers it."""
+"""Tests the list of rejected windows in the run's folder."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ft.errors import CheckpointError
 from megatron_ft.snapshot.storage import files
-from megatron_ft.snapshot.storage.rejected_windows import REJECTED_NAME, RejectedWindow, window_digest
+from megatron_ft.snapshot.storage.window_folder import REJECTED_NAME, RejectedWindow, window_digest
 
 
 def window(start: int) -> RejectedWindow:

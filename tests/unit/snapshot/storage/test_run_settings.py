@@ -1,4 +1,4 @@
-"""Which saved state of a run refuses a job with other settings, by manifests alone."""
+"""Tests which saved state of a run refuses a job with other settings, by the manifests alone."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The file of a window: what was written comes back bit for bit, or not at all."""
+"""Tests the file of a window: it is read with the written bytes, or not at all."""
 
 import errno
 import os
@@ -22,13 +22,13 @@ from tests.helpers import window_fixture
 
 
 def views(payload: tuple[bytes, ...]) -> list[memoryview]:
-    """The payload as ``write_window`` takes it."""
+    """Return the payload in the form that ``write_window`` accepts."""
     return [memoryview(content) for content in payload]
 
 
 @pytest.fixture(params=["path", "file", "memory", "local"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
-    """A folder that does not exist yet, in each kind of place."""
+    """Return a folder that does not exist yet, in each kind of storage."""
     if request.param == "memory":
         name = f"memory://{uuid4().hex}/windows"
         yield name
@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | st
 
 
 def path_in(folder: Path | str, start_iteration: int = 20, rank: int = 1, generation: int = 0) -> str:
-    """Where a rank's file lies."""
+    """Return the path of a rank's file."""
     return (
         f"{folder}/{window_name(WindowKey(start_iteration=start_iteration, generation=generation))}/{rank_name(rank)}"
     )
@@ -163,7 +163,8 @@ def test_a_failed_write_names_the_file_and_leaves_nothing(tmp_path: Path, monkey
 
 
 def test_a_failed_put_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object store's file must not be closed when a chunk failed: closing it would put the half."""
+    """If a chunk fails, the file of an object store must not be closed, because closing it would store the partial
+    object."""
     place = open_backend("memory://store/windows")
     closed, discarded = [], []
 
@@ -171,7 +172,7 @@ def test_a_failed_put_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
         closed = False
 
         def __init__(self) -> None:
-            """No upload is opened."""
+            """Open no upload."""
 
         def write(self, data: bytes) -> None:
             raise OSError(errno.EIO, "network")
@@ -214,7 +215,7 @@ def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_every_version_is_read_bit_for_bit(version: int) -> None:
-    """Every later version must read this file; it is never written again."""
+    """Every later version must read this file, which is not written again."""
     expected, payload = window_fixture.window()
     with WindowFile.open(window_fixture.FOLDER / f"version_{version}.window") as opened:
         window = opened.verify()

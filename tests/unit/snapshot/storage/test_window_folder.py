@@ -1,4 +1,4 @@
-"""Which window is the newest, and which may go."""
+"""Tests which window is the newest, and which may be deleted."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megatron_ft.testing.stored_samples import WORLD_SIZE, sample_window
 
 @pytest.fixture(params=["folder", "object store", "other file system"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
-    """A folder that does not exist yet, in each kind of place."""
+    """Return a folder that does not exist yet, in each kind of storage."""
     urls = {"object store": f"memory://{uuid4().hex}/windows", "other file system": f"local://{tmp_path}/windows"}
     yield urls.get(request.param, tmp_path / "windows")
     fsspec.filesystem("memory").store.clear()

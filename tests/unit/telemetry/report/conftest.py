@@ -1,4 +1,4 @@
-"""Made-up runs, and parsers of their pages."""
+"""Provides made-up runs, and parsers of their pages."""
 
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -18,15 +18,15 @@ def run(tmp_path: Path) -> MadeUpRun:
 
 
 @pytest.fixture(params=[localized, elastic, restarted], ids=lambda make: make.__name__)
-def told(request: pytest.FixtureRequest, run: MadeUpRun) -> MadeUpRun:
-    """A run of each sort."""
+def reported(request: pytest.FixtureRequest, run: MadeUpRun) -> MadeUpRun:
+    """Return a run of each kind."""
     make: Callable[[MadeUpRun], None] = request.param
     make(run)
     return run
 
 
 class Parts(HTMLParser):
-    """What an HTML parser finds; elements that are not closed in order fail."""
+    """Collects the parts of a page with an HTML parser. Elements that are not closed in order are an error."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -50,17 +50,17 @@ class Parts(HTMLParser):
 
 
 def drawings(page: str) -> list[ElementTree.Element]:
-    """The page's drawings with a title, by an XML parser."""
+    """Return the page's drawings that have a title, by an XML parser."""
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     return [drawing for drawing in root.iter("svg") if drawing.find("title") is not None]
 
 
 def titles(page: str) -> list[str]:
-    """The titles of the page's drawings, in their order."""
+    """Return the titles of the page's drawings in order."""
     return [str(drawing.findtext("title")) for drawing in drawings(page)]
 
 
 def drawing_of(page: str, title: str) -> ElementTree.Element:
-    """The only drawing whose title begins so."""
+    """Return the only drawing whose title begins with this text."""
     (found,) = (drawing for drawing in drawings(page) if str(drawing.findtext("title")).startswith(title))
     return found

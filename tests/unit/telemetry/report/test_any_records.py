@@ -1,4 +1,4 @@
-"""Whatever valid records say, in whatever order they come: there is a page, and it is well-formed."""
+"""Tests that any valid records in any order give a well-formed page."""
 
 import dataclasses
 import types
@@ -24,7 +24,7 @@ WORDS = some.one_of(some.text(max_size=4), some.sampled_from(["membership", "rep
 
 
 def values(hint: object) -> some.SearchStrategy[object]:
-    """Values of a field's type."""
+    """Draw values of a field's type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return some.one_of(some.none(), values(next(inner for inner in arguments if inner is not types.NoneType)))
@@ -36,7 +36,7 @@ def values(hint: object) -> some.SearchStrategy[object]:
 
 
 def instances(kind: type) -> some.SearchStrategy[typing.Any]:
-    """Instances of a dataclass."""
+    """Draw instances of a dataclass."""
     hints = typing.get_type_hints(kind)
     return some.builds(kind, **{field.name: values(hints[field.name]) for field in dataclasses.fields(kind)})
 

@@ -1,4 +1,4 @@
-"""Scales, ticks, and text that cannot become anything else."""
+"""Tests scales, ticks, and that text is always escaped."""
 
 import math
 

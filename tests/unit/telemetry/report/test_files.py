@@ -1,4 +1,4 @@
-"""Reading a run's folder: half lines are waited for, damage is named."""
+"""Tests reading a run's folder: incomplete last lines are ignored, and damage is named."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_a_damaged_line_in_the_middle_is_one_error_with_its_place(run: MadeUpRun
         ({"next": []}, "decision.next"),
         ({"next": {"nodes": [0]}}, "decision.previous_ranks: is required"),
         ({"next": {"nodes": [0], "previous_ranks": 0}}, "decision.previous_ranks=0: must be list of int"),
-        ({"next": {"nodes": [0], "previous_ranks": ["0"]}}, "decision.previous_ranks='0'"),
+        ({"next": {"nodes": [0], "previous_ranks": ["0"]}}, "decision.previous_ranks\\[0\\]='0'"),
     ],
 )
 def test_a_decision_of_another_shape_is_refused(change: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Pages that follow a run: written when it reported more, not before, and not for ever."""
+"""Tests pages that follow a run: they are written only after new reports, and only for a limited time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from megatron_ft.testing.made_up_runs import MadeUpRun, localized
 
 
 class Time:
-    """A clock that moves as one waits; what is due at a time happens then."""
+    """Clock that advances while the code waits. Scheduled actions happen at their times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,7 +27,7 @@ class Time:
 
 
 def follow_it(run_dir: Path, time: Time, ends_after: int, took: float = 0.0) -> tuple[bool, list[float]]:
-    """Whether the run ended, and when pages were written."""
+    """Return whether the run ended, and the times at which pages were written."""
     written: list[float] = []
 
     def write() -> bool:

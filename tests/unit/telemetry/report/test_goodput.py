@@ -1,4 +1,4 @@
-"""The part of a page that says where the time went."""
+"""Tests the section of a page about goodput."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from megatron_ft.testing.made_up_runs import MadeUpRun, localized, restarted, st
 from .conftest import drawing_of
 
 
-def test_the_bar_is_as_long_as_the_wall_time(told: MadeUpRun) -> None:
-    bar = drawing_of(told.page(), "Shares of the wall time")
+def test_the_bar_is_as_long_as_the_wall_time(reported: MadeUpRun) -> None:
+    bar = drawing_of(reported.page(), "Shares of the wall time")
     widths = [float(str(rect.get("width"))) for rect in bar.iter("rect")]
     assert len(widths) >= 3 and sum(widths) == pytest.approx(1000, abs=0.1)
 

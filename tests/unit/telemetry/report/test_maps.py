@@ -1,4 +1,4 @@
-"""Heat maps of expert load: which figures, which colours, how many cells at most."""
+"""Tests maps of expert load: their figures, colours and largest number of cells."""
 
 import re
 

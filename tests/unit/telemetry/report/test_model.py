@@ -1,4 +1,4 @@
-"""What a page says of made-up runs."""
+"""Tests the content of pages of made-up runs."""
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_a_restart_on_fewer_nodes(run: MadeUpRun) -> None:
     assert iterations == list(range(1, 13)), "what was trained again is there once"
 
 
-def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
+def test_generations_begin_again_in_each_job(run: MadeUpRun) -> None:
     elastic(run)
     run.say(20.0, events.RunStopped(exit_code=130, reason="SIGTERM"))
     run.say(100.0, events.RecoveryStarted(generation=0, strategy="checkpoint", iteration=9))
@@ -104,7 +104,7 @@ def test_generations_begin_anew_in_each_job(run: MadeUpRun) -> None:
     assert [(each.generation, each.lost) for each in report.recoveries][2:] == [(0, "SIGTERM"), (1, "nodes [2] leave")]
     assert (report.recoveries[0].lost, report.num_jobs) == ("node 1; rank 1 (SIGKILL)", 2)
     resumed = report.recoveries[2]
-    assert not resumed.is_failure, "it was stopped, and another job went on with it"
+    assert not resumed.is_failure, "it was stopped, and another job continued it"
     assert (resumed.strategy, resumed.seconds, resumed.pause_seconds, Timeline.of(resumed)) == (
         "checkpoint",
         0.4,
@@ -175,9 +175,9 @@ def test_a_job_that_fails_before_it_trains_has_decisions_of_its_own(run: MadeUpR
     about = {"reason": "rank 0 raised", "failed_ranks": (0,), "iteration": 8, "num_restarts_left": 1}
     run.say(100.0, events.RanksRestarted(generation=1, **about))
     run.say(101.0, started(3, resumed_from_iteration=8), events.RanksReady(seconds=0.4, world_size=3))
-    run.decide(101.5, 0, "late", declined="told after the start")
+    run.decide(101.5, 0, "late", declined="reported after the start")
     report = run.report()
     assert report.num_jobs == 2
     first, _, restart = report.recoveries
     assert (first.lost, first.declined) == ("node 1; rank 1 (SIGKILL)", ())
-    assert restart.declined == ("continuing without a restart: told after the start",)
+    assert restart.declined == ("continuing without a restart: reported after the start",)

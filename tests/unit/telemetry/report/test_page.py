@@ -1,4 +1,4 @@
-"""The page: self-contained, well-formed, escaped; every drawing is told in words, and beside it stands a table."""
+"""Tests the page: self-contained, well-formed and escaped; every drawing has a description and a table."""
 
 import re
 
@@ -13,12 +13,12 @@ from .conftest import Parts, drawing_of, drawings, titles
 HOSTILE = "</title><script src='https://evil.example/x.js'>alert(1)</script>\" onload=\"x\u202e\x00&amp;\ud800"
 
 
-def test_pages_are_well_formed(told: MadeUpRun) -> None:
-    page = told.page()
+def test_pages_are_well_formed(reported: MadeUpRun) -> None:
+    page = reported.page()
     parts = Parts(page)
     assert parts.names.count("html") == 1 and "script" not in parts.names
     recoveries = [title for title in titles(page) if title.startswith("Timeline of recovery ")]
-    assert len(recoveries) == len(told.report().recoveries) and recoveries
+    assert len(recoveries) == len(reported.report().recoveries) and recoveries
     assert titles(page)[:2] == ["Loss over iterations", "Shares of the wall time"]
 
 
@@ -41,8 +41,8 @@ def test_every_part_can_be_led_to(run: MadeUpRun) -> None:
     assert {"loss", "goodput", "recoveries", "stories", "expert-load", "placement"} <= parts
 
 
-def test_nothing_is_fetched(told: MadeUpRun) -> None:
-    page = told.page()
+def test_nothing_is_fetched(reported: MadeUpRun) -> None:
+    page = reported.page()
     assert "http://" not in page and "https://" not in page and "@import" not in page and "url(" not in page
     references = [value for name, value in Parts(page).attributes if name in ("src", "href", "xlink:href", "data")]
     assert all(value is not None and value.startswith("#") for value in references)
@@ -50,8 +50,8 @@ def test_nothing_is_fetched(told: MadeUpRun) -> None:
     assert not {name for name in names if name.startswith("on")}, "no handlers either"
 
 
-def test_references_inside_the_page_lead_somewhere(told: MadeUpRun) -> None:
-    attributes = Parts(told.page()).attributes
+def test_references_inside_the_page_lead_somewhere(reported: MadeUpRun) -> None:
+    attributes = Parts(reported.page()).attributes
     ids = [value for name, value in attributes if name == "id"]
     assert len(ids) == len(set(ids))
     targets = {(value or "").removeprefix("#") for name, value in attributes if name == "href"}
@@ -60,11 +60,13 @@ def test_references_inside_the_page_lead_somewhere(told: MadeUpRun) -> None:
     assert described and all(set(names) <= set(ids) for names in described)
 
 
-def test_every_class_that_is_used_is_in_the_style_sheet_and_needs_no_escaping(told: MadeUpRun) -> None:
+def test_every_class_that_is_used_is_in_the_style_sheet_and_needs_no_escaping(reported: MadeUpRun) -> None:
     from megatron_ft.telemetry.report.style import STYLE
 
     assert not set("<>&") & set(STYLE)
-    used = {name for key, value in Parts(told.page()).attributes if key == "class" for name in (value or "").split()}
+    used = {
+        name for key, value in Parts(reported.page()).attributes if key == "class" for name in (value or "").split()
+    }
     assert {name for name in used if f".{name}" not in STYLE} <= {"recovery-details"}
 
 
@@ -102,8 +104,8 @@ def test_each_rank_has_a_lane_and_a_row(run: MadeUpRun) -> None:
     assert "replays iterations 8 to 12, 40 forward passes, 1.5 MB received" in page
 
 
-def test_shapes_lie_inside_their_drawings(told: MadeUpRun) -> None:
-    for drawing in drawings(told.page()):
+def test_shapes_lie_inside_their_drawings(reported: MadeUpRun) -> None:
+    for drawing in drawings(reported.page()):
         _, _, width, height = (float(value) for value in str(drawing.get("viewBox")).split())
         for bar in drawing.iter("rect"):
             x, y, wide, high = (float(str(bar.get(name))) for name in ("x", "y", "width", "height"))

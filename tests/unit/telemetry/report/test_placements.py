@@ -1,4 +1,4 @@
-"""The placement in force: read back, drawn, told in words; damaged files are refused."""
+"""Tests the current placement on the page: read, drawn and described; damaged files are refused."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_the_newest_placement_is_drawn_and_all_are_listed(run: MadeUpRun) -> Non
     assert "3.0 MB" in page and "50.0 %" in page and "node1" in page
 
 
-def test_a_plan_that_the_folder_does_not_hold_is_told_in_words(run: MadeUpRun) -> None:
+def test_a_plan_that_the_folder_does_not_hold_is_described_in_words(run: MadeUpRun) -> None:
     run.say(0.0, started(2))
     placed(run, 1).unlink()
     page = run.page()
@@ -47,7 +47,7 @@ def test_runs_without_replicas_have_no_such_part(run: MadeUpRun) -> None:
         ("[]", "stages: must contain"),
         ('{"stages": [3]}', "stages: must contain"),
         ({"ranks": [0]}, "ranks=[0]: must be distinct"),
-        ({"ranks": ["0", 1]}, "stages.ranks='0': must be int"),
+        ({"ranks": ["0", 1]}, "stages.ranks[0]='0': must be int"),
         ({"num_experts": 10**12}, "stages.num_experts=1000000000000: must be 1 to"),
         ({"slots": [[[0, 1], [2, 9]]]}, "must be from 0 to 3"),
         ({"slots": None}, "stages.slots=None"),

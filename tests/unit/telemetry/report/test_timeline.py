@@ -1,4 +1,4 @@
-"""Lanes of made-up recoveries: who did what, when."""
+"""Tests the lanes of made-up recoveries: the activities of each rank and their times."""
 
 import pytest
 

@@ -1,0 +1,140 @@
+"""Memberships of a job: its configuration on present nodes, and scheduled changes (``testing.membership_schedule``).
+
+A change is written like ``lose(nodes=[2],before_iteration=5)``. Ranks of the named nodes leave or join without a fault,
+before the given iteration. Tests compare a job that loses and adds nodes because of failures with a job in which the
+same changes are scheduled. ``lose`` removes nodes, ``join(nodes=[2],before_iteration=9)`` adds nodes, and
+``change(lose=[1],join=[2],before_iteration=12)`` does both at once. A node in both lists is restarted, and its new
+ranks have no state. ``change(lose=[],join=[],before_iteration=12)`` only computes a new placement. Several entries with
+the same iteration form several memberships, one after the other.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError
+from megatron_ft.reading import parse_call
+
+_KEY = "testing.membership_schedule"
+_KEYWORDS = {
+    "lose": ("nodes", "before_iteration"),
+    "join": ("nodes", "before_iteration"),
+    "change": ("lose", "join", "before_iteration"),
+}
+_EXAMPLES = {
+    "lose": "lose(nodes=[2],before_iteration=5)",
+    "join": "join(nodes=[2],before_iteration=9)",
+    "change": "change(lose=[1],join=[2],before_iteration=12)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipChange:
+    """Nodes that leave and nodes that join before an iteration. A node in both lists is restarted without state."""
+
+    lose: tuple[int, ...] = ()
+    """Numbers of the nodes that leave, ascending."""
+    join: tuple[int, ...] = ()
+    before_iteration: int
+    """First iteration of the new membership, at least 1."""
+
+    @classmethod
+    def between(
+        cls, before: Iterable[int], after: Iterable[int], joining: Iterable[int], before_iteration: int
+    ) -> "MembershipChange":
+        """Make the change from members ``before`` to members ``after``. Nodes in ``joining`` have no state."""
+        lost = (set(before) - set(after)) | (set(before) & set(joining))
+        joined = (set(after) - set(before)) | set(joining)
+        return cls(lose=tuple(sorted(lost)), join=tuple(sorted(joined)), before_iteration=before_iteration)
+
+    def to_text(self) -> str:
+        """Write the change in the syntax of ``testing.membership_schedule``."""
+        lose, join = (str(list(nodes)).replace(" ", "") for nodes in (self.lose, self.join))
+        if self.lose and not self.join:
+            return f"lose(nodes={lose},before_iteration={self.before_iteration})"
+        if self.join and not self.lose:
+            return f"join(nodes={join},before_iteration={self.before_iteration})"
+        return f"change(lose={lose},join={join},before_iteration={self.before_iteration})"
+
+    def after(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """Return the members after the change, ascending. ``nodes`` are the members before the change."""
+        return tuple(sorted(set(nodes) - set(self.lose) | set(self.join)))
+
+    def summary(self) -> str:
+        """Describe the change as part of a log line."""
+        leaving = [f"nodes {list(self.lose)} leave"] if self.lose else []
+        joining = [f"nodes {list(self.join)} join"] if self.join else []
+        what = " and ".join(leaving + joining) or "the placement is planned again"
+        return f"{what} before iteration {self.before_iteration}"
+
+    @classmethod
+    def parse(cls, text: str) -> "MembershipChange":
+        """Parse one entry of ``testing.membership_schedule``.
+
+        Raises:
+            ConfigError: the entry is not a call of ``lose``, ``join`` or ``change`` with all keywords as literals, the
+                nodes are not ascending, or the iteration is below 1.
+        """
+        name, values = parse_call(_KEY, text, _KEYWORDS, " or ".join(_EXAMPLES.values()))
+        if sorted(values) != sorted(_KEYWORDS[name]):
+            keywords = " and ".join(_KEYWORDS[name])
+            raise ConfigError.of(_KEY, text, f"must give {keywords}, each once, as in {_EXAMPLES[name]}")
+        iteration = values.pop("before_iteration")
+        nodes = {
+            name if keyword == "nodes" else keyword: _node_list(text, value, may_be_empty=name == "change")
+            for keyword, value in values.items()
+        }
+        if type(iteration) is not int or iteration < 1:
+            raise ConfigError.of(_KEY, text, "must give before_iteration as a number of at least 1")
+        return cls(before_iteration=iteration, **nodes)
+
+
+def nodes_over_time(num_nodes: int, changes: Iterable[MembershipChange]) -> Iterator[tuple[int, ...]]:
+    """Yield the members of a job with ``num_nodes`` at the start and after each of ``changes``."""
+    nodes = tuple(range(num_nodes))
+    yield nodes
+    for change in changes:
+        nodes = change.after(nodes)
+        yield nodes
+
+
+def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ...]:
+    if (
+        not isinstance(nodes, list)
+        or not (nodes or may_be_empty)
+        or any(type(node) is not int or node < 0 for node in nodes)
+    ):
+        raise ConfigError.of(_KEY, text, "must give nodes as a list of their numbers, e.g. [2]")
+    # One spelling for each change, the one that ``to_text`` writes.
+    if nodes != sorted(set(nodes)):
+        raise ConfigError.of(_KEY, text, "must name each node once, in ascending order")
+    return tuple(nodes)
+
+
+def config_of(job: JobConfig, nodes: Sequence[int]) -> JobConfig:
+    """Return ``job`` adapted to ``nodes``, the node number of each rank of one membership.
+
+    Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas`` and
+    ``snapshot.num_peer_copies`` are lowered if there are too few domains. With ``recovery.keep_layout`` only the
+    failure domains change, because the number of nodes stays the same.
+    """
+    # With a kept layout the order of ``nodes`` determines the ranks of each node: a spare has those of the lost node.
+    present = list(dict.fromkeys(nodes)) if job.recovery.keep_layout else sorted(set(nodes))
+    names = dict(enumerate(job.topology.failure_domains))
+    domains = [names.get(node, f"node{node}") for node in present]
+    topology = replace(job.topology, failure_domains=domains)
+    if job.recovery.keep_layout:
+        return replace(job, topology=topology)
+    num_domains = len(set(domains))
+    return derive_placement(
+        replace(
+            job,
+            launch=replace(job.launch, num_nodes=len(present)),
+            topology=topology,
+            # ``derive_placement`` sets this size to the remaining ranks, which form one expert group.
+            parallel=replace(job.parallel, expert_model_parallel_size=1),
+            placement=replace(job.placement, min_replicas=min(job.placement.min_replicas, num_domains)),
+            snapshot=replace(job.snapshot, num_peer_copies=min(job.snapshot.num_peer_copies, num_domains - 1)),
+        )
+    )

@@ -1,0 +1,457 @@
+"""The samples of a job: their order, the parts of sources they come from, and the check of all files before the start.
+
+The documents of a source are concatenated. A sample is ``seq_length + 1`` consecutive tokens; sample k of a split
+starts ``k * seq_length`` tokens after the first token of the split. A sample never contains tokens of the other split.
+The check reads only small parts of large files.
+
+The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
+of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source (a
+Feistel network over the smallest square that holds them, with cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", CT-RSA 2002). To blend sources, every block of indices is distributed over the sources by exact
+cumulative quotas, and another such bijection shuffles the block.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import ceil, isqrt, lcm
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ft.config.job import DataConfig, JobConfig
+from megatron_ft.corpus import stdlib
+from megatron_ft.corpus.indexed import IndexInfo, bin_path, idx_path, read_dtype
+from megatron_ft.corpus.tokenizers import ByteTokenizer, Tokenizer, build_tokenizer, losses
+from megatron_ft.errors import ConfigError, DataError
+
+NUM_ROUNDS = 8
+MIN_BLOCK_SAMPLES = 1024
+_MASK = (1 << 64) - 1
+
+
+@lru_cache(maxsize=256)
+def _round_keys(key: str) -> tuple[int, ...]:
+    return struct.unpack(f"<{NUM_ROUNDS}Q", hashlib.blake2b(key.encode(), digest_size=8 * NUM_ROUNDS).digest())
+
+
+def _permute(position: int, size: int, key: str) -> int:
+    """Map ``position`` to another position in ``range(size)``. For each ``key`` the mapping is a bijection."""
+    assert 0 <= position < size, f"position {position} lies outside range({size})"
+    # The square exceeds the range by about twice its root at most: few positions have to be permuted again.
+    side = isqrt(size - 1) + 1 if size > 1 else 1
+    keys = _round_keys(key)
+    while True:
+        left, right = divmod(position, side)
+        for round_key in keys:
+            # Added modulo the side, not combined by XOR: the side is rarely a power of two.
+            left, right = right, (left + _mix(right ^ round_key)) % side
+        position = left * side + right
+        if position < size:
+            return position
+
+
+def _mix(value: int) -> int:
+    """Mix the bits of a 64-bit integer with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The sample at an index: its source, the epoch of the source, and the number of the sample in the source."""
+
+    source: int
+    epoch: int
+    sample: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SampleOrder:
+    """Order of all samples of a split.
+
+    In each epoch of a source, each of its samples is used exactly once. At the end of every block of ``block_samples``
+    indices, the number of samples used from each source differs from its share by less than one sample.
+    """
+
+    seed: int
+    split: str
+    num_samples: tuple[int, ...]
+    """Number of samples of each source, at least 1."""
+    weights: tuple[float | int, ...] | None = None
+    """Relative weight of each source; None uses the numbers of samples as weights."""
+
+    def __post_init__(self) -> None:
+        assert self.num_samples and min(self.num_samples) > 0, f"sources without samples: {self.num_samples}"
+        has_weights = self.weights is None or len(self.weights) == len(self.num_samples)
+        assert has_weights, f"weights={self.weights}: must contain one weight for each source"
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return tuple(accumulate(_integer_weights(self.weights or self.num_samples)))
+
+    @cached_property
+    def block_samples(self) -> int:
+        """Number of indices per block, so large that every block has a sample of the smallest source."""
+        smallest = min(_integer_weights(self.weights or self.num_samples))
+        return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
+
+    def locate(self, index: int) -> Place:
+        """Return the sample at ``index``, an integer of at least 0."""
+        if index < 0:
+            raise ValueError(f"sample index {index}: must not be negative")
+        source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
+        epoch, position = divmod(rank, self.num_samples[source])
+        key = f"{self.split}/{self.seed}/source {source}/epoch {epoch}"
+        return Place(source, epoch, _permute(position, self.num_samples[source], key))
+
+    def _deal(self, index: int) -> tuple[int, int]:
+        """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
+        # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
+        block, offset = divmod(index, self.block_samples)
+        position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
+        before, total = block * self.block_samples, self._bounds[-1]
+        after = before + self.block_samples
+        start_before = start_after = 0
+        for source, bound in enumerate(self._bounds):
+            # Floors of exact cumulative shares: errors of rounding do not add up over blocks.
+            end_before, end_after = bound * before // total, bound * after // total
+            if position < end_after - end_before:
+                return source, (end_before - start_before) + position - (start_after - start_before)
+            start_before, start_after = end_before, end_after
+        raise AssertionError(f"index {index} has no source")
+
+
+def _integer_weights(weights: Sequence[float | int]) -> list[int]:
+    fractions = [Fraction(weight) for weight in weights]
+    denominator = lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * denominator) for fraction in fractions]
+
+
+def _check_weights(key: str, weights: Sequence[float] | None, num_sources: int) -> None:
+    """Check that there is one positive finite weight for each source, or no weights. Raises ConfigError otherwise."""
+    if weights is None:
+        return
+    if len(weights) != num_sources:
+        raise ConfigError.of(key, list(weights), f"must have as many weights as there are sources, {num_sources}")
+    for position, weight in enumerate(weights):
+        if not 0 < weight < float("inf"):
+            raise ConfigError.of(f"{key}[{position}]", weight, "must be positive and finite")
+    if max(weights) > 1e9 * min(weights):
+        raise ConfigError.of(key, list(weights), "must not differ by more than a factor of 1e9")
+
+
+SPLITS = ("train", "valid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens of one source that belong to one split."""
+
+    key: str
+    """Configuration key of the source, for messages."""
+    name: str
+    """Path of the source in the configuration, or the name of the built-in corpus."""
+    prefix: str
+    first_token: int
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """The spans of a split and the order of their samples."""
+
+    seq_length: int
+    spans: tuple[Span, ...]
+    order: _SampleOrder
+
+    def fingerprint(self) -> str:
+        """Return a hexadecimal digest of the order of samples, the sizes of the sources, and their first and last
+        tokens.
+
+        Two sources of the same size that differ only in other tokens have equal digests.
+        """
+        digest = hashlib.blake2b(repr((self.seq_length, self.order)).encode(), digest_size=8)
+        for span in self.spans:
+            # Read only the ends, because every rank computes this at every start, whatever the size of the sources.
+            edge = min(4096, span.num_tokens)
+            digest.update(f"{span.first_token} {span.num_tokens}".encode())
+            for start in (span.first_token, span.first_token + span.num_tokens - edge):
+                digest.update(_read_tokens(span.prefix, start, edge).tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def of(cls, config: DataConfig, seq_length: int, split: str, tokenizer: Tokenizer) -> "SplitPlan":
+        """Plan the spans and the order of samples of ``split``. The built-in corpus is indexed if necessary.
+
+        Raises:
+            ConfigError: sources and weights do not fit together.
+            DataError: a file is missing, damaged or too short.
+        """
+        _check_lists(config)
+        key, sources, _ = _configured(config, split)
+        prefixes = [_source_prefix(config, source, tokenizer) for source in sources]
+        infos = [_read_info(f"{key}[{position}]", prefix) for position, prefix in enumerate(prefixes)]
+        found = spans(config, seq_length, split, [(info.prefix, info.num_tokens) for info in infos])
+        return cls(seq_length=seq_length, spans=found, order=_sample_order(config, split, found))
+
+
+def num_samples(num_tokens: int, seq_length: int) -> int:
+    """Return the number of samples in ``num_tokens`` tokens. Adjacent samples share one token: the last label of a
+    sample is the first input of the next one."""
+    return max(0, (num_tokens - 1) // seq_length)
+
+
+def _source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
+    """Return the path of ``source`` without suffix. The built-in corpus is indexed if it is not indexed yet."""
+    return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
+
+
+def _read_info(key: str, prefix: Path) -> IndexInfo:
+    """Return the result of ``IndexInfo.read``; errors also name the configuration key."""
+    try:
+        return IndexInfo.read(prefix)
+    except DataError as error:
+        raise DataError(f"{key}={prefix}: {error}") from error
+
+
+def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
+    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has none."""
+    assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
+    if split == "valid" and config.valid:
+        return "data.valid", config.valid, config.valid_weights
+    return "data.train", config.train, config.train_weights
+
+
+def spans(config: DataConfig, seq_length: int, split: str, tokens: Sequence[tuple[str, int]]) -> tuple[Span, ...]:
+    """Compute the span of each source of ``split``. ``tokens`` has the prefix and number of tokens of each source.
+
+    Raises:
+        DataError: a source has not enough tokens for one sample.
+    """
+    key, sources, _ = _configured(config, split)
+    result = []
+    for position, (name, (prefix, total)) in enumerate(zip(sources, tokens, strict=True)):
+        first, count = _part(config, split, total)
+        samples = num_samples(count, seq_length)
+        source_key = f"{key}[{position}]"
+        if not samples:
+            raise DataError.of(source_key, name, _too_short(config, split, total, count, seq_length))
+        result.append(
+            Span(key=source_key, name=name, prefix=prefix, first_token=first, num_tokens=count, num_samples=samples)
+        )
+    return tuple(result)
+
+
+def _part(config: DataConfig, split: str, total: int) -> tuple[int, int]:
+    """Return the first token and the number of tokens of ``split`` in a source of ``total`` tokens."""
+    if config.valid:
+        return 0, total
+    if not 0 <= config.valid_fraction < 1:
+        raise ConfigError.of("data.valid_fraction", config.valid_fraction, "must be at least 0 and below 1")
+    # Held out even if the job never evaluates: otherwise switching evaluation on would change its training samples.
+    held_out = int(total * config.valid_fraction)
+    return (0, total - held_out) if split == "train" else (total - held_out, held_out)
+
+
+def _too_short(config: DataConfig, split: str, total: int, count: int, seq_length: int) -> str:
+    what = f"{count} of its {total} tokens are for {split}: must be at least model.seq_length + 1 = {seq_length + 1}"
+    if config.valid:
+        return what
+    return f"{what} (data.valid_fraction={config.valid_fraction})"
+
+
+def _check_lists(config: DataConfig) -> None:
+    """Check that sources and weights fit together, and that no source occurs twice. Raises ConfigError."""
+    if not config.train:
+        raise ConfigError.of("data.train", config.train, "must name at least one source")
+    _check_weights("data.train_weights", config.train_weights, len(config.train))
+    if config.valid_weights is not None and not config.valid:
+        raise ConfigError.of("data.valid_weights", config.valid_weights, "must be null without data.valid")
+    _check_weights("data.valid_weights", config.valid_weights, len(config.valid))
+    for key, sources in (("data.train", config.train), ("data.valid", config.valid)):
+        # Compare resolved paths, because two paths to one file would read its tokens twice as often as intended.
+        resolved = [source if source == stdlib.NAME else str(Path(source).resolve()) for source in sources]
+        for position, source in enumerate(resolved):
+            if source in resolved[:position]:
+                raise ConfigError.of(f"{key}[{position}]", sources[position], "must not be named twice")
+    shared = {str(Path(source).resolve()) for source in config.train} & {str(Path(s).resolve()) for s in config.valid}
+    if shared:
+        raise ConfigError.of(
+            "data.valid", config.valid, f"must not contain {sorted(shared)[0]}, which is in data.train"
+        )
+
+
+def _read_tokens(prefix: str, start: int, count: int) -> np.ndarray:
+    dtype = read_dtype(prefix)
+    tokens = np.fromfile(bin_path(prefix), dtype=dtype, count=count, offset=start * dtype.itemsize)
+    return tokens.astype(np.int64)
+
+
+def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _SampleOrder:
+    """Return the order of the samples of ``found``, which depends on ``data.seed`` and the weights of the split."""
+    weights = _configured(config, split)[2]
+    return _SampleOrder(
+        seed=config.seed,
+        split=split,
+        num_samples=tuple(span.num_samples for span in found),
+        weights=None if weights is None else tuple(weights),
+    )
+
+
+PROBE_WINDOWS = 64
+PROBE_WINDOW_TOKENS = 4096
+"""Length of the ``PROBE_WINDOWS`` stretches, spread evenly over a ``.bin`` file, in which token ids are checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SourceSummary:
+    """Tokens and samples of one source in one split. They are None if the built-in corpus is not indexed yet."""
+
+    split: str
+    name: str
+    tokens: int | None
+    samples: int | None
+    checked: str
+    """Description of which token ids were checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSummary:
+    """Summary of the data that a job will read."""
+
+    sources: tuple[_SourceSummary, ...]
+    tokenizer_vocab_size: int
+    vocab_size: int
+    """Number of entries of the model's vocabulary, including padding."""
+    eod: int
+    warnings: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """Describe the data: a line for each source, a line for the vocabulary, and warnings."""
+        lines = [f"{source.split}: {_counts(source)} in {source.name} ({source.checked})" for source in self.sources]
+        lines.append(
+            f"vocabulary: {self.tokenizer_vocab_size:,} entries, padded to {self.vocab_size:,}; eod {self.eod}"
+        )
+        return "\n".join(lines + [f"warning: {warning}" for warning in self.warnings])
+
+
+def _counts(source: _SourceSummary) -> str:
+    if source.tokens is None or source.samples is None:
+        return "tokens not counted yet"
+    return f"{source.tokens:,} tokens, {source.samples:,} samples"
+
+
+def check_data(config: JobConfig) -> DataSummary:
+    """Check every data file of the job. The built-in corpus is indexed if necessary, except with ``dry_run``.
+
+    Raises:
+        ConfigError: sources, weights, tokenizer and vocabulary do not fit together.
+        DataError: a file is missing, damaged, empty or too short.
+    """
+    _check_lists(config.data)
+    tokenizer = build_tokenizer(config.data)
+    # Check this before ranks start, because an error on a rank would end the job only after minutes of loading.
+    found = _split(config, "train", tokenizer)
+    if config.training.eval_interval_iterations:
+        found += _split(config, "valid", tokenizer)
+    return DataSummary(
+        sources=tuple(found),
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        vocab_size=_padded(config, vocabulary_entries(config, tokenizer)),
+        eod=tokenizer.eod,
+        warnings=tuple(filter(None, [losses(tokenizer)])),
+    )
+
+
+def resolve_vocab_size(config: JobConfig) -> int:
+    """Return the padded size of the model's vocabulary, a multiple of ``model.make_vocab_size_divisible_by``."""
+    return _padded(config, vocabulary_entries(config, build_tokenizer(config.data)))
+
+
+def vocabulary_entries(config: JobConfig, tokenizer: Tokenizer) -> int:
+    """Return the size of the vocabulary before padding: ``model.vocab_size``, or the tokenizer's size if it is null.
+
+    Raises:
+        ConfigError: ``model.vocab_size`` is smaller than the tokenizer's vocabulary.
+    """
+    wanted = config.model.vocab_size
+    if wanted is None:
+        return tokenizer.vocab_size
+    if wanted < tokenizer.vocab_size:
+        constraint = f"must be at least {tokenizer.vocab_size}, the size of data.tokenizer={config.data.tokenizer}"
+        raise ConfigError.of("model.vocab_size", wanted, constraint)
+    return wanted
+
+
+def _padded(config: JobConfig, entries: int) -> int:
+    multiple = config.model.make_vocab_size_divisible_by
+    if multiple < 1:
+        raise ConfigError.of("model.make_vocab_size_divisible_by", multiple, "must be at least 1")
+    # Not a multiple of TP: padded rows take part in the softmax, so every layout needs equally many.
+    return -(-entries // multiple) * multiple
+
+
+def _split(config: JobConfig, split: str, tokenizer: Tokenizer) -> list[_SourceSummary]:
+    key, names, _ = _configured(config.data, split)
+    entries = vocabulary_entries(config, tokenizer)
+    totals, notes = [], []
+    for position, name in enumerate(names):
+        total, note = _source(config, f"{key}[{position}]", name, tokenizer, entries)
+        totals.append(total)
+        notes.append(note)
+    # A corpus that is yet to be indexed must not fail the check for short sources.
+    known = [(name, total if total is not None else 1 << 62) for name, total in zip(names, totals, strict=True)]
+    found = spans(config.data, config.model.seq_length, split, known)
+    return [
+        _SourceSummary(
+            split=split,
+            name=span.name,
+            tokens=None if total is None else span.num_tokens,
+            samples=None if total is None else span.num_samples,
+            checked=note,
+        )
+        for span, total, note in zip(found, totals, notes, strict=True)
+    ]
+
+
+def _source(config: JobConfig, key: str, name: str, tokenizer: Tokenizer, entries: int) -> tuple[int | None, str]:
+    """Check a source. Return its number of tokens, None if unknown, and a description of the check."""
+    if name == stdlib.NAME and config.dry_run:
+        prefix = stdlib.corpus_prefix(config.data.cache_dir, tokenizer)
+        if not idx_path(prefix).exists():
+            return _expected_tokens(tokenizer), f"will be indexed in {config.data.cache_dir}"
+    prefix = _source_prefix(config.data, name, tokenizer)
+    info = _read_info(key, prefix)
+    note = _check_ids(key, info, entries)
+    return info.num_tokens, f"indexed in {config.data.cache_dir}; {note}" if name == stdlib.NAME else note
+
+
+def _expected_tokens(tokenizer: Tokenizer) -> int | None:
+    files = stdlib.list_files(stdlib.library_folder())
+    return sum(file.size_bytes + 1 for file in files) if isinstance(tokenizer, ByteTokenizer) else None
+
+
+def _check_ids(key: str, info: IndexInfo, entries: int) -> str:
+    """Check token ids and describe which were checked. Raises DataError for the first invalid id."""
+    bounds = np.iinfo(info.dtype)
+    # If every value of the format is in the vocabulary, no token has to be read.
+    if bounds.min >= 0 and bounds.max < entries:
+        return f"every {info.dtype.name} is a valid token id"
+    tokens = np.memmap(bin_path(info.prefix), dtype=info.dtype, mode="r")
+    # Check only a sample of the ids, because a corpus may have terabytes. Each id is checked again when it is read.
+    starts = np.linspace(0, max(0, info.num_tokens - PROBE_WINDOW_TOKENS), PROBE_WINDOWS, dtype=np.int64)
+    for start in np.unique(starts).tolist():
+        window = tokens[start : start + PROBE_WINDOW_TOKENS].astype(np.int64)
+        outside = (window < 0) | (window >= entries)
+        if outside.any():
+            at = int(np.argmax(outside))
+            constraint = f"must be from 0 to {entries - 1} to be in the vocabulary (data.tokenizer, model.vocab_size)"
+            raise DataError(f"{key}={info.prefix}: token {start + at}={window[at]}: {constraint}")
+    return f"ids of {min(info.num_tokens, starts.size * PROBE_WINDOW_TOKENS):,} tokens checked"

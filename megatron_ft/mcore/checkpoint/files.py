@@ -1,0 +1,372 @@
+"""The files of checkpoints: found and verified by all ranks together, and written by a thread of each rank.
+
+Megatron's own background writer forks processes, and needs a manager process for their results. If the rank is killed,
+these processes stay. A fork also copies locks that threads of gloo and gRPC have locked. So this module copies the
+tensors when the save begins, and a thread of the rank writes them. Training may change its state at once.
+"""
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StorageInfo, _write_item
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_ft.config.identity import Difference, JobIdentity
+from megatron_ft.errors import CheckpointError
+from megatron_ft.mcore.groups import Collectives
+from megatron_ft.snapshot.storage import checkpoints
+from megatron_ft.snapshot.storage.files import FileEntry, HashedFile, write_file
+from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest
+from megatron_ft.snapshot.storage.run_settings import other_checkpoint
+
+
+class CheckpointFinder:
+    """Finds and verifies checkpoints. Each rank reads a part of the files. All ranks must call the same methods."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        identity: JobIdentity,
+        report_damage: Callable[[int, Path, str], None],
+        *,
+        allow_other_data: bool = False,
+    ) -> None:
+        """Create a finder. ``report_damage`` is called with iteration, directory and reason of each renamed
+        checkpoint."""
+        self._collectives = collectives
+        self._allow_other_data = allow_other_data
+        self._identity = identity
+        self._report_damage = report_damage
+        self._verified: tuple[Path, Manifest] | None = None
+        self.foreign: dict[Path, str] = {}
+        """Checkpoints of other runs or iterations that ``newest`` has skipped, with the reasons."""
+        self._reasons: dict[str, str] = {}
+        """Reasons why this process has renamed checkpoints, by the new names. Only rank 0 has them."""
+
+    def newest(self, folder: Path) -> Path | None:
+        """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
+
+        Newer checkpoints that are damaged are reported and renamed. Newer checkpoints of other runs, or with a manifest
+        for another iteration than their name, are added to ``foreign``.
+
+        Raises:
+            CheckpointError: this checkpoint was written with other data, or another model, optimizer or schedule, than
+                this job has.
+        """
+        self.foreign = {}
+        while True:
+            found = [entry.path for entry in checkpoints.list_checkpoints(folder) if entry.complete]
+            names = [path.name for path in found if path not in self.foreign]
+            # All ranks use the list of rank 0, because a shared file system may briefly show them different contents.
+            name: str | None = self._collectives.from_first(names[-1] if names else None)
+            if name is None:
+                return None
+            path = folder / name
+            try:
+                manifest = self.verify(path)
+            except CheckpointError as error:
+                self._set_aside(path, str(error), "damaged")
+                continue
+            # Only rank 0 compares. If ranks came to different results, they would wait for each other forever.
+            settings, ignores_data = self._identity.settings, self._allow_other_data
+            other = other_checkpoint(path, manifest, settings, ignores_data=ignores_data)
+            reason, error = self._collectives.from_first([self._not_own(path, manifest), other])
+            if reason is not None:
+                self.foreign[path] = reason
+                continue
+            if error is not None:
+                raise CheckpointError(error)
+            return path
+
+    def set_foreign_aside(self) -> None:
+        """Rename the checkpoints in ``foreign``, because saving and deleting depend on the names of checkpoints."""
+        for path, reason in self.foreign.items():
+            self._set_aside(path, reason, "foreign")
+        self.foreign = {}
+
+    def differences(self, directory: Path, manifest: Manifest) -> tuple[str, ...]:
+        """List the differences between this job and the checkpoint in ``directory``, which may be of another run."""
+        notes = [self._not_own(directory, manifest)]
+        if manifest.format_version == 1:
+            notes.append(
+                "the checkpoint has format 1, which does not record data, model, optimizer and schedule, so these "
+                "cannot be compared"
+            )
+        else:
+            notes += map(str, Difference.between(manifest.settings, self._identity.settings))
+        return tuple(note for note in notes if note is not None)
+
+    def _not_own(self, path: Path, manifest: Manifest) -> str | None:
+        # Returns why the checkpoint is of another iteration than its name, or of another run; None if it is not.
+        if checkpoints.is_named(path) and (renamed := checkpoints.other_iteration(path, manifest)) is not None:
+            return renamed
+        reason = self._identity.not_of_run(
+            run_id=manifest.run_id, run_name=manifest.run_name, format_version=manifest.format_version
+        )
+        return None if reason is None else f"{path}: {reason}"
+
+    def unusable(self, folder: Path) -> tuple[str, ...]:
+        """List the checkpoints in ``folder`` that were renamed because they were damaged, each with the reason."""
+        reasons = []
+        if self._collectives.rank == 0:
+            for path in checkpoints.list_set_aside(folder):
+                reasons.append(f"{path}: {self._reasons.get(path.name, 'damaged, renamed by an earlier start')}")
+        return tuple(self._collectives.from_first(reasons))
+
+    def _set_aside(self, path: Path, reason: str, kind: Literal["damaged", "foreign"]) -> None:
+        moved, error = None, None
+        if self._collectives.rank == 0:
+            try:
+                moved = checkpoints.set_aside(path, kind)
+            except OSError as failure:
+                error = f"{path} is {kind} ({reason}), but cannot be renamed: {failure}"
+        error = self._collectives.errors(error)
+        if error is not None:
+            raise CheckpointError(error)
+        if moved is not None:
+            self._reasons[moved.name] = reason
+            self._report_damage(checkpoints.iteration_of(path), path, f"{kind}, renamed to {moved.name}: {reason}")
+
+    def verify(self, directory: Path) -> Manifest:
+        """Verify all files of ``directory``. Each rank reads a part of them. Raises CheckpointError on every rank if
+        any rank finds damage."""
+        manifest: Manifest | None = None
+        error: str | None = None
+        try:
+            manifest = Manifest.verified(directory, part=self._collectives.rank, num_parts=self._collectives.num_ranks)
+        except CheckpointError as failure:
+            error = str(failure)
+        everywhere = self._collectives.errors(error)
+        if everywhere is not None:
+            raise CheckpointError(everywhere if error is None else error)
+        assert manifest is not None, "there is neither a manifest nor an error"
+        self._verified = (directory, manifest)
+        return manifest
+
+    def check(self, directory: Path, *, trust: bool) -> Manifest | None:
+        """Verify ``directory``, unless the preceding call has verified it, and return its manifest. If there is no
+        manifest, return None if ``trust`` is true. Raises CheckpointError when files are damaged, or there is no
+        manifest and ``trust`` is false."""
+        if not directory.is_dir():
+            raise CheckpointError(f"checkpoint.load={directory}: must be an existing directory")
+        if not (directory / MANIFEST_NAME).exists():
+            if trust:
+                return None
+            raise CheckpointError(
+                f"{directory} has no {MANIFEST_NAME} of this project, so its pickle files, which can run code, cannot "
+                "be verified; set checkpoint.trust=true only if you trust the origin of this checkpoint"
+            )
+        # An earlier verification counts only once, because the files may change later.
+        verified, self._verified = self._verified, None
+        if verified is not None and verified[0] == directory:
+            return verified[1]
+        return self.verify(directory)
+
+
+BACKEND, BACKEND_VERSION = "torch_dist", 1
+
+
+@dataclass(kw_only=True)
+class PlannedWrite:
+    """Plan of the files that this rank writes, with copies of the tensors."""
+
+    files: list[tuple[str, list[tuple[Any, Any]]]]
+    """Name of each file, with a list of (write item, bytes or CPU tensor)."""
+    writer: Any
+    """Megatron's storage writer, which makes the metadata at the end of the save."""
+    metadata: Metadata | None
+    """Metadata of the whole checkpoint; only on rank 0."""
+
+    def metadata_bytes(self, results: list[list[list[Any]]]) -> bytes:
+        """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results``
+        is ``WriteJob.results`` of every rank."""
+        capture = _Capture()
+        writer = self.writer
+        writer.fs, writer.sync_files = capture, False
+        writer.finish(self.metadata, [[_from_json(record) for record in of_rank] for of_rank in results])
+        return capture.content
+
+
+class _PlanningStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's save strategy, which only plans: it stores the plan in ``planned`` and writes nothing."""
+
+    planned: PlannedWrite
+    given: frozenset[int] = frozenset()
+    """Addresses of the storages of the tensors to be saved."""
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        buckets = _on_host(writer)
+        files = [(name, [*bytes_items, *self._copies(tensors)]) for _, name, (bytes_items, tensors) in buckets]
+        writer.write_buckets = None  # otherwise the copies would stay in memory until the end of the save
+        self.planned = PlannedWrite(files=files, writer=writer, metadata=save_state_dict_ret[1])
+        return AsyncRequest(None, (), [])
+
+    def _copies(self, items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+        """Copy the tensors that training may change. Megatron has already copied views, and tensors on a GPU."""
+        return [(item, tensor.detach().clone() if _storage(tensor) in self.given else tensor) for item, tensor in items]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _on_host(writer: Any) -> Any:
+    if not writer.write_buckets:
+        return []
+    return writer.preload_tensors(writer.write_buckets, True)
+
+
+class Planner:
+    """Plans saves with Megatron. With ``fully_parallel``, the ranks of ``dp_cp_group`` divide the writing among
+    themselves. This division is computed once and used for all saves."""
+
+    def __init__(self, dp_cp_group: dist.ProcessGroup, *, fully_parallel: bool) -> None:
+        self._base = _PlanningStrategy(BACKEND, BACKEND_VERSION, thread_count=1)
+        self._strategy: Any = self._base
+        if fully_parallel:
+            self._strategy = FullyParallelSaveStrategyWrapper(self._base, dp_cp_group, do_cache_distribution=True)
+
+    def plan(self, shards: dict[str, Any], directory: Path) -> PlannedWrite:
+        """Plan the save of ``shards`` into ``directory``, and copy this rank's part. All ranks must call this."""
+        leaves = (leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor))
+        self._base.given = frozenset(_storage(leaf.data) for leaf in leaves if leaf.data is not None)
+        with _without_manager_process():
+            self._strategy.async_save(shards, directory)
+        planned = self._base.planned
+        del self._base.planned
+        return planned
+
+
+@contextmanager
+def _without_manager_process() -> Iterator[None]:
+    # Megatron's writer would create a manager process with a queue during planning, which a thread does not need.
+    module: Any = filesystem_async
+    before, module._results_queue = module._results_queue, object()
+    try:
+        yield
+    finally:
+        module._results_queue = before
+
+
+class _GivenUp(Exception):
+    """The save was cancelled while its files were written."""
+
+
+class WriteJob:
+    """Writes a :class:`PlannedWrite` in a thread. ``error``, ``entries`` and ``results`` are final if ``done`` is true.
+    ``whole_files`` are additional files: names with contents."""
+
+    _given_up: ClassVar[list["WriteJob"]] = []
+    """Cancelled saves of this process that may still write, even in a later membership."""
+
+    def __init__(self, planned: PlannedWrite, directory: Path, whole_files: dict[str, bytes]) -> None:
+        self.planned = planned
+        self.entries: list[FileEntry] = []
+        self.results: list[list[Any]] = []
+        self.error: str | None = None
+        self._directory = directory
+        self._whole_files = whole_files
+        self._cancelled = threading.Event()
+        # A daemon thread, so that a process that ends with an error does not wait for storage.
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has ended, successfully or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until ``done`` is true."""
+        self._thread.join()
+
+    def give_up(self) -> None:
+        """Cancel the save without waiting. The thread ends after the current item."""
+        self._cancelled.set()
+        self._given_up.append(self)
+
+    @classmethod
+    def await_given_up(cls) -> None:
+        """Wait until the threads of all cancelled saves of this process have ended."""
+        while cls._given_up:
+            cls._given_up.pop().wait()
+
+    def _check_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise _GivenUp(f"the save to {self._directory} was cancelled while its files were written")
+
+    def _run(self) -> None:
+        try:
+            for name, content in self._whole_files.items():
+                self._check_wanted()
+                self.entries.append(write_file(self._directory, name, content))
+            for name, items in self.planned.files:
+                self._check_wanted()
+                self._write(name, items)
+        except BaseException as error:  # noqa: BLE001 - the manager reports every error
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            # The copies are freed now, without waiting for other ranks.
+            self.planned.files = []
+            self._whole_files = {}
+
+    def _write(self, name: str, items: list[tuple[Any, Any]]) -> None:
+        with HashedFile(self._directory, name) as file:
+            try:
+                for item, data in items:
+                    self._check_wanted()
+                    self.results.append(_to_json(self._write_one(file, name, item, data)))
+            except RuntimeError:
+                if file.failure is not None:  # the error of the file is the cause of the error of torch's writer
+                    raise file.failure from None
+                raise
+            self.entries.append(file.commit())
+
+    def _write_one(self, file: HashedFile, name: str, item: Any, data: Any) -> WriteResult:
+        transforms = self.planned.writer.transforms
+        return _write_item(transforms, file, data, item, name, serialization_format=SerializationFormat.TORCH_SAVE)
+
+
+class _Capture(FileSystem):
+    """File system in memory for the single file that the writer's ``finish`` writes."""
+
+    content = b""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with io.BytesIO() as stream:
+            yield stream
+            self.content = stream.getvalue()
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        return None
+
+
+def _to_json(result: WriteResult) -> list[Any]:
+    index, place = result.index, result.storage_data
+    assert place.transform_descriptors is None, "the JSON form of a write result has no field for transforms"
+    offset = None if index.offset is None else list(index.offset)
+    return [index.fqn, offset, index.index, result.size_in_bytes, place.relative_path, place.offset, place.length]
+
+
+def _from_json(record: list[Any]) -> WriteResult:
+    fqn, offset, index, num_bytes, path, start, length = record
+    key = MetadataIndex(fqn, None if offset is None else torch.Size(offset), index)
+    return WriteResult(index=key, size_in_bytes=num_bytes, storage_data=_StorageInfo(path, start, length))

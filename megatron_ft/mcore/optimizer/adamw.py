@@ -1,0 +1,352 @@
+"""Megatron's AdamW: built from the configuration, stepped in the parts of the commit protocol, and its state.
+
+``prepare`` computes the master gradients and their norm, and changes nothing that cannot be rolled back. ``update``
+clips the gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer, MixedPrecisionOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.model.parameters import named_parameters
+from megatron_ft.mcore.model.transformer_config import DTYPES
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Master:
+    """One master weight that this rank updates: the whole tensor, or a flat range of it if the optimizer is sharded.
+    ``name`` is the parameter's global name. ``state`` contains the moments and the step count of torch's optimizer."""
+
+    name: str
+    tensor: torch.Tensor
+    state: dict[str, Any]
+    weight_decay: float
+
+
+def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Master]:
+    """Yield all master weights of this rank, in the order of the optimizer. Allocate their moments first."""
+    allocate_state(optimizer)
+    names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
+    for member in sub_optimizers(optimizer):
+        decay = {id(p): group["weight_decay"] for group in member.optimizer.param_groups for p in group["params"]}
+        for parameter, tensor in masters_of(member):
+            yield Master(
+                name=names[parameter],
+                tensor=tensor,
+                state=member.optimizer.state[tensor],
+                weight_decay=decay[id(tensor)],
+            )
+
+
+# The distributed optimizer is stored in Megatron's format ``fully_reshardable``: its flat buffers are gathered over the
+# data-parallel ranks and divided into tensors with the shapes of the parameters. So a job with other TP, PP, EP or DP
+# sizes can load the same numbers. Master weights and moments are stored in FP32, without rounding.
+
+SHARDING_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # With True, one rank of each data-parallel group would gather the state, which needs additional gloo groups.
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""Metadata that determines how Megatron lays out the optimizer in a checkpoint."""
+
+
+def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers in ``optimizer`` that have parameters, in order."""
+    chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [member for member in chain if member.optimizer is not None]
+
+
+def masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yield (model parameter, master weight) for each parameter that the optimizer ``member`` updates on this rank. The
+    master weight is the tensor that torch's optimizer updates."""
+    for parameters, masters in _group_pairs(member):
+        for parameter, master in zip(parameters, masters, strict=True):
+            # None with Megatron's precision-aware optimizer, which stores master weights in torch's optimizer.
+            if master is not None:
+                yield parameter, master
+
+
+def _group_pairs(member: Any) -> Iterator[tuple[Any, Any]]:
+    # Megatron stores parameters and their master weights in parallel lists, one pair of lists per parameter group.
+    if isinstance(member, DistributedOptimizer):
+        yield from zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
+        yield from zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True)
+    elif hasattr(member, "fp32_from_float16_groups"):
+        yield from zip(member.float16_groups, member.fp32_from_float16_groups, strict=True)
+        yield from zip(member.fp32_from_fp32_groups, member.fp32_from_fp32_groups, strict=True)
+    else:
+        groups = [group["params"] for group in member.optimizer.param_groups]
+        yield from zip(groups, groups, strict=True)
+
+
+def allocate_state(optimizer: MegatronOptimizer) -> None:
+    """Create the moments and step counts that the first update would create, with the same values: zeros."""
+    for member in sub_optimizers(optimizer):
+        # Megatron's function creates moments without a step count, and AdamW does not add one later.
+        member.init_state_fn(member.optimizer, member.config)
+        if isinstance(member.optimizer, torch.optim.Adam):  # includes AdamW
+            for state in member.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def step_count(optimizer: MegatronOptimizer) -> int:
+    """Return the number of updates, which must be the same for every parameter."""
+    steps = {int(step) for member in sub_optimizers(optimizer) for step in _steps(member)}
+    assert len(steps) <= 1, f"parameters have different numbers of updates: {sorted(steps)}"
+    return steps.pop() if steps else 0
+
+
+def _steps(member: MegatronOptimizer) -> Iterator[Any]:
+    if isinstance(member.optimizer, torch.optim.Adam):
+        yield from (state["step"] for state in member.optimizer.state.values())
+    else:  # fused optimizers count per group
+        yield from (group["step"] for group in member.optimizer.param_groups if group["params"] and "step" in group)
+
+
+def sharded_tree(
+    optimizer: MegatronOptimizer, model_shards: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
+) -> Any:
+    """Build Megatron's nested description of the optimizer's state, whose leaves are shards, numbers or strings."""
+    allocate_state(optimizer)
+    return optimizer.sharded_state_dict(model_shards, is_loading, metadata=metadata)
+
+
+def split_shards(tree: Any) -> dict[str, ShardedBase]:
+    """Return the shards of ``tree`` by their path."""
+    return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}
+
+
+def fill_frame(tree: Any, loaded: dict[str, Any], path: tuple[str, ...] = ()) -> Any:
+    """Return ``tree`` with each shard replaced by the value in ``loaded`` for its path."""
+    if isinstance(tree, dict):
+        return {key: fill_frame(value, loaded, (*path, str(key))) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(fill_frame(value, loaded, (*path, str(index))) for index, value in enumerate(tree))
+    if isinstance(tree, LocalNonpersistentObject):
+        return tree.unwrap()
+    return loaded["/".join(path)] if isinstance(tree, ShardedBase) else tree
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, tree
+
+
+def install_state(optimizer: MegatronOptimizer, tree: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
+    """Set the optimizer's state from ``tree``, the result of :func:`fill_frame`, and its step count and loss scale.
+    Learning rate, weight decay and similar values are not changed: the configuration and the scheduler determine
+    them."""
+    members = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    frames = [tree] if len(members) == 1 else [tree[index] for index in range(len(members))]
+    for member, frame in zip(members, frames, strict=True):
+        if member.optimizer is not None:
+            _install_member(member, frame, step, scaler)
+
+
+def _install_member(member: MegatronOptimizer, frame: dict[str, Any], step: int, scaler: dict[str, Any] | None) -> None:
+    tensors = frame.pop("param_state", None)
+    _set_step(member, frame, step)
+    member.load_state_dict(frame)
+    _own_steps(member, step)
+    if tensors is not None:
+        with _steps_put_away(member):
+            member.load_parameter_state_from_fully_reshardable(tensors)
+    if scaler is not None and getattr(member, "grad_scaler", None):
+        member.grad_scaler.load_state_dict(scaler)
+
+
+@contextmanager
+def _steps_put_away(member: MegatronOptimizer) -> Iterator[None]:
+    """Remove the step counts during a load. Megatron would look for each entry of the optimizer's state in the stored
+    tensors, which have no step counts."""
+    states = list(member.optimizer.state.values())
+    steps = [state.pop("step", None) for state in states]
+    try:
+        yield
+    finally:
+        for state, step in zip(states, steps, strict=True):
+            if step is not None:
+                state["step"] = step
+
+
+def _set_step(member: MegatronOptimizer, frame: dict[str, Any], step: int) -> None:
+    inner = frame.get("optimizer", frame)
+    for group in inner["param_groups"]:
+        if isinstance(member, DistributedOptimizer) or "step" in group:
+            group["step"] = step
+    if not isinstance(member, DistributedOptimizer) and isinstance(member.optimizer, torch.optim.Adam):
+        inner["state"]["common_step"] = torch.tensor(float(step), dtype=torch.float32)
+
+
+def _own_steps(member: MegatronOptimizer, step: int) -> None:
+    """Give each parameter its own step tensor, and remove the step counts of parameter groups. Megatron's load gives
+    all parameters the same tensor, which each parameter's update would increase. It also leaves step counts in the
+    groups, which no update would increase."""
+    if isinstance(member.optimizer, torch.optim.Adam):
+        for state in member.optimizer.state.values():
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        for group in member.optimizer.param_groups:
+            group.pop("step", None)
+
+
+def build_optimizer(
+    config: JobConfig, model_chunks: list[torch.nn.Module], pg_collection: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """Build AdamW for the parameters of the chunks. Master weights and moments are sharded if
+    ``parallel.use_distributed_optimizer`` is true."""
+    dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
+    megatron_config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        clip_grad=options.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(
+        megatron_config, model_chunks, use_gloo_process_groups=False, pg_collection=pg_collection
+    )
+
+
+def build_scheduler(config: JobConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Build Megatron's schedule of learning rate and weight decay, whose position is counted in samples."""
+    options, batch = config.optimizer, config.training.global_batch_size
+    decay = options.num_decay_iterations(config.training.train_iterations)
+    wsd: dict[str, Any] = {}
+    if options.lr_decay_style == "WSD":
+        wsd = {
+            "wsd_decay_steps": (options.lr_wsd_decay_iterations or 0) * batch,
+            "lr_wsd_decay_style": options.lr_wsd_decay_style,
+        }
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=options.lr_warmup_init,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.num_warmup_iterations(config.training.train_iterations) * batch,
+        lr_decay_steps=decay * batch,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        **wsd,
+    )
+
+
+def set_position(scheduler: OptimizerParamScheduler, consumed_samples: int) -> None:
+    """Set learning rate and weight decay for the iteration after ``consumed_samples`` samples."""
+    # ``step`` adds to the position, so the position is set to zero first.
+    scheduler.num_steps = 0
+    scheduler.step(increment=consumed_samples)
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """Yield Megatron's optimizers: one for dense and one for expert parameters. Skip those without parameters."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return (part for part in chained if not getattr(part, "is_stub_optimizer", False))
+
+
+@torch.no_grad()
+def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
+    """Copy the reduced gradients to the master gradients, unscale them and compute their norm.
+
+    Returns:
+        (found_inf, grad_norm): whether a gradient is not finite after unscaling, and the global gradient norm.
+    """
+    scalers = grad_scalers(optimizer)
+    before = [scaler.state_dict() for scaler in scalers]
+    found_inf = bool(optimizer.prepare_grads())
+    # Megatron updates each scaler for the overflow of its own part. But there is one loss scale for all parts, so each
+    # scaler is reset and updated again for an overflow in any part.
+    for scaler, state in zip(scalers, before, strict=True):
+        scaler.load_state_dict(state)
+        scaler.update(found_inf)
+    return found_inf, float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def prepare_known(
+    optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
+) -> None:
+    """Do the work of ``prepare`` without communication, for a replay whose logged vote contains the results. Parameters
+    in ``without`` get no master gradients, so that the update does not change their state."""
+    for part in _parts(optimizer):
+        scaler: Any = getattr(part, "grad_scaler", None)
+        if scaler is None:
+            part.prepare_grads()
+        else:
+            # Megatron's own method would all-reduce the overflow flag with stages that do not replay.
+            _unscale(part, scaler)
+            scaler.update(found_inf)
+        for parameter, master in masters_of(part):
+            # The gradient is removed, because with a zero gradient the update would still decay weights and moments.
+            if parameter in without:
+                master.grad = None
+
+
+def _unscale(part: Any, scaler: Any) -> None:
+    part._copy_model_grads_to_main_grads()
+    gradients = part._collect_main_grad_data_for_unscaling()
+    overflow = torch.zeros(1, device=scaler.inv_scale.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, scaler.inv_scale)
+
+
+def grad_scalers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the loss scalers of all parts. Only a run in FP16 has loss scalers."""
+    scalers = (getattr(part, "grad_scaler", None) for part in _parts(optimizer))
+    return [scaler for scaler in scalers if scaler is not None]
+
+
+@torch.no_grad()
+def update(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
+    """Clip the gradients with ``grad_norm`` from the vote, and update this rank's master weights, moments and compute
+    weights."""
+    for part in _parts(optimizer):
+        parameters = part.get_parameters()
+        # In a replay all parameters of a part may be frozen. Then no gradient is left to clip.
+        if clip_grad > 0.0 and any(parameter.grad is not None for parameter in parameters):
+            clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=grad_norm)
+        if isinstance(part, DistributedOptimizer):
+            # The method of ``DistributedOptimizer`` would also gather parameters, once for each part.
+            MixedPrecisionOptimizer.step_with_ready_grads(part)
+        else:
+            part.step_with_ready_grads()
+
+
+def gather(optimizer: MegatronOptimizer, model_chunks: list[torch.nn.Module]) -> None:
+    """All-gather the updated parameters if the optimizer is sharded."""
+    if any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer)):
+        for chunk in model_chunks:
+            chunk.start_param_sync()  # type: ignore[operator]

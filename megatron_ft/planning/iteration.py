@@ -1,0 +1,327 @@
+"""An iteration: the samples of each rank, the ballot of every rank, the vote, and the decision about the iteration.
+
+A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
+contains the scalars of the iteration that an exact replay needs.
+"""
+
+import math
+import operator
+import statistics
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from functools import reduce
+from typing import Any
+
+from megatron_ft.config.job import JobConfig
+from megatron_ft.errors import ConfigError, TrainingStopped
+from megatron_ft.topology import Topology
+
+# An iteration reads ``global_batch_size`` samples in ``num_real_microbatches`` microbatches, which are assigned to the
+# data-parallel ranks in turn. Every rank runs the same number of microbatches, because expert all-to-all is collective;
+# *padding microbatches*, which contribute nothing, fill up the last round.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Distribution of one iteration's microbatches over ``data_parallel_size`` ranks."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+    num_microbatches_multiple: int = 1
+    """Number that must divide the number of microbatches per rank: the number of pipeline stages if the schedule is
+    interleaved, otherwise 1."""
+
+    @classmethod
+    def of(cls, config: JobConfig, topology: Topology) -> "BatchPlan":
+        """Plan the batch of a job with the layout ``topology``."""
+        interleaved = topology.virtual_pipeline_model_parallel_size > 1
+        return cls(
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_size=topology.data_parallel_size,
+            num_microbatches_multiple=topology.pipeline_model_parallel_size if interleaved else 1,
+        )
+
+    def validate(self) -> None:
+        """Raise ConfigError unless the global batch is a multiple of the microbatch."""
+        if self.global_batch_size % self.micro_batch_size:
+            raise ConfigError.of(
+                "training.global_batch_size",
+                self.global_batch_size,
+                f"must be a multiple of training.micro_batch_size={self.micro_batch_size}",
+            )
+
+    @property
+    def num_real_microbatches(self) -> int:
+        """Number of microbatches with samples, over all ranks."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of each rank, including padding."""
+        per_rank = -(-self.num_real_microbatches // self.data_parallel_size)
+        # Megatron's interleaved schedule asserts a multiple of the number of stages.
+        return -(-per_rank // self.num_microbatches_multiple) * self.num_microbatches_multiple
+
+    @property
+    def num_padding_microbatches(self) -> int:
+        """Number of microbatches without samples, over all ranks."""
+        return self.num_microbatches * self.data_parallel_size - self.num_real_microbatches
+
+    def first_sample(self, iteration: int, data_parallel_rank: int, microbatch: int) -> int | None:
+        """Return the index of the first sample in a rank's microbatch; None for padding. Iterations start at 1."""
+        position = microbatch_position(self.data_parallel_size, data_parallel_rank, microbatch)
+        # Padding is at the end of the iteration, so the samples before it are the same for every number of ranks.
+        if position >= self.num_real_microbatches:
+            return None
+        return (iteration - 1) * self.global_batch_size + position * self.micro_batch_size
+
+
+def microbatch_position(data_parallel_size: int, data_parallel_rank: int, microbatch: int) -> int:
+    """Return the position, from 0, of a rank's microbatch among all microbatches of the iteration."""
+    # In turn and not in blocks, so that padding is among the last microbatches of all ranks, not on the last ranks.
+    return microbatch * data_parallel_size + data_parallel_rank
+
+
+# All ranks compute these from the same reduced values: a difference of one bit means that replicas have diverged.
+_SAME_ON_ALL_RANKS = ("generation", "iteration", "grad_norm", "loss_scale")
+_FORMER_FIELDS = ("committed_window",)
+"""Fields of votes that were written by earlier versions; no replay needs them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowReport:
+    """State of the job's windows on one rank or, in a vote, on all ranks.
+
+    Bit i stands for the i-th oldest window, which is the same on every rank.
+    """
+
+    replicated_windows: int = 0
+    """Windows that are complete on this node and all of its peers; in a vote, windows for which all ranks report it."""
+    given_up_windows: int = 0
+    """Windows that at least one peer will never receive; in a vote, windows for which any rank reports it."""
+    has_free_buffer: int = 1
+    """1 if the next window can begin as soon as a commit frees its buffer; in a vote, 1 if all ranks report 1."""
+
+
+WINDOW_FIELDS = tuple(field.name for field in fields(WindowReport))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot(WindowReport):
+    """A rank's contribution to the vote of one iteration.
+
+    Sums are over the rank's microbatches without padding; they are 0 on ranks with padding only. ``found_inf``,
+    ``stop_requested`` (the run should end) and ``change_requested`` (nodes should join or leave) are 0 or 1.
+    """
+
+    generation: int
+    iteration: int
+    found_inf: int
+    grad_norm: float
+    loss_scale: float
+    loss_sum: float
+    num_tokens: int
+    aux_loss_sum: float
+    z_loss_sum: float
+    stop_requested: int = 0
+    change_requested: int = 0
+    pass_seconds: float = 0.0
+    """Time of this rank for work that is the same on every rank; 0 if unknown. It is not part of ``Vote``."""
+
+    def to_row(self) -> tuple[float, ...]:
+        """Return the fields as numbers that float64 represents exactly."""
+        # Not from a generator: CPython puts such tuples on a free list of up to 2,000, which looks like a leak.
+        return (*map(float, astuple(self)),)
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> "Ballot":
+        values: dict[str, Any] = {
+            field.name: int(value) if field.type is int else value
+            for field, value in zip(fields(cls), row, strict=True)
+        }
+        return cls(**values)
+
+
+BALLOT_FIELDS = len(fields(Ballot))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote(WindowReport):
+    """Result of the vote of one iteration, the same on all ranks.
+
+    Losses are means over the iteration: ``loss`` over tokens, ``aux_loss`` and ``z_loss`` over microbatches and MoE
+    layers, without their coefficients. ``grad_norm`` is the norm of the gradient before clipping. On every rank,
+    ``stop_requested`` makes this iteration the last one of the run, and ``change_requested`` the last one of its
+    membership.
+    """
+
+    generation: int
+    iteration: int
+    found_inf: bool
+    grad_norm: float
+    clip_coefficient: float
+    loss_scale: float
+    loss: float
+    num_tokens: int
+    aux_loss: float
+    z_loss: float
+    stop_requested: bool = False
+    change_requested: bool = False
+
+    def to_record(self) -> dict[str, object]:
+        """Convert to a JSON object that ``from_record`` reads back to the same bits."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, object]) -> "Vote":
+        return cls(**{name: value for name, value in record.items() if name not in _FORMER_FIELDS})  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, ballots: Sequence[Ballot], *, clip_grad: float, num_moe_losses: int) -> "Vote":
+        """Compute the vote from the ballots of all ranks.
+
+        Args:
+            ballots: ballots of all ranks, in rank order.
+            num_moe_losses: number of auxiliary losses in the sums: microbatches without padding times MoE layers.
+
+        Raises:
+            TrainingStopped: a value that must be bitwise equal on all ranks differs between them.
+        """
+        for name in _SAME_ON_ALL_RANKS:
+            _check_agreement(name, [getattr(ballot, name) for ballot in ballots])
+        # Sums are taken in rank order: the addition of floats is not associative, and votes must not differ between
+        # ranks.
+        first = ballots[0]
+        num_tokens = sum(ballot.num_tokens for ballot in ballots)
+        per_moe_loss = 1.0 / num_moe_losses if num_moe_losses else 0.0
+        return cls(
+            generation=first.generation,
+            iteration=first.iteration,
+            found_inf=any(ballot.found_inf for ballot in ballots),
+            grad_norm=first.grad_norm,
+            clip_coefficient=clip_coefficient(clip_grad, first.grad_norm),
+            loss_scale=first.loss_scale,
+            loss=sum(ballot.loss_sum for ballot in ballots) / num_tokens if num_tokens else math.nan,
+            num_tokens=num_tokens,
+            aux_loss=sum(ballot.aux_loss_sum for ballot in ballots) * per_moe_loss,
+            z_loss=sum(ballot.z_loss_sum for ballot in ballots) * per_moe_loss,
+            stop_requested=any(ballot.stop_requested for ballot in ballots),
+            change_requested=any(ballot.change_requested for ballot in ballots),
+            # A restart needs the parts of a window from all ranks. So a window is given up if one rank can never
+            # complete it, and one rank without a free buffer delays the next window on all ranks.
+            replicated_windows=reduce(operator.and_, [ballot.replicated_windows for ballot in ballots]),
+            given_up_windows=reduce(operator.or_, [ballot.given_up_windows for ballot in ballots]),
+            has_free_buffer=min(ballot.has_free_buffer for ballot in ballots),
+        )
+
+
+def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
+    """Return the factor by which gradients are multiplied: 1 if clipping is off or not needed (Megatron's formula)."""
+    if clip_grad <= 0.0:
+        return 1.0
+    # Any other small constant would give other bits than Megatron's.
+    return min(1.0, clip_grad / (grad_norm + 1.0e-6))
+
+
+def _check_agreement(name: str, values: Sequence[float]) -> None:
+    # NaN has many bit patterns, and which one a device produces is not defined: they count as equal.
+    bits = [struct.pack("<d", value) if not math.isnan(value) else b"nan" for value in values]
+    for rank, other in enumerate(bits):
+        if other != bits[0]:
+            raise TrainingStopped(
+                f"commit vote: {name} is {values[0]!r} on rank 0 and {values[rank]!r} on rank {rank}, but must be "
+                "the same on every rank: a device has computed a wrong result, or ranks are at different "
+                "iterations"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Action for an iteration and its reason."""
+
+    action: str
+    """``commit``, ``skip`` (no update) or ``stop``."""
+    reason: str = ""
+    spike: bool = False
+    """Whether the loss is a spike, regardless of the action."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Losses of earlier committed iterations, oldest first, and the number of iterations skipped since the last one."""
+
+    losses: tuple[float, ...] = ()
+    num_consecutive_skips: int = 0
+
+    @property
+    def median_loss(self) -> float:
+        """Median of the committed losses; NaN without any."""
+        return statistics.median(self.losses) if self.losses else math.nan
+
+    def after(self, vote: Vote, decision: Decision, window: int) -> "History":
+        """Return the history after ``decision``, with at most ``window`` losses."""
+        # The losses of skipped iterations are not part of the median: several spikes must not become the new normal.
+        if decision.action != "commit":
+            return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
+        return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitPolicy:
+    """Decides from a vote about its iteration, in the same way on every rank. Fields are keys of ``training``."""
+
+    non_finite_policy: str
+    max_consecutive_skips: int
+    loss_spike_factor: float | None
+    loss_spike_window: int
+    loss_spike_policy: str
+    loss_scaling: bool
+    """Whether the loss scale is dynamic: an overflow then skips the update and does not stop the run."""
+
+    @classmethod
+    def of(cls, config: JobConfig) -> "CommitPolicy":
+        training = config.training
+        return cls(
+            non_finite_policy=training.non_finite_policy,
+            max_consecutive_skips=training.max_consecutive_skips,
+            loss_spike_factor=training.loss_spike_factor,
+            loss_spike_window=training.loss_spike_window,
+            loss_spike_policy=training.loss_spike_policy,
+            loss_scaling=config.precision.params_dtype == "fp16",
+        )
+
+    def decide(self, vote: Vote, history: History) -> Decision:
+        """Decide whether to commit the iteration, to skip its update or to stop the run."""
+        decision = self._decide(vote, history)
+        if decision.action == "skip" and history.num_consecutive_skips + 1 > self.max_consecutive_skips:
+            reason = (
+                f"{decision.reason}; more consecutive updates were skipped than "
+                f"training.max_consecutive_skips={self.max_consecutive_skips} allows"
+            )
+            return Decision(action="stop", reason=reason, spike=decision.spike)
+        return decision
+
+    def _decide(self, vote: Vote, history: History) -> Decision:
+        # Checked first: with a dynamic loss scale, an overflow is expected and not a fault.
+        if vote.found_inf and self.loss_scaling:
+            return Decision(action="skip", reason=f"gradient overflow at loss scale {vote.loss_scale:g}")
+        if vote.found_inf or not (math.isfinite(vote.loss) and math.isfinite(vote.grad_norm)):
+            return Decision(
+                action=self.non_finite_policy,
+                reason=f"the loss or a gradient is not finite: loss={vote.loss} grad_norm={vote.grad_norm}",
+            )
+        return self._decide_spike(vote, history)
+
+    def _decide_spike(self, vote: Vote, history: History) -> Decision:
+        # The first losses fall fast: their median says little about the next one.
+        if self.loss_spike_factor is None or len(history.losses) < max(1, self.loss_spike_window // 2):
+            return Decision(action="commit")
+        median = history.median_loss
+        if vote.loss <= self.loss_spike_factor * median:
+            return Decision(action="commit")
+        action = "commit" if self.loss_spike_policy == "warn" else self.loss_spike_policy
+        reason = f"loss={vote.loss:g} is above {self.loss_spike_factor:g} times the median of recent losses, {median:g}"
+        return Decision(action=action, reason=reason, spike=True)

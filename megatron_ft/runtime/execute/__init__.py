@@ -1,1 +1,0 @@
-"""Executes recovery plans: calls the methods of a ``runtime.engine.ReplayEngine`` in the order of the plan."""
