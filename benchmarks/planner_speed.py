@@ -64,11 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [measure(name, algorithm, shape, chosen) for name, algorithm in MEASURED.items() for shape in SHAPES]
     worst = max(rows, key=lambda row: row["median_ms"])
     for row in rows:
-        print(
-            "{algorithm:>22}  {shape:<36} median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms  even/balanced {even_over_balanced:.3f}".format(
-                **row
-            )
-        )
+        times = "median {median_ms:6.1f} ms  slowest {slowest_ms:6.1f} ms".format(**row)
+        print(f"{row['algorithm']:>22}  {row['shape']:<36} {times}  even/balanced {row['even_over_balanced']:.3f}")
     return finish(
         arguments.out,
         ID,

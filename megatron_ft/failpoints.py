@@ -42,6 +42,7 @@ PHASES = (
     "build",
     "replay",
     "migrate",
+    "migrate_step",
     "migrate_build",
     *ITERATION_PHASES,
     "checkpoint",
@@ -50,9 +51,10 @@ PHASES = (
     "reform_move",
     "reform_build",
 )
-"""Phases that a failpoint can name, in order. ``migrate`` is hit before experts move, ``migrate_build`` before the
-model is built for the new placement. ``reform_join``, ``reform_move`` and ``reform_build`` are hit while a membership
-is formed: before ranks connect, before state moves, and before the model is built. They belong to the last iteration of
+"""Phases that a failpoint can name, in order. ``migrate`` is hit before experts move, ``migrate_step`` before each
+step of a rebalancing, and ``migrate_build`` before the model is built for a new placement, which is necessary only if a
+rank gets another number of experts. ``reform_join``, ``reform_move`` and ``reform_build`` are hit while a membership is
+formed: before ranks connect, before state moves, and before the model is built. They belong to the last iteration of
 the previous membership."""
 
 _SELECTORS: dict[str, type] = {

@@ -16,7 +16,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
 from megatron_ft.mcore.model.parameters import named_parameters
-from megatron_ft.mcore.moe.placement_manager import PlacementManager
+from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.state.tensors import take_state, tensor_digest, tensor_digests
 from megatron_ft.mcore.training.engine import _routers
@@ -47,6 +47,8 @@ class Job:
     engine: Any
     keeper: PlacementManager | None
     manager: CheckpointManager
+    num_in_place: int = 0
+    """Number of changes for which the model was not built again."""
 
     def save(self) -> None:
         """Save the current state."""
@@ -81,8 +83,20 @@ class Job:
         """Move to the placement for ``loads``. Return the transfers of this rank's stage."""
         assert self.keeper is not None, "only replicas move"
         self.keeper.loads = [[list(loads) for _ in plan.layer_numbers] for plan in self.keeper.plans]
-        migration = self.keeper.adopt(self.keeper.propose())
-        self.engine.migrate(self.keeper.replicas(), migration)
+        return self.carry_out(self.keeper.propose())
+
+    def carry_out(self, change: Change, *, in_place: bool = True) -> int:
+        """Carry out ``change``, in place if this is possible and wanted. Return the transfers of this rank's stage."""
+        assert self.keeper is not None, "only replicas move"
+        migration = self.keeper.part_of(change)
+        steps = self.keeper.steps_to(migration) if in_place else None
+        replicas = self.keeper.replicas(migration.placement)
+        if steps is None:
+            self.engine.migrate(replicas, migration)
+        else:
+            self.engine.replace_experts(steps, replicas)
+            self.num_in_place += 1
+        self.keeper.adopt(change)
         return len(migration.transfers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -202,6 +216,7 @@ def moves(*, rank: int, world_size: int, store: dist.Store, overrides: dict[str,
             "moved": moved,
             "scales": scales,
             "losses": job.train(5),
+            "in_place": job.num_in_place,
             "slots": job.keeper.plans[job.engine.pg.pp.rank()].to_json()["slots"],
         }
 
@@ -243,34 +258,33 @@ def checkpoints(
 def history(
     *, rank: int, world_size: int, store: dist.Store, overrides: dict[str, Any], directory: str
 ) -> dict[str, Any]:
-    """Run six iterations with rebalancing, then the same iterations from the stored placements. Return the states of
-    both."""
+    """Run six iterations with rebalancing in place, then the same iterations from the stored placements, for which the
+    model is built again. Return the states of both."""
     folder, rebalancing = Path(directory), {"placement.rebalance_interval_iterations": 2}
     eager = {"placement.rebalance_min_gain": 0.0, "placement.rebalance_bytes_per_token": 1e12}
     own = _with_changes(config_of({**overrides, **rebalancing, **eager}, world_size), rank, world_size, store, folder)
     files = sorted(folder.glob("placement-*.json"))
     scripted = {"placement.schedule": [f"{int(path.stem.split('-')[1])}:{path}" for path in files]}
     given = _with_changes(config_of({**overrides, **scripted}, world_size), rank, world_size, store, None)
-    return {"own": own, "scripted": given, "changes": len(files) - 1}
+    return {"own": own[0], "scripted": given[0], "changes": len(files) - 1, "in_place": own[1]}
 
 
 def _with_changes(
     config: JobConfig, rank: int, world_size: int, store: dist.Store, folder: Path | None
-) -> list[dict[str, str]]:
-    """Return the digests after each iteration. Placements are written to ``folder`` before the first iteration that
-    uses them."""
+) -> tuple[list[dict[str, str]], int]:
+    """Return the digests after each iteration, and the number of changes in place. Placements are written to ``folder``
+    before the first iteration that uses them."""
     with job_of(config, rank=rank, world_size=world_size, store=store) as job:
         assert job.keeper is not None, "there is a placement to change"
         states = []
         for iteration in range(1, 7):
             change = None if iteration == 1 else job.keeper.change_before(iteration)
             if change is not None:
-                migration = job.keeper.adopt(change)
-                job.engine.migrate(job.keeper.replicas(), migration)
+                job.carry_out(change, in_place=folder is not None)
             if folder is not None and rank == 0 and (change is not None or iteration == 1):
                 job.keeper.write(folder / f"placement-{iteration}.json")
             job.engine.run_iteration(iteration)
             job.keeper.observe(job.engine.expert_load())
             states.append(tensor_digests(job.engine.model_chunks, job.engine.optimizer))
         dist.barrier(group=job.engine.groups.vote)
-        return states
+        return states, job.num_in_place

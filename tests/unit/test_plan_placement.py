@@ -135,7 +135,7 @@ def test_the_curve_starts_at_the_fewest_slots(capsys: pytest.CaptureFixture[str]
     assert code == 0
     assert sorted({point["num_slots"] for point in points}) == [2, 3, 4], "8 experts with 2 replicas need 2 slots"
     most = [point for point in points if point["num_slots"] == 4]
-    assert [point["survival_share"] for point in most][0] == 0.0 and len(most) > 1
+    assert most[0]["survival_share"] == 0.0 and len(most) > 1
     assert min(most, key=lambda point: point["imbalance"]) == most[0], "the default is the most balanced choice"
     survive = [point["survival"][0]["probability"] for point in most]
     assert max(survive) == survive[-1], "survival grows with the share"

@@ -26,7 +26,7 @@ from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import RankParameters, expert_state_bytes
 from megatron_ft.planning.placement.copies import StateCopyPlan
 from megatron_ft.planning.placement.layout import Holdings
-from megatron_ft.planning.placement.migration import MigrationPlan, holdings, remap
+from megatron_ft.planning.placement.migration import MigrationPlan, Step, holdings, remap, replacement_steps
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.rebalance import RebalancePolicy, imbalance, smooth
 from megatron_ft.planning.placement.report import plan_state_copies
@@ -65,12 +65,15 @@ class PreviousPlacement:
     """Placement of each stage before the migration."""
     state: NamedState
     """During the migration, all tensors of this rank; after it, only the tensors of experts that this rank no longer
-    has."""
+    has. Always empty if ``is_in_place``."""
     host: TrainState | None = None
     """During the migration, the state besides tensors, because a migration that fails leaves the engine without usable
     state; after it, None."""
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that stay, before other ranks leave."""
+    is_in_place: bool = False
+    """Whether experts replace each other in the tensors of the model, so that this rank has the state of other experts
+    than those of ``plans``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,11 @@ class PlacementManager:
 
     @classmethod
     def following(
-        cls, before: PlacementState, config: JobConfig, previous_ranks: Sequence[int | None]
+        cls,
+        before: PlacementState,
+        config: JobConfig,
+        previous_ranks: Sequence[int | None],
+        owned: Holdings | None = None,
     ) -> "tuple[PlacementManager, MigrationPlan] | Declined":
         """Return the manager of the next membership and the migration to its placement, or ``Declined`` with the reason
         why this is impossible.
@@ -149,6 +156,7 @@ class PlacementManager:
             before: plans and loads of the previous membership.
             config: configuration of the next membership.
             previous_ranks: for each rank of the next membership, its rank in ``before``; None if it has no state.
+            owned: experts whose state each of these ranks has; None if these are the experts of ``before``.
         """
         keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
         found = plan_replicas(
@@ -157,6 +165,7 @@ class PlacementManager:
             keeper._wanted,
             num_slots_per_rank=config.placement.num_slots_per_rank or 0,
             expert_bytes=expert_state_bytes(config),
+            owned=owned,
         )
         if isinstance(found, Declined):
             return found
@@ -238,6 +247,10 @@ class PlacementManager:
     def part_of(self, change: Change) -> MigrationPlan:
         """Return the migration of this rank's stage in ``change``."""
         return change.migrations[self._stage]
+
+    def steps_to(self, migration: MigrationPlan) -> list[Step] | None:
+        """Divide a migration of this rank's stage into steps. None if the model must be built again for it."""
+        return replacement_steps(self.plans[self._stage], migration)
 
     def to_json(self) -> dict[str, Any]:
         """Return plans and loads as JSON values, for checkpoints and placement files."""

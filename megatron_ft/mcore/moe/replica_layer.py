@@ -193,6 +193,10 @@ class _ReplicaExperts(SequentialMLP):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(len(expert_ids), config, submodules, pg_collection=pg_collection)
+        self.place(expert_ids, holders, rank)
+
+    def place(self, expert_ids: Sequence[int], holders: Sequence[Sequence[int]], rank: int) -> None:
+        """Set which experts these are. The arguments are those of the constructor."""
         self.expert_ids = list(expert_ids)
         self.copy_numbers = [list(ranks).index(rank) for ranks in holders]
         self._mark_copies()
@@ -313,7 +317,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
 
 
 class ReplicaMixtureLayer(MixtureLayer):
-    """Megatron's MoE layer, built for a placement of expert copies. Only the constructor differs from Megatron's.
+    """Megatron's MoE layer, built for a placement of expert copies, which can change between iterations.
 
     Args:
         slots: for each rank of ``pg_collection.ep``, the expert in each of its slots. Several copies of an expert on
@@ -372,6 +376,19 @@ class ReplicaMixtureLayer(MixtureLayer):
                 pg_collection=pg_collection,
                 gate=config.moe_shared_expert_gate,
             )
+
+    def replace(self, dropped: int, expert: int) -> None:
+        """Note that the tensors of the expert ``dropped`` now contain ``expert``. Tokens are still sent as before."""
+        place = self.local_expert_indices.index(dropped)
+        self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
+
+    def use(self, slots: Sequence[Sequence[int]]) -> None:
+        """Send tokens to the experts in ``slots``. The tensors of this rank's experts must be ordered by expert."""
+        rank = utils.get_pg_rank(self.ep_group)
+        # In place, because the dispatcher has the same list.
+        self.local_expert_indices[:] = sorted(set(slots[rank]))
+        self.token_dispatcher.replicas = _replica_matrix(slots, self.config.num_moe_experts)
+        self.experts.place(self.local_expert_indices, [holders(slots, e) for e in self.local_expert_indices], rank)
 
 
 def _replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:

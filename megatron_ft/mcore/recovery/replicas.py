@@ -26,16 +26,22 @@ from megatron_ft.mcore.optimizer.adamw import set_position
 from megatron_ft.mcore.recovery.localized import LocalizedReplay
 from megatron_ft.mcore.state.carried import Carried, MembershipStart, hand_over, seed_newcomer, shapes_of
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
-from megatron_ft.mcore.state.tensors import NamedState, move_experts, put_state, take_state
+from megatron_ft.mcore.state.tensors import NamedState, by_expert, move_experts, put_state, take_state
 from megatron_ft.mcore.state.train_state import TrainState
 from megatron_ft.mcore.training.trainer import SNAPSHOT_SERVICE, Trainer
+from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.migration import holdings as experts_of
+from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.recovery.membership import NextMembership, Target
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts
 from megatron_ft.runtime.transport.abort import Opening
 from megatron_ft.snapshot.server.client import KeeperClient
 from megatron_ft.snapshot.storage.checkpoints import iteration_of
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME
+
+_Experts = frozenset[tuple[int, int]]
+"""Experts of a rank, as pairs (layer number, expert)."""
 
 
 class ElasticTrainer(Trainer):
@@ -82,13 +88,13 @@ class ElasticTrainer(Trainer):
         self.context, self.nodes = _context(self.context, following, config), following.nodes
         failpoints.enter(following.generation, rank=self.context.rank)
         groups = self._join(store)
-        present, fingerprints = self._present(carried, groups)
+        present, fingerprints, moved = self._present(carried, groups)
         in_place = self.job.recovery.keep_layout
         key, previous = choose_holding(
             present,
             range(following.world_size) if in_place else following.nodes,
             following.generation,
-            is_whole=partial(_is_whole, carried, groups),
+            is_whole=partial(_is_whole, carried, groups, moved),
         )
         check_newcomers_data(self.job, self.context, fingerprints, _first(previous))
         if in_place:
@@ -96,7 +102,7 @@ class ElasticTrainer(Trainer):
         else:
             if previous[self.context.rank] is None:
                 carried = None  # this rank does not have the state from which the other ranks continue
-            self._go_on(carried, key, previous, groups)
+            self._go_on(carried, key, previous, moved, groups)
         iteration = self.engine.iteration
         self.report(
             MembershipChanged(
@@ -151,23 +157,33 @@ class ElasticTrainer(Trainer):
         self.break_with(groups.transports.hang_up)
         return groups
 
-    def _present(self, carried: Carried | None, groups: Groups) -> tuple[list[RankStatus | None], list[str]]:
-        """Gather the status of each rank, None for a joining rank, and the fingerprint of its samples."""
-        mine = None if carried is None else RankStatus.of(carried.holdings).to_json()
-        gathered = Collectives(groups.vote).gather([mine, self.samples["train"].fingerprint()])
-        present = [None if found is None else RankStatus.from_json(found) for found, _ in gathered]
-        return present, [fingerprint for _, fingerprint in gathered]
+    def _present(
+        self, carried: Carried | None, groups: Groups
+    ) -> tuple[list[RankStatus | None], list[str], list[_Experts | None]]:
+        """Gather the status of each rank, None for a joining rank, the fingerprint of its samples, and the experts that
+        it has, None if these are the experts of its holdings."""
+        status = None if carried is None else RankStatus.of(carried.holdings).to_json()
+        experts = list(by_expert(carried.state)) if carried is not None and carried.has_moved else None
+        gathered = Collectives(groups.vote).gather([status, self.samples["train"].fingerprint(), experts])
+        return (
+            [None if found is None else RankStatus.from_json(found) for found, _, _ in gathered],
+            [fingerprint for _, fingerprint, _ in gathered],
+            [None if found is None else frozenset(map(tuple, found)) for _, _, found in gathered],
+        )
 
-    def _go_on(self, carried: Carried | None, key: Key, previous: Previous, groups: Groups) -> None:
+    def _go_on(
+        self, carried: Carried | None, key: Key, previous: Previous, moved: Sequence[_Experts | None], groups: Groups
+    ) -> None:
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
         Args:
             carried: this rank's state; None on a rank that does not have the holding.
             key: key of the holding from which all ranks continue.
             previous: for each rank, its rank in this holding; None if it does not have it.
+            moved: for each rank, the experts that it has; None if these are the experts of the holding.
         """
         host, held, shapes = _in_common(carried, key, previous, groups)
-        keeper, migration = self._placement(held, previous)
+        keeper, migration = self._placement(held, previous, moved)
         generation = self.context.generation
         self.report(RecoveryStarted(generation=generation, strategy="replicas", iteration=host.iteration))
         state: NamedState = {} if carried is None else dict(carried.state)
@@ -203,9 +219,12 @@ class ElasticTrainer(Trainer):
         # If a policy stops the run, this membership does not train, and its state is not needed after a failure.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
 
-    def _placement(self, held: Holding, previous: Previous) -> tuple[PlacementManager, MigrationPlan]:
+    def _placement(
+        self, held: Holding, previous: Previous, moved: Sequence[_Experts | None]
+    ) -> tuple[PlacementManager, MigrationPlan]:
         assert held.placement is not None, "the holding has no placement"
-        found = PlacementManager.following(held.placement, self.config, previous)
+        owned = _owned(held.placement.plans[0], previous, moved)
+        found = PlacementManager.following(held.placement, self.config, previous, owned)
         if isinstance(found, Declined):
             generation = self.context.generation
             raise RecoveryError(
@@ -355,7 +374,7 @@ class ElasticTrainer(Trainer):
         in_force = None
         if placement is not None:
             in_force = PlacementState(plans=placement.plans, loads=placement.loads)
-        holdings = (self._holding(in_force, changes=changes),)
+        holdings, has_replaced = (self._holding(in_force, changes=changes),), False
         if placement is not None and former is not None and engine.iteration < former.before_iteration:
             # No iteration has been committed with the newest placement, so the previous placement is used.
             state = {**state, **former.state}
@@ -363,6 +382,7 @@ class ElasticTrainer(Trainer):
             evacuated = (self._holding(in_force, changes=changes, is_evacuation=True),)
             has_moved = former.is_evacuation and former.host is None
             holdings = (self._holding(before, changes=changes), *(evacuated if has_moved else ()))
+            has_replaced = former.is_in_place
         stops = finished is not None and finished.decision.action == "stop"
         return Carried(
             holdings=holdings,
@@ -375,6 +395,7 @@ class ElasticTrainer(Trainer):
             ),
             finished=finished,
             batch=engine.batch,
+            has_moved=has_replaced,
             has_whole_weights=finished is None or not self.config.parallel.use_distributed_optimizer,
             **self._windows(),
         )
@@ -402,14 +423,31 @@ class ElasticTrainer(Trainer):
         return {} if snapshots is None else {"kept": snapshots.kept, "plan": snapshots.plan}
 
 
-def _is_whole(carried: Carried | None, groups: Groups, key: Key, previous: Previous) -> bool:
+def _is_whole(
+    carried: Carried | None, groups: Groups, moved: Sequence[_Experts | None], key: Key, previous: Previous
+) -> bool:
     # Returns whether the ranks with a holding have every expert. The first of these ranks has the placement, and
     # decides.
     first, missing = _first(previous), None
     if groups.vote.rank() == first:
         placement = _held(carried, key).placement
-        missing = placement is not None and bool(lost_experts(placement.plans[0], previous))
+        if placement is not None:
+            plan = placement.plans[0]
+            missing = bool(lost_experts(plan, previous, _owned(plan, previous, moved)))
     return not Collectives(groups.vote).from_rank(first, missing)
+
+
+def _owned(plan: PlacementPlan, previous: Previous, moved: Sequence[_Experts | None]) -> Holdings | None:
+    # Returns the experts that each rank has, ``[layer][rank]``; None if these are the experts of ``plan``.
+    if not any(moved):
+        return None
+    return tuple(
+        tuple(
+            of_plan if former is None or experts is None else frozenset(e for layer, e in experts if layer == number)
+            for of_plan, former, experts in zip(of_layer, previous, moved, strict=True)
+        )
+        for number, of_layer in zip(plan.layer_numbers, experts_of(plan, previous), strict=True)
+    )
 
 
 def _held(carried: Carried | None, key: Key) -> Holding:

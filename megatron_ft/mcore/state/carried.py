@@ -43,6 +43,9 @@ class Carried:
     """The newest window that was committed, as far as this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
     """Plan of snapshot windows, or None before the first plan."""
+    has_moved: bool = False
+    """Whether a migration has replaced experts since the placements in ``holdings``, so that only ``state`` shows which
+    experts this rank has."""
     has_whole_weights: bool = True
     """Whether all weights on this rank are up to date. If not, the optimizer is sharded and the newest iteration was
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""

@@ -1,16 +1,16 @@
 """A rank's tensors by global name: copied, restored, compared by checksums, and moved with experts to other ranks."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.mcore.groups import exchange_tensors
+from megatron_ft.mcore.groups import copy_from_bytes, exchange_bytes, exchange_tensors, wait_for_all
 from megatron_ft.mcore.model.parameters import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, sub_optimizers
-from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -149,6 +149,86 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
         if expert is not None:
             names.setdefault(expert, []).append(name)
     return names
+
+
+class ExpertPlaces:
+    """The tensors of this rank's experts, in which experts from other ranks take the places of experts of this rank.
+
+    A place is the set of tensors of one expert: weights, master weights and moments. The model and the optimizer keep
+    these tensors; only their contents change.
+    """
+
+    def __init__(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+        tensors = dict(_distinct_state(model_chunks, optimizer))
+        self._places = {expert: [tensors[name] for name in names] for expert, names in by_expert(tensors).items()}
+
+    def carry_out(
+        self, steps: Iterable[Step], ranks: Sequence[int], group: dist.ProcessGroup, made: Callable[[Replacement], None]
+    ) -> int:
+        """Carry out ``steps``. All ranks of ``group`` must call this; ``ranks`` are their numbers in the steps.
+
+        Args:
+            made: called for each expert of this rank that has been replaced, so that the model uses its new name.
+
+        Returns:
+            Number of bytes that this rank received.
+        """
+        position = {rank: place for place, rank in enumerate(ranks)}
+        me, num_received = ranks[group.rank()], 0
+        for step in steps:
+            outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
+            sizes = [0] * len(ranks)
+            own = None
+            for replacement in step:
+                transfer = replacement.transfer
+                if transfer.source_rank == me:
+                    outgoing[position[transfer.target_rank]] = self._places[transfer.layer_number, transfer.expert]
+                if transfer.target_rank == me:
+                    own = replacement
+                    place = self._places[transfer.layer_number, replacement.dropped]
+                    sizes[position[transfer.source_rank]] = sum(t.numel() * t.element_size() for t in place)
+            received = exchange_bytes(outgoing, sizes, group)
+            # No rank overwrites an expert before all ranks have received theirs. If a rank dies in the exchange, every
+            # other rank still has the experts that it had before the step.
+            wait_for_all(group)
+            if own is None:
+                continue
+            layer = own.transfer.layer_number
+            place = self._places.pop((layer, own.dropped))
+            with torch.no_grad():
+                copy_from_bytes(place, received)
+            self._places[layer, own.transfer.expert] = place
+            num_received += len(received)
+            made(own)
+        return num_received
+
+    def sort(self, layer: int, experts: Sequence[int]) -> None:
+        """Move the experts of ``layer`` between their places, so that their ids ascend.
+
+        Args:
+            experts: id of the expert in each place.
+        """
+        order, current = sorted(experts), list(experts)
+        places = [self._places[layer, expert] for expert in experts]
+        for start in range(len(order)):
+            if current[start] == order[start]:
+                continue
+            # One expert is set aside; the others then move in a circle.
+            first, aside = current[start], [tensor.detach().clone() for tensor in places[start]]
+            at = start
+            while order[at] != first:
+                source = current.index(order[at])
+                _copy(places[at], places[source])
+                current[at], at = order[at], source
+            _copy(places[at], aside)
+            current[at] = first
+        self._places.update({(layer, expert): place for expert, place in zip(order, places, strict=True)})
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def _space_for(expert: _ExpertId, like: NamedState) -> NamedState:

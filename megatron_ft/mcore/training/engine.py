@@ -1,7 +1,7 @@
 """Model and optimizer of one rank, and the steps of an iteration before and after the commit vote."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -22,18 +22,18 @@ from megatron_ft.mcore.groups import Groups, exchange
 from megatron_ft.mcore.model.build import build_model, release_caches
 from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.mcore.model.transformer_config import build_transformer_config, moe_layer_pattern
-from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, Replicas
+from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaGradients, ReplicaMixtureLayer, Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter, router_builder
 from megatron_ft.mcore.optimizer import adamw
-from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, set_position
+from megatron_ft.mcore.optimizer.adamw import build_optimizer, build_scheduler, masters_of, set_position, sub_optimizers
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.pipeline.communicator import Boundaries
-from megatron_ft.mcore.state.tensors import NamedState, expert_of, move_experts, put_state, take_state
+from megatron_ft.mcore.state.tensors import ExpertPlaces, NamedState, expert_of, move_experts, put_state, take_state
 from megatron_ft.mcore.state.train_state import IterationResult, IterationState, TrainState, seed_rng
 from megatron_ft.mcore.training.reporting import StragglerTimer
 from megatron_ft.planning.iteration import Ballot, CommitPolicy, Decision, History, Vote, WindowReport
 from megatron_ft.planning.placement.copies import StateCopyPlan
-from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
 from megatron_ft.planning.placement.plan import PlacementPlan
 
 _Z_LOSS = "z_loss"
@@ -225,6 +225,39 @@ class TrainingEngine:
         put_state(self.model_chunks, self.optimizer, state)
         held = migration.placement.of_rank(self.pg.ep.rank())
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
+
+    def replace_experts(self, steps: Iterable[Step], replicas: Replicas) -> int:
+        """Carry out ``steps``, after which each rank has its experts of ``replicas``. Model and optimizer stay in use.
+
+        All ranks of the stage must call this. If it fails, each rank has the complete state of the experts that its
+        model names, and the state of every expert is on at least one rank.
+
+        Returns:
+            Number of bytes that this rank received.
+        """
+        layers = {m.layer_number: m for m in self._mixture_layers if isinstance(m, ReplicaMixtureLayer)}
+
+        def announced() -> Iterator[Step]:
+            for step in steps:
+                failpoints.hit("migrate_step", self.iteration + 1)
+                yield step
+
+        def rename(replacement: Replacement) -> None:
+            layers[replacement.transfer.layer_number].replace(replacement.dropped, replacement.transfer.expert)
+
+        places = ExpertPlaces(self.model_chunks, self.optimizer)
+        num_bytes = places.carry_out(announced(), replicas.plan.ranks, self.pg.ep, rename)
+        for number, layer in layers.items():
+            # In the order in which a new model would have them, because sums over parameters depend on the order.
+            places.sort(number, layer.local_expert_indices)
+            layer.use(replicas.slots_of(number))
+        for member in sub_optimizers(self.optimizer):
+            for parameter, master in masters_of(member):
+                if hasattr(parameter, "shared"):
+                    master.shared = parameter.shared  # type: ignore[attr-defined]
+        self.state_copies = None
+        self.replica_gradients = ReplicaGradients(self.model_chunks, replicas, self.pg.ep)
+        return num_bytes
 
     def rebuild(self, replicas: Replicas | None) -> None:
         """Build model and optimizer again on the same groups. The caller must then restore weights and moments."""

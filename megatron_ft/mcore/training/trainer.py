@@ -305,7 +305,7 @@ class Trainer:
             return
         self.context.worker.progress(iteration, "migrate")
         began = time.perf_counter()
-        # Snapshot slices are copied from fixed addresses, but a migration builds new tensors.
+        # The plan of a window names the experts of each rank, which change.
         if self.snapshots is not None:
             self.snapshots.pause()
         self.move(self.placement.part_of(change), iteration)
@@ -321,11 +321,17 @@ class Trainer:
         failpoints.hit("migrate", iteration)
         plans = self.placement.plans
         former = partial(PreviousPlacement, before_iteration=iteration, plans=plans, is_evacuation=is_evacuation)
+        replicas = self.placement.replicas(migration.placement)
+        # An evacuation needs the placements before and after it, because ranks leave afterwards.
+        steps = None if is_evacuation else self.placement.steps_to(migration)
+        if steps is not None:
+            self.previous_placement = former(state={}, is_in_place=True)
+            self.engine.replace_experts(steps, replicas)
+            return
 
         def keep(state: NamedState) -> None:
             self.previous_placement = former(state=state, host=self.engine.train_state())
 
-        replicas = self.placement.replicas(migration.placement)
         # During the migration the whole state of this rank is kept, after it only the state of experts that have left.
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 

@@ -1,7 +1,7 @@
 """Plans the migration from the present placement to a new one: which rank gets which slots, and which experts move."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -129,8 +129,8 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
     """Divide ``migration`` into steps in which each rank receives at most one expert, so that a rank needs memory for
     one more expert only.
 
-    After each step, every expert is still on at least one rank. If possible, an expert is sent by the rank that
-    ``migration`` names; if that rank has already overwritten it, another rank that holds it sends it.
+    A rank sends at most one expert in a step, too. After each step, every expert is still on at least one rank. If
+    possible, an expert is sent by the rank that ``migration`` names; otherwise, another rank that holds it sends it.
 
     Returns:
         None if a rank would hold more or fewer distinct experts of a layer than under ``now``, so that no expert
@@ -148,7 +148,8 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
         step = state.next_step()
         if not step:
             return None
-        steps.append(state.make(step))
+        state.make(step)
+        steps.append(tuple(step))
     return steps
 
 
@@ -189,16 +190,18 @@ class _Replacing:
         choice = {rank: 0 for rank, transfers in self.open.items() if transfers}
         while True:
             step = []
+            senders: set[int] = set()
             change: Counter[tuple[int, int]] = Counter()
             transfers = {rank: self.open[rank][number] for rank, number in choice.items()}
             change.update((self.layers[t.layer_number], t.expert) for t in transfers.values())
             for transfer in transfers.values():
-                dropped = self._dropped(transfer, change)
-                if dropped is None:
+                source, dropped = self._sender(transfer, senders), self._dropped(transfer, change)
+                if source is None or dropped is None:
                     rank = transfer.target_rank
                     break
+                senders.add(source)
                 change[self.layers[transfer.layer_number], dropped] -= 1
-                step.append(Replacement(transfer=transfer, dropped=dropped))
+                step.append(Replacement(transfer=replace(transfer, source_rank=source), dropped=dropped))
             else:
                 return step
             # This rank tries its next transfer. All ranks choose again, because they may have relied on the copy that
@@ -206,6 +209,18 @@ class _Replacing:
             choice[rank] += 1
             if choice[rank] == len(self.open[rank]):
                 del choice[rank]
+
+    def _sender(self, transfer: Transfer, senders: Collection[int]) -> int | None:
+        """Return a rank that holds the expert and is not one of ``senders``, if possible the planned one."""
+        of_layer = self.held[self.layers[transfer.layer_number]]
+        return next(
+            (
+                rank
+                for rank in (transfer.source_rank, *self.ranks)
+                if rank not in senders and transfer.expert in of_layer[self.ranks[rank]]
+            ),
+            None,
+        )
 
     def _dropped(self, transfer: Transfer, change: Counter[tuple[int, int]]) -> int | None:
         """Return the expert that the receiving rank overwrites; None if no other rank would hold it then."""
@@ -219,28 +234,23 @@ class _Replacing:
         most = max(surplus, key=lambda expert: (left(expert), -expert))
         return most if left(most) > 1 else None
 
-    def make(self, step: Sequence[Replacement]) -> Step:
-        """Record ``step`` as made, and return it with senders that held the experts before it."""
-        sent: Counter[int] = Counter()
-        made = []
+    def make(self, step: Sequence[Replacement]) -> None:
+        """Record ``step`` as made."""
         for replacement in step:
             transfer = replacement.transfer
-            self.open[transfer.target_rank].remove(transfer)
-            of_layer = self.held[self.layers[transfer.layer_number]]
-            source = transfer.source_rank
-            if transfer.expert not in of_layer[self.ranks[source]]:
-                senders = [rank for rank, position in self.ranks.items() if transfer.expert in of_layer[position]]
-                source = min(senders, key=lambda rank: (sent[rank], rank))
-            sent[source] += 1
-            made.append(replace(replacement, transfer=replace(transfer, source_rank=source)))
-        for replacement in made:
-            layer = self.layers[replacement.transfer.layer_number]
-            experts = self.held[layer][self.ranks[replacement.transfer.target_rank]]
-            experts.remove(replacement.dropped)
-            experts.add(replacement.transfer.expert)
+            layer, position = self.layers[transfer.layer_number], self.ranks[transfer.target_rank]
+            # The sender of a step may differ from the planned one.
+            self.open[transfer.target_rank].remove(
+                next(
+                    other
+                    for other in self.open[transfer.target_rank]
+                    if (other.layer_number, other.expert) == (transfer.layer_number, transfer.expert)
+                )
+            )
+            self.held[layer][position].remove(replacement.dropped)
+            self.held[layer][position].add(transfer.expert)
             self.copies[layer][replacement.dropped] -= 1
-            self.copies[layer][replacement.transfer.expert] += 1
-        return tuple(made)
+            self.copies[layer][transfer.expert] += 1
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:

@@ -26,11 +26,14 @@ class Declined:
         return f"{self.rung}: {self.reason}{named}"
 
 
-def lost_experts(plan: PlacementPlan, previous_ranks: Sequence[int | None]) -> tuple[OperatorId, ...]:
-    """Return the experts of ``plan`` that none of the surviving ranks ``previous_ranks`` holds."""
+def lost_experts(
+    plan: PlacementPlan, previous_ranks: Sequence[int | None], owned: Holdings | None = None
+) -> tuple[OperatorId, ...]:
+    """Return the experts of ``plan`` that none of the surviving ranks ``previous_ranks`` has. Each rank has the experts
+    of ``plan``, or those in ``owned``, ``[layer][rank]``."""
     return tuple(
         OperatorId(layer=layer, kind="expert", expert=expert)
-        for layer, of_layer in zip(plan.layer_numbers, holdings(plan, previous_ranks), strict=True)
+        for layer, of_layer in zip(plan.layer_numbers, owned or holdings(plan, previous_ranks), strict=True)
         for expert in sorted(set(range(plan.num_experts)) - frozenset().union(*of_layer))
     )
 
@@ -42,6 +45,7 @@ def plan_replicas(
     *,
     num_slots_per_rank: int,
     expert_bytes: int | Sequence[int],
+    owned: Holdings | None = None,
 ) -> MigrationPlan | Declined:
     """Plan the migration of experts to a placement on the next membership; ``Declined`` if this is impossible.
 
@@ -53,8 +57,10 @@ def plan_replicas(
         place: function that plans the next placement from what ranks hold; it is called only if the job can continue.
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
+        owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the
+            experts of ``plan``. They differ after a migration that was interrupted.
     """
-    if missing := lost_experts(plan, previous_ranks):
+    if missing := lost_experts(plan, previous_ranks, owned):
         return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)
     # Declined here, because ``place`` would raise an error, and the next strategy would not be tried.
     num_slots = num_slots_per_rank * len(previous_ranks)
@@ -65,7 +71,9 @@ def plan_replicas(
             f"than the experts, {plan.num_experts}",
         )
     held = holdings(plan, previous_ranks)
-    return MigrationPlan.between(remap(place(held), held, expert_bytes), held, expert_bytes)
+    # Planned from ``plan`` also if a migration was interrupted: then the next placement does not depend on how far the
+    # migration had come.
+    return MigrationPlan.between(remap(place(held), held, expert_bytes), owned or held, expert_bytes)
 
 
 def plan_drain(
