@@ -49,8 +49,8 @@ COMPARED_ITERATIONS = 40
 iterations."""
 SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
-PHASES = (*ITERATION_PHASES, "migrate", "migrate_build")
-_MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_build": 2}
+PHASES = (*ITERATION_PHASES, "migrate", "migrate_step")
+_MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_step": 4}
 """Maximum number of passes through a phase before a fault, for phases that do not occur in every iteration; 12 for
 other phases."""
 _SNAPSHOTS = (

@@ -131,8 +131,10 @@ def _move(config: JobConfig, rank: Rank) -> dict[str, Any]:
     before = _digests(trainer)
     keeper = trainer.placement
     keeper.loads = [[[float(tokens) for tokens in reversed(LOADS)]] * 4]
-    migration = keeper.adopt(keeper.propose())
-    trainer.engine.migrate(keeper.replicas(), migration)
+    change = keeper.propose()
+    migration = keeper.part_of(change)
+    trainer.move(migration, 4)
+    keeper.adopt(change)
     return {"rank": rank.rank, "before": before, "after": _digests(trainer), "moved": len(migration.transfers)}
 
 

@@ -1,0 +1,166 @@
+"""Claim ``rebalance-cost``: a rebalance stages only the experts that move, and training waits less than an iteration.
+
+Four ranks train a model whose experts have at least 8 MB of state. Between iterations they rebalance for other loads,
+with the code that a job uses. Each rank measures its iterations, the time for which it waits for each rebalance, the
+bytes that it receives, and the growth of its resident memory above the value before the rebalance.
+"""
+
+import ctypes
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import finish, parse_arguments
+from megatron_ft.config.checks.placement import derive_placement
+from megatron_ft.config.job import JobConfig
+from megatron_ft.corpus.samples import check_data
+from megatron_ft.planning.cost.memory import expert_state_bytes
+from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
+
+ID = "rebalance-cost"
+WORLD_SIZE, NUM_SLOTS, MIN_REPLICAS = 4, 5, 2
+REBALANCES, QUICK_REBALANCES = 15, 3
+FIRST_ITERATIONS = 3
+"""Iterations before the first rebalance. They allocate the memory of training, and do not count."""
+MIN_EXPERT_BYTES = 8_000_000
+MAX_EXPERTS = 2.0
+SEED = 20261123
+THRESHOLD = (
+    f"of experts of at least {MIN_EXPERT_BYTES // 10**6} MB: received bytes <= moved bytes; peak memory <= steady plus "
+    f"{MAX_EXPERTS:g} experts; slowest rank waits less than one iteration"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rebalance repeatedly on all ranks, and judge bytes, memory and waits."""
+    arguments = parse_arguments(__doc__, argv)
+    num_rebalances = QUICK_REBALANCES if arguments.quick else REBALANCES
+    with tempfile.TemporaryDirectory(prefix="rebalance-cost-") as folder:
+        config = _config(FIRST_ITERATIONS + num_rebalances)
+        check_data(config)
+        ranks = run_ranks(_rebalance, config, world_size=WORLD_SIZE, run_dir=Path(folder))
+    expert_bytes = expert_state_bytes(config)
+    # A job waits for its slowest rank.
+    iteration = statistics.median(max(times) for times in zip(*(rank["iterations"] for rank in ranks), strict=True))
+    rounds = list(zip(*(rank["rebalances"] for rank in ranks), strict=True))
+    waits = [max(row["seconds"] for row in of_round) for of_round in rounds]
+    received = sum(row["received_bytes"] for of_round in rounds for row in of_round)
+    moved = sum(of_round[0]["moved_bytes"] for of_round in rounds)
+    peak = max(row["peak_bytes"] for of_round in rounds for row in of_round)
+    wait = statistics.median(waits)
+    passed = (
+        expert_bytes >= MIN_EXPERT_BYTES
+        and all(of_round[0]["moved_bytes"] > 0 and of_round[0]["is_in_place"] for of_round in rounds)
+        and received <= moved
+        and peak <= MAX_EXPERTS * expert_bytes
+        and wait < iteration
+    )
+    for number, of_round in enumerate(rounds):
+        grown = max(row["peak_bytes"] for row in of_round) / expert_bytes
+        print(
+            f"rebalance {number}: {of_round[0]['moved_bytes'] / 1e6:.0f} MB moved in {of_round[0]['num_steps']} steps, "
+            f"{waits[number]:.3f} s, memory grew by {grown:.2f} experts"
+        )
+    return finish(
+        arguments.out,
+        ID,
+        passed=passed,
+        figure=(
+            f"{received / moved:.2f}x of {moved / len(rounds) / 1e6:.0f} MB a rebalance received, peak memory steady "
+            f"plus {peak / expert_bytes:.2f} experts of {expert_bytes / 1e6:.1f} MB, wait {wait:.2f} s "
+            f"({wait / iteration:.2f} iterations)"
+        ),
+        threshold=THRESHOLD,
+        counts={"rebalances": len(rounds), "ranks": WORLD_SIZE},
+        details={"ranks": ranks, "expert_bytes": expert_bytes, "iteration_seconds": iteration},
+    )
+
+
+def _config(iterations: int) -> JobConfig:
+    config = compose(
+        "model=moe_micro",
+        "model.hidden_size=256",
+        "model.moe_ffn_hidden_size=1536",
+        "precision.params_dtype=bf16",
+        "training.global_batch_size=16",
+        "training.micro_batch_size=1",
+        f"training.train_iterations={iterations}",
+        "training.eval_interval_iterations=0",
+        "optimizer.lr_warmup_iterations=1",
+    )
+    placement = replace(
+        config.placement,
+        algorithm={"_target_": "megatron_ft.planning.placement.overlap_search.OverlapSearch"},
+        num_slots_per_rank=NUM_SLOTS,
+        min_replicas=MIN_REPLICAS,
+    )
+    launch = replace(config.launch, num_nodes=WORLD_SIZE, ranks_per_node=1)
+    return derive_placement(replace(config, placement=placement, launch=launch))
+
+
+def _rebalance(config: JobConfig, rank: Rank) -> dict[str, Any]:
+    """Train, and rebalance before each of the last iterations. Return what this rank measured."""
+    trainer, _ = join(config, rank)
+    draw = np.random.default_rng(SEED)
+    for iteration in range(1, FIRST_ITERATIONS + 1):
+        trainer.iterate(iteration)
+    iterations, rebalances = [], []
+    keeper = trainer.placement
+    for iteration in range(FIRST_ITERATIONS + 1, config.training.train_iterations + 1):
+        keeper.loads = [[(draw.pareto(1.0, 8) + 0.05).tolist() for _ in plan.layer_numbers] for plan in keeper.plans]
+        change = keeper.propose()
+        rebalances.append(_measure(trainer, keeper.part_of(change), iteration))
+        keeper.adopt(change)
+        iterations.append(_seconds(lambda: trainer.iterate(iteration)))  # noqa: B023
+    return {"iterations": iterations, "rebalances": rebalances}
+
+
+def _measure(trainer: Any, migration: Any, iteration: int) -> dict[str, Any]:
+    received = []
+    replace_experts = trainer.engine.replace_experts
+
+    def counted(steps: Any, replicas: Any) -> int:
+        received.append((len(steps), replace_experts(steps, replicas)))
+        return received[-1][1]
+
+    trainer.engine.replace_experts = counted
+    # Memory that the process has freed but kept would hide what the rebalance allocates.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = _memory("VmRSS")
+    trainer.collectives.any(False)  # a barrier, so that waits for slower iterations do not count
+    seconds = _seconds(partial(trainer.move, migration, iteration))
+    del trainer.engine.replace_experts
+    return {
+        "seconds": seconds,
+        "peak_bytes": _memory("VmHWM") - before,
+        "moved_bytes": migration.num_bytes,
+        "is_in_place": bool(received),
+        "num_steps": received[0][0] if received else 0,
+        "received_bytes": received[0][1] if received else 0,
+    }
+
+
+def _seconds(function: Any) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def _memory(name: str) -> int:
+    """Return a figure of ``/proc/self/status`` in bytes: ``VmRSS``, or ``VmHWM``, its maximum since the last reset."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
