@@ -160,7 +160,9 @@ def test_a_move_changes_no_bit(outcomes: dict[str, list[Any]], kind: str) -> Non
                     experts.setdefault(name, set()).add(digest)
         own = [{name: digest for name, digest in state.items() if ".local_experts." not in name} for state in later]
         assert all(state == {k: v for k, v in first.items() if ".local_experts." not in k} for state in own)
-        assert rank["volatile"] == [rank["volatile"][0]] * 3
+        # Expert loads and learning rates are set again in each iteration; only building a model changes them before.
+        kept = [{k: v for k, v in state.items() if not k.startswith(("load.", "learn"))} for state in rank["volatile"]]
+        assert kept == [kept[0]] * 3
         assert len(rank["losses"]) == 2 and all(map(math.isfinite, rank["losses"]))
     assert [name for name, digests in experts.items() if len(digests) > 1] == []
     if kind == "in_place":

@@ -82,6 +82,25 @@ def test_a_rank_that_still_moves_experts_is_not_evacuated(monkeypatch: pytest.Mo
     assert (moving.host.rng, through.host.rng) == ({"seen": "before"}, {"seen": "now"})
 
 
+def test_a_rank_that_replaces_experts_continues_from_the_earlier_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have come to different steps, so each of them names the experts that it has."""
+    from megatron_ft.mcore.moe.placement_manager import PreviousPlacement
+
+    for is_adopted in (False, True):
+        trainer = trainer_at(monkeypatch, moved=True)
+        trainer.previous_placement = PreviousPlacement(
+            before_iteration=5, plans=[Plan("old")], state={}, is_in_place=True
+        )
+        trainer.placement.plans = [Plan("new" if is_adopted else "old")]
+        carried = trainer.carry(TARGET)
+        assert carried is not None and carried.has_moved
+        assert [held.placement.plans[0].to_json() for held in carried.holdings] == ["old"]
+        assert carried.state == {"router": "new"}
+    committed = trainer_at(monkeypatch, moved=True)
+    committed.previous_placement = None
+    assert not committed.carry(TARGET).has_moved
+
+
 def test_a_membership_that_did_not_form_here_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The placement that was introduced in that membership is not used later either."""
     from megatron_ft.mcore.state.carried import MembershipStart

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from megatron_ft.operators import OperatorId
-from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.migration import MigrationPlan, holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.spread import Spread
 from megatron_ft.planning.recovery.replicas import Declined, lost_experts, plan_replicas, share_out
@@ -102,3 +102,28 @@ def test_bytes_are_shared_out_evenly_and_each_tensor_once() -> None:
     sizes = {"a": 10, "b": 7, "c": 5, "d": 2}
     assert share_out(sizes, [1, 3]) == {1: ("a", "d"), 3: ("b", "c")}
     assert share_out({}, [0]) == {0: ()}
+
+
+def test_after_an_interrupted_migration_the_same_placement_is_planned_from_what_ranks_have() -> None:
+    """Rank 1 has already replaced its experts by those of rank 3, which is lost."""
+    plan = placed(4)
+    survivors = (0, 1, 2)
+    undisturbed = decide(plan, survivors)
+    owned = [list(of_layer) for of_layer in holdings(plan, survivors)]
+    for layer, by_rank in enumerate(plan.slots):
+        owned[layer][1] = frozenset(by_rank[3])
+    given = tuple(tuple(of_layer) for of_layer in owned)
+    found = plan_replicas(
+        plan,
+        survivors,
+        lambda held: placed(len(survivors)),
+        num_slots_per_rank=NUM_SLOTS,
+        expert_bytes=EXPERT_BYTES,
+        owned=given,
+    )
+    assert isinstance(undisturbed, MigrationPlan) and isinstance(found, MigrationPlan)
+    assert found.placement == undisturbed.placement
+    for transfer in found.transfers:
+        assert transfer.expert in given[LAYERS.index(transfer.layer_number)][transfer.source_rank]
+    lost = lost_experts(plan, survivors, tuple(tuple(frozenset({0}) for _ in of_layer) for of_layer in given))
+    assert {(operator.layer, operator.expert) for operator in lost} == {(n, e) for n in LAYERS for e in (1, 2, 3)}
