@@ -232,7 +232,7 @@ class LocalWindow:
 
 
 class Replayer:
-    """Implements ``runtime.engine.ReplayEngine`` for a built engine and a window.
+    """Implements ``_ReplayEngine`` for a built engine and a window.
 
     All ranks that replay, either the whole job or some pipeline stages, must make the same calls. A replay does not
     update copies of optimizer state on other ranks: the caller must call ``TrainingEngine.keep_copies`` after it.

@@ -62,7 +62,7 @@ def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptim
 
 
 NamedState = dict[str, torch.Tensor]
-"""Tensors by the names that ``digest.named_state`` gives them."""
+"""Tensors by the names that ``named_state`` gives them."""
 
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:

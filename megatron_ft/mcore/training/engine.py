@@ -357,7 +357,7 @@ class TrainingEngine:
         )
 
     def apply(self, result: IterationResult) -> None:
-        """Carry out the decision in this rank's state: adamw, skip or roll back the iteration in progress."""
+        """Carry out the decision in this rank's state: commit, skip or roll back the iteration in progress."""
         in_progress = self._of(result.vote.iteration)
         if result.decision.action == "commit":
             self.commit(result.vote)
@@ -439,7 +439,7 @@ class TrainingEngine:
         failpoints.hit("vote_before", iteration)
         in_progress = self._of(iteration)
         # Set before the exchange: as soon as this rank may have sent its ballot, other ranks may have the complete vote
-        # and adamw. Then this rank must be able to finish the iteration, too.
+        # and commit. Then this rank must be able to finish the iteration, too.
         in_progress.contributed = True
         ballots = exchange(ballot, self.groups.vote)
         in_progress.pass_seconds = tuple(each.pass_seconds for each in ballots)
