@@ -154,7 +154,7 @@ def test_a_rank_with_another_norm_is_named(outcomes: dict[str, list[Any]]) -> No
     """A difference in the last bit is detected before any weight is updated."""
     for rank in of_ranks(outcomes, "disagree"):
         assert rank["error_type"] == "TrainingStopped"
-        assert "grad_norm" in rank["said"] and "rank 1" in rank["said"]
+        assert "grad_norm" in rank["output"] and "rank 1" in rank["output"]
         assert rank["unchanged"]
 
 
