@@ -41,30 +41,41 @@ def exchange_tensors(
     Returns:
         Number of bytes that this rank sent.
     """
-    received = exchange_bytes(outgoing, [sum(map(_num_bytes, of_rank)) for of_rank in incoming], group)
-    copy_from_bytes([tensor for of_rank in incoming for tensor in of_rank], received)
-    return sum(_num_bytes(tensor) for of_rank in outgoing for tensor in of_rank)
-
-
-def exchange_bytes(
-    outgoing: Sequence[Sequence[torch.Tensor]], receive_sizes: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Send ``outgoing[r]`` to each rank r of ``group``, and return the received bytes, uint8, ordered by rank.
-    ``receive_sizes[r]`` is the number of bytes from rank r. All ranks of the group must call this."""
     device = _device(group)
     sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
-    send_sizes = [sum(map(_num_bytes, of_rank)) for of_rank in outgoing]
+    send_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in outgoing]
+    receive_sizes = [sum(_num_bytes(tensor) for tensor in of_rank) for of_rank in incoming]
     received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
     # Sender and receiver know all sizes, so sizes are not exchanged. Ranks without tensors must take part, too.
-    dist.all_to_all_single(received, sent, list(receive_sizes), send_sizes, group=group)
-    return received
-
-
-def copy_from_bytes(targets: Sequence[torch.Tensor], content: torch.Tensor) -> None:
-    """Fill ``targets``, in order, with the bytes of ``content``, a flat uint8 tensor of their total size."""
-    for target, part in zip(targets, content.split([_num_bytes(tensor) for tensor in targets]), strict=True):
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    targets = [tensor for of_rank in incoming for tensor in of_rank]
+    for target, part in zip(targets, received.split([_num_bytes(tensor) for tensor in targets]), strict=True):
         # Cloned, because a view needs an address that is aligned for its dtype, and a part may begin anywhere.
         target.copy_(part.clone().view(target.dtype).view(target.shape))
+    return len(sent)
+
+
+def exchange_one(
+    sent: tuple[int, torch.Tensor] | None, received: tuple[int, torch.Tensor] | None, group: dist.ProcessGroup
+) -> None:
+    """Send one tensor to a rank of ``group``, and receive one in the memory of another tensor. Nothing else is copied if
+    the group communicates on the device of the tensors. All ranks of the group must call this.
+
+    Args:
+        sent: rank and tensor; None to send nothing.
+        received: rank and contiguous tensor; None to receive nothing.
+    """
+    device, nothing = _device(group), (-1, torch.empty(0, dtype=torch.uint8))
+    (target, outgoing), (source, incoming) = sent or nothing, received or nothing
+    content, buffer = _bytes(outgoing).to(device), _bytes(incoming).to(device)
+    send_sizes, receive_sizes = [0] * group.size(), [0] * group.size()
+    if sent is not None:
+        send_sizes[target] = len(content)
+    if received is not None:
+        receive_sizes[source] = len(buffer)
+    dist.all_to_all_single(buffer, content, receive_sizes, send_sizes, group=group)
+    if received is not None and buffer.device != incoming.device:
+        _bytes(incoming).copy_(buffer)
 
 
 def wait_for_all(group: dist.ProcessGroup) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.mcore.groups import copy_from_bytes, exchange_bytes, exchange_tensors, wait_for_all
+from megatron_ft.mcore.groups import exchange_tensors, exchange_one, wait_for_all
 from megatron_ft.mcore.model.parameters import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, sub_optimizers
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step
@@ -155,12 +155,14 @@ class ExpertPlaces:
     """The tensors of this rank's experts, in which experts from other ranks take the places of experts of this rank.
 
     A place is the set of tensors of one expert: weights, master weights and moments. The model and the optimizer keep
-    these tensors; only their contents change.
+    these tensors; only their contents change. All this needs memory for one expert.
     """
 
     def __init__(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
         tensors = dict(_distinct_state(model_chunks, optimizer))
         self._places = {expert: [tensors[name] for name in names] for expert, names in by_expert(tensors).items()}
+        # Experts have the same tensors in all layers.
+        self._aside = [torch.empty_like(t, requires_grad=False) for t in next(iter(self._places.values()))]
 
     def carry_out(
         self, steps: Iterable[Step], ranks: Sequence[int], group: dist.ProcessGroup, made: Callable[[Replacement], None]
@@ -176,30 +178,25 @@ class ExpertPlaces:
         position = {rank: place for place, rank in enumerate(ranks)}
         me, num_received = ranks[group.rank()], 0
         for step in steps:
-            outgoing: list[list[torch.Tensor]] = [[] for _ in ranks]
-            sizes = [0] * len(ranks)
-            own = None
-            for replacement in step:
-                transfer = replacement.transfer
-                if transfer.source_rank == me:
-                    outgoing[position[transfer.target_rank]] = self._places[transfer.layer_number, transfer.expert]
-                if transfer.target_rank == me:
-                    own = replacement
-                    place = self._places[transfer.layer_number, replacement.dropped]
-                    sizes[position[transfer.source_rank]] = sum(t.numel() * t.element_size() for t in place)
-            received = exchange_bytes(outgoing, sizes, group)
+            leaving = next((r.transfer for r in step if r.transfer.source_rank == me), None)
+            coming = next((r for r in step if r.transfer.target_rank == me), None)
+            for number, space in enumerate(self._aside):
+                sent = received = None
+                if leaving is not None:
+                    of_expert = self._places[leaving.layer_number, leaving.expert]
+                    sent = position[leaving.target_rank], of_expert[number]
+                if coming is not None:
+                    received = position[coming.transfer.source_rank], space
+                exchange_one(sent, received, group)
             # No rank overwrites an expert before all ranks have received theirs. If a rank dies in the exchange, every
             # other rank still has the experts that it had before the step.
             wait_for_all(group)
-            if own is None:
-                continue
-            layer = own.transfer.layer_number
-            place = self._places.pop((layer, own.dropped))
-            with torch.no_grad():
-                copy_from_bytes(place, received)
-            self._places[layer, own.transfer.expert] = place
-            num_received += len(received)
-            made(own)
+            if coming is not None:
+                layer = coming.transfer.layer_number
+                place = self._places[layer, coming.transfer.expert] = self._places.pop((layer, coming.dropped))
+                _copy(place, self._aside)
+                num_received += sum(tensor.numel() * tensor.element_size() for tensor in place)
+                made(coming)
         return num_received
 
     def sort(self, layer: int, experts: Sequence[int]) -> None:
@@ -214,13 +211,13 @@ class ExpertPlaces:
             if current[start] == order[start]:
                 continue
             # One expert is set aside; the others then move in a circle.
-            first, aside = current[start], [tensor.detach().clone() for tensor in places[start]]
-            at = start
+            first, at = current[start], start
+            _copy(self._aside, places[start])
             while order[at] != first:
                 source = current.index(order[at])
                 _copy(places[at], places[source])
                 current[at], at = order[at], source
-            _copy(places[at], aside)
+            _copy(places[at], self._aside)
             current[at] = first
         self._places.update({(layer, expert): place for expert, place in zip(order, places, strict=True)})
 
