@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BALANCED, EVEN = "balanced", "even"
+DEFAULT_REBALANCE_INTERVAL = 200
+"""Number of iterations between two plans by default, as in Lazarus (arXiv 2407.04656), section 6.1."""
 SHARES = (BALANCED, EVEN)
 """Values of ``placement.shares``."""
 
@@ -23,8 +25,9 @@ class PlacementConfig:
     state_copies: int | None = None
     """Number of copies of each optimizer shard, on different failure domains. null keeps one with every expert replica.
     """
-    rebalance_interval_iterations: int = 0
-    """Number of iterations after which the placement is planned again from recorded loads; 0 plans only once."""
+    rebalance_interval_iterations: int | None = None
+    """Number of iterations after which the placement is planned again from the observed loads; 0 plans only once. null:
+    200, or 0 with a ``schedule``."""
     rebalance_min_gain: float = 0.05
     """Smallest gain for which a new placement is used. The gain is the share of the busiest ranks' tokens that other
     ranks would process instead."""
@@ -44,6 +47,13 @@ class PlacementConfig:
     schedule: list[str] = field(default_factory=list)
     """Scheduled placements. An entry ``ITERATION:FILE`` uses the placement in FILE from ITERATION on. Tests compare
     rebalanced runs with runs that have such a schedule."""
+
+    @property
+    def rebalance_interval(self) -> int:
+        """Number of iterations between two plans; 0 if the placement is planned only once."""
+        if self.rebalance_interval_iterations is not None:
+            return self.rebalance_interval_iterations
+        return 0 if self.schedule else DEFAULT_REBALANCE_INTERVAL
 
     def backend_on(self, device: str) -> str:
         """Return the backend on ``device``, ``cpu`` or ``cuda``: ``reference``, ``cpp`` or ``cuda``."""

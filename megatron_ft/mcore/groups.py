@@ -58,7 +58,7 @@ def exchange_tensors(
 def exchange_one(
     sent: tuple[int, torch.Tensor] | None, received: tuple[int, torch.Tensor] | None, group: dist.ProcessGroup
 ) -> None:
-    """Send one tensor to a rank of ``group``, and receive one in the memory of another tensor. Nothing else is copied if
+    """Send one tensor to a rank of ``group``, and receive one in the memory of another tensor. Nothing is copied if
     the group communicates on the device of the tensors. All ranks of the group must call this.
 
     Args:

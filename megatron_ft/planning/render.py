@@ -236,8 +236,17 @@ def _render_placement(report: PlacementReport, why_unused: str = "") -> str:
         ("expert weights", f"{_readable_bytes(report.expert_weights_bytes)} in all replicas"),
         ("expert optimizer state", _copies(report, report.expert_state_bytes, report.expert_copies_bytes)),
         ("other optimizer state", _copies(report, report.non_expert_state_bytes, report.non_expert_copies_bytes)),
+        ("rebalancing", _rebalancing(report)),
     ]
     return "\n".join([_pairs("first placement", pairs), *(_slots(plan) for plan in report.stages)])
+
+
+def _rebalancing(report: PlacementReport) -> str:
+    if not report.rebalance_interval_iterations:
+        return "off"
+    moved, staged = _readable_bytes(report.most_moved_bytes), _readable_bytes(report.staged_bytes)
+    every = f"planned every {report.rebalance_interval_iterations} iterations"
+    return f"{every}; moves at most {moved}; a rank needs memory for one more expert ({staged})"
 
 
 def _survival(values: Sequence[Survival]) -> str:

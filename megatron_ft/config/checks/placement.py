@@ -84,13 +84,12 @@ def _check_slots(config: JobConfig) -> None:
 
 def _check_rebalancing(config: JobConfig) -> None:
     placement = config.placement
-    if placement.rebalance_interval_iterations < 0:
-        raise ConfigError.of(
-            "placement.rebalance_interval_iterations", placement.rebalance_interval_iterations, "must be at least 0"
-        )
-    if placement.schedule and placement.rebalance_interval_iterations:
-        interval = f"placement.rebalance_interval_iterations={placement.rebalance_interval_iterations}"
-        raise ConfigError.of("placement.schedule", placement.schedule, f"must be empty with {interval}")
+    interval = placement.rebalance_interval
+    if interval < 0:
+        raise ConfigError.of("placement.rebalance_interval_iterations", interval, "must be at least 0")
+    if placement.schedule and interval:
+        constraint = f"must be empty with placement.rebalance_interval_iterations={interval}"
+        raise ConfigError.of("placement.schedule", placement.schedule, constraint)
     for name, value in (
         ("load_smoothing", placement.load_smoothing),
         ("rebalance_min_gain", placement.rebalance_min_gain),

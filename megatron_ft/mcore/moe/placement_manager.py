@@ -127,7 +127,7 @@ class PlacementManager:
         self._backend = open_dispatch(config)
         self._inputs = JobInputs(loads=read_first_loads(config), schedule=read_schedule(config))
         self._policy = RebalancePolicy(
-            interval_iterations=config.placement.rebalance_interval_iterations,
+            interval_iterations=config.placement.rebalance_interval,
             min_gain=config.placement.rebalance_min_gain,
             bytes_per_saved_token=config.placement.rebalance_bytes_per_token,
             shares=config.placement.shares,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import xxhash
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron_ft.mcore.groups import exchange_tensors, exchange_one, wait_for_all
+from megatron_ft.mcore.groups import exchange_one, exchange_tensors, wait_for_all
 from megatron_ft.mcore.model.parameters import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, sub_optimizers
 from megatron_ft.planning.placement.migration import MigrationPlan, Replacement, Step

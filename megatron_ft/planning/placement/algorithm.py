@@ -31,7 +31,9 @@ class PlacementAlgorithm(Protocol):
         """Assign every replica to a slot.
 
         Args:
-            replica_counts: number of replicas of each expert in each layer, ``[L][E]``.
+            replica_counts: number of replicas of each expert in each layer, ``[L][E]``. An algorithm may give a slot to
+                another expert, if otherwise a rank would hold an expert twice, but each expert gets at least the
+                smallest count.
             cluster: nodes, their ranks and failure domains, and which nodes are alive.
             num_slots_per_rank: number of replicas that a rank can hold in each layer.
             ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.

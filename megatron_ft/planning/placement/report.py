@@ -8,7 +8,7 @@ from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import operators_of
-from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES
+from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, expert_state_bytes
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, first_plans, scripted_plans
@@ -45,6 +45,12 @@ class PlacementReport:
     """Bytes of the optimizer state of all other parameters: once if it is sharded, otherwise on every rank."""
     non_expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of all other parameters."""
+    rebalance_interval_iterations: int
+    """Number of iterations between two plans; 0 if the placement is planned only once."""
+    staged_bytes: int
+    """Bytes of one expert. A rank needs this much additional memory during a rebalance."""
+    most_moved_bytes: int
+    """Largest number of bytes that a rebalance moves, if base copies stay where they are."""
 
     def validate(self) -> None:
         """Check every plan.
@@ -111,9 +117,18 @@ class PlacementReport:
             expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=True) for s in stages),
             non_expert_state_bytes=sum(stage.non_expert_bytes for stage in stages),
             non_expert_copies_bytes=None if num_copies is None else sum(s.copies_bytes(experts=False) for s in stages),
+            rebalance_interval_iterations=config.placement.rebalance_interval,
+            staged_bytes=expert_state_bytes(config),
+            most_moved_bytes=sum(map(_num_extra_copies, plans)) * expert_state_bytes(config),
         )
         report.validate()
         return report
+
+
+def _num_extra_copies(plan: PlacementPlan) -> int:
+    """Return the number of copies beyond those that every expert of the layer has."""
+    counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
+    return sum(sum(of_layer) - min(of_layer) * len(of_layer) for of_layer in counts)
 
 
 def _optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:
