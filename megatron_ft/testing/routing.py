@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ft.runtime.dispatch.backend import DispatchBackend
-from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from megatron_ft.config.placement import SHARES
 from megatron_ft.planning.dispatch import quotas
 from megatron_ft.runtime.dispatch.backend import BACKENDS as BACKEND_CLASSES
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
-from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
+from megatron_ft.runtime.dispatch.rows import NO_ROW, DispatchHandle
 from megatron_ft.testing.jobs import REPOSITORY as ROOT
 from megatron_ft.testing.routing import Routing, make_routing, plan_all, swap
 

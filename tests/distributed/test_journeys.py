@@ -61,8 +61,8 @@ WINDOWS = (
 ALL = "all of these"
 ROOM = 2
 """Number of files that periodic work (heartbeats, writes of logs) may add to an interval."""
-MOST_OF_A_RECOVERY = {"controller": 31, "agent": 11, "rank": 102, ALL: 131}
-MOST_OF_A_SLICE = {"rank": 106, "snapshot server": 15, ALL: 115}
+MOST_OF_A_RECOVERY = {"controller": 20, "agent": 8, "rank": 64, ALL: 80}
+MOST_OF_A_SLICE = {"rank": 62, "snapshot server": 12, ALL: 68}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from megatron_ft.config.placement import SHARES
 from megatron_ft.runtime.dispatch.backend import DispatchBackend, open_backend
-from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.rows import DispatchHandle
 from megatron_ft.testing.routing import make_routing, plan_all
 
 HIDDEN = 1024

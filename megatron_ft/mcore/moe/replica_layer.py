@@ -28,7 +28,7 @@ from megatron_ft.mcore.model.parameters import unwrap
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.dispatch.backend import DispatchBackend
 from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, gather_counts, return_rows, send_rows
-from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 
 def holders(slots: Sequence[Sequence[int]], expert: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
+from megatron_ft.planning.placement.survival import minimal_masks, surviving_weights
 
 NEGLIGIBLE = 1e-4
 """Smallest weight, before normalization, with which a number of lost domains is considered."""

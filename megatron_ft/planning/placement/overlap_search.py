@@ -14,12 +14,12 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.planning.balanced_shares import least_load
 from megatron_ft.planning.placement.algorithm import PlacementBase, spread_to_floor
 from megatron_ft.planning.placement.extra_copies import add_extra_copies, base_capacities, base_counts, match_domains
-from megatron_ft.planning.placement.frontier import TooManyStates
 from megatron_ft.planning.placement.layout import Counts, Holdings, Layout, per_replica_loads
 from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
 from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.plan import Slots
+from megatron_ft.planning.placement.survival import TooManyStates
 
 WORTH_MOVING = 0.02
 """Fraction of the busiest rank's tokens that a layer must save before extra copies move to other ranks."""

@@ -29,8 +29,8 @@ from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import ConfigError
 from megatron_ft.runtime.dispatch.cpp import CppDispatch
 from megatron_ft.runtime.dispatch.cuda import CudaDispatch
-from megatron_ft.runtime.dispatch.handle import DispatchHandle
 from megatron_ft.runtime.dispatch.reference import ReferenceDispatch
+from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 KEY = "placement.dispatch_backend"
 

@@ -9,8 +9,7 @@ from megatron_ft.config.placement import BALANCED
 from megatron_ft.planning.balanced_shares import MAX_TOKENS
 from megatron_ft.runtime.dispatch import extension
 from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
-from megatron_ft.runtime.dispatch.handle import DispatchHandle
-from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, RowOperations
+from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, DispatchHandle, RowOperations
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.runtime.dispatch.handle import DispatchHandle
+from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 
 @dataclass(slots=True)

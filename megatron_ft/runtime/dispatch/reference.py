@@ -9,8 +9,7 @@ from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import dispatch as rule
 from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_plan
-from megatron_ft.runtime.dispatch.handle import NO_ROW, DispatchHandle
-from megatron_ft.runtime.dispatch.rows import RowOperations, sum_dtype
+from megatron_ft.runtime.dispatch.rows import NO_ROW, DispatchHandle, RowOperations, sum_dtype
 
 
 class ReferenceDispatch(RowOperations):

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement import frontier
-from megatron_ft.planning.placement.frontier import minimal_masks, surviving_weights
 from megatron_ft.planning.placement.objective import SurvivalObjective
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.survival import single_loss_survival, survival
+from megatron_ft.planning.placement.survival import minimal_masks, single_loss_survival, survival, surviving_weights
 
 families = st.lists(st.integers(1, 2**7 - 1), max_size=12)
 
@@ -88,7 +86,7 @@ def test_estimates_say_so_and_contain_the_truth(monkeypatch: pytest.MonkeyPatch)
     domains = [f"n{n}" for n in range(20)]
     held = [{domains[a], domains[b]} for a, b in combinations(range(20), 2) if (a * b) % 7 == 1]
     (exact,) = survival(held, domains, [4])
-    monkeypatch.setattr(frontier, "MAX_STATES", 1)
+    monkeypatch.setattr("megatron_ft.planning.placement.survival.MAX_STATES", 1)
     (estimate,) = survival(held, domains, [4], num_samples=20_000)
     assert not estimate.exact
     assert estimate.interval is not None
