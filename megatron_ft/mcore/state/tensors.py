@@ -162,7 +162,7 @@ class ExpertPlaces:
         tensors = dict(_distinct_state(model_chunks, optimizer))
         self._places = {expert: [tensors[name] for name in names] for expert, names in by_expert(tensors).items()}
         # Experts have the same tensors in all layers.
-        self._aside = [torch.empty_like(t, requires_grad=False) for t in next(iter(self._places.values()))]
+        self._aside = [torch.empty_like(t, requires_grad=False) for t in next(iter(self._places.values()), ())]
 
     def carry_out(
         self, steps: Iterable[Step], ranks: Sequence[int], group: dist.ProcessGroup, made: Callable[[Replacement], None]

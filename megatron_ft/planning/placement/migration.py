@@ -1,7 +1,7 @@
 """Plans the migration from the present placement to a new one: which rank gets which slots, and which experts move."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,22 +126,18 @@ Step = tuple[Replacement, ...]
 
 
 def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step] | None:
-    """Divide ``migration`` into steps in which each rank receives at most one expert, so that a rank needs memory for
-    one more expert only.
+    """Divide ``migration`` into steps in which each rank receives at most one expert and sends at most one, so that a
+    rank needs memory for one more expert only.
 
-    A rank sends at most one expert in a step, too. After each step, every expert is still on at least one rank. If
+    An expert is overwritten only if another rank had it before the step, so every expert always has a copy. If
     possible, an expert is sent by the rank that ``migration`` names; otherwise, another rank that holds it sends it.
 
     Returns:
-        None if a rank would hold more or fewer distinct experts of a layer than under ``now``, so that no expert
-        can take the place of another.
+        None if this is impossible: a rank would hold another number of distinct experts of a layer than under ``now``,
+        or ranks would have to exchange experts of which there are no other copies.
     """
     state = _Replacing.of(now, migration)
-    if any(
-        len(old) != len(new)
-        for pair in zip(state.held, state.wanted, strict=True)
-        for old, new in zip(*pair, strict=True)
-    ):
+    if any(len(experts) != len(state.wanted[key]) for key, experts in state.held.items()):
         return None
     steps = []
     while any(state.open.values()):
@@ -149,108 +145,86 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
         if not step:
             return None
         state.make(step)
-        steps.append(tuple(step))
+        steps.append(step)
     return steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replacing:
-    """Progress of a migration that is made in steps. Layers and ranks are numbered by their positions in the plan."""
+    """Progress of a migration that is made in steps."""
 
-    held: list[list[set[int]]]
-    """Experts of each rank, ``[layer][rank]``."""
-    wanted: list[list[set[int]]]
-    """Experts of each rank after the migration."""
-    copies: list[Counter[int]]
-    """Number of ranks that hold each expert of each layer."""
+    held: dict[tuple[int, int], set[int]]
+    """Experts by layer number and rank."""
+    wanted: dict[tuple[int, int], set[int]]
+    """Experts after the migration, by layer number and rank."""
+    holders: dict[tuple[int, int], set[int]]
+    """Ranks that hold an expert, by layer number and expert."""
     open: dict[int, list[Transfer]]
     """Transfers that have not been made, by receiving rank."""
-    layers: dict[int, int]
-    """Position of each layer number."""
-    ranks: dict[int, int]
-    """Position of each rank."""
 
     @classmethod
     def of(cls, now: PlacementPlan, migration: MigrationPlan) -> "_Replacing":
-        held = [[set(experts) for experts in by_rank] for by_rank in now.slots]
+        held, wanted = (
+            {
+                (layer, rank): set(experts)
+                for layer, by_rank in zip(plan.layer_numbers, plan.slots, strict=True)
+                for rank, experts in zip(plan.ranks, by_rank, strict=True)
+            }
+            for plan in (now, migration.placement)
+        )
+        holders: dict[tuple[int, int], set[int]] = {}
+        for (layer, rank), experts in held.items():
+            for expert in experts:
+                holders.setdefault((layer, expert), set()).add(rank)
         left: dict[int, list[Transfer]] = {rank: [] for rank in now.ranks}
         for transfer in migration.transfers:
             left[transfer.target_rank].append(transfer)
-        return cls(
-            held=held,
-            wanted=[[set(experts) for experts in by_rank] for by_rank in migration.placement.slots],
-            copies=[Counter(expert for experts in by_rank for expert in experts) for by_rank in held],
-            open=left,
-            layers={number: layer for layer, number in enumerate(now.layer_numbers)},
-            ranks={rank: position for position, rank in enumerate(now.ranks)},
-        )
+        return cls(held=held, wanted=wanted, holders=holders, open=left)
 
-    def next_step(self) -> list[Replacement]:
-        """Choose one open transfer and one dropped expert for as many ranks as possible."""
-        choice = {rank: 0 for rank, transfers in self.open.items() if transfers}
-        while True:
-            step = []
-            senders: set[int] = set()
-            change: Counter[tuple[int, int]] = Counter()
-            transfers = {rank: self.open[rank][number] for rank, number in choice.items()}
-            change.update((self.layers[t.layer_number], t.expert) for t in transfers.values())
-            for transfer in transfers.values():
-                source, dropped = self._sender(transfer, senders), self._dropped(transfer, change)
-                if source is None or dropped is None:
-                    rank = transfer.target_rank
+    def next_step(self) -> Step:
+        """Choose one open transfer and one expert to overwrite for as many ranks as possible."""
+        step = []
+        senders: set[int] = set()
+        overwritten: Counter[tuple[int, int]] = Counter()
+        for transfers in self.open.values():
+            for transfer in transfers:
+                source, dropped = self._sender(transfer, senders), self._dropped(transfer, overwritten)
+                if source is not None and dropped is not None:
+                    senders.add(source)
+                    overwritten[transfer.layer_number, dropped] += 1
+                    step.append(Replacement(transfer=replace(transfer, source_rank=source), dropped=dropped))
                     break
-                senders.add(source)
-                change[self.layers[transfer.layer_number], dropped] -= 1
-                step.append(Replacement(transfer=replace(transfer, source_rank=source), dropped=dropped))
-            else:
-                return step
-            # This rank tries its next transfer. All ranks choose again, because they may have relied on the copy that
-            # this rank would have received.
-            choice[rank] += 1
-            if choice[rank] == len(self.open[rank]):
-                del choice[rank]
+        return tuple(step)
 
     def _sender(self, transfer: Transfer, senders: Collection[int]) -> int | None:
         """Return a rank that holds the expert and is not one of ``senders``, if possible the planned one."""
-        of_layer = self.held[self.layers[transfer.layer_number]]
-        return next(
-            (
-                rank
-                for rank in (transfer.source_rank, *self.ranks)
-                if rank not in senders and transfer.expert in of_layer[self.ranks[rank]]
-            ),
-            None,
-        )
+        holders = self.holders[transfer.layer_number, transfer.expert]
+        if transfer.source_rank in holders and transfer.source_rank not in senders:
+            return transfer.source_rank
+        return min((rank for rank in holders if rank not in senders), default=None)
 
-    def _dropped(self, transfer: Transfer, change: Counter[tuple[int, int]]) -> int | None:
-        """Return the expert that the receiving rank overwrites; None if no other rank would hold it then."""
-        layer, position = self.layers[transfer.layer_number], self.ranks[transfer.target_rank]
+    def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
+        """Return the expert that the receiving rank overwrites; None if no other rank would have it."""
+        layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:
-            return self.copies[layer][expert] + change[layer, expert]
+            return len(self.holders[layer, expert]) - overwritten.get((layer, expert), 0)
 
-        surplus = self.held[layer][position] - self.wanted[layer][position]
         # The expert with most copies, because other ranks may still have to receive experts with few copies from here.
-        most = max(surplus, key=lambda expert: (left(expert), -expert))
+        most = max(self.held[key] - self.wanted[key], key=lambda expert: (left(expert), -expert))
         return most if left(most) > 1 else None
 
-    def make(self, step: Sequence[Replacement]) -> None:
+    def make(self, step: Step) -> None:
         """Record ``step`` as made."""
         for replacement in step:
             transfer = replacement.transfer
-            layer, position = self.layers[transfer.layer_number], self.ranks[transfer.target_rank]
+            rank, layer, expert = transfer.target_rank, transfer.layer_number, transfer.expert
             # The sender of a step may differ from the planned one.
-            self.open[transfer.target_rank].remove(
-                next(
-                    other
-                    for other in self.open[transfer.target_rank]
-                    if (other.layer_number, other.expert) == (transfer.layer_number, transfer.expert)
-                )
-            )
-            self.held[layer][position].remove(replacement.dropped)
-            self.held[layer][position].add(transfer.expert)
-            self.copies[layer][replacement.dropped] -= 1
-            self.copies[layer][transfer.expert] += 1
+            self.open[rank] = [t for t in self.open[rank] if (t.layer_number, t.expert) != (layer, expert)]
+            self.held[layer, rank].remove(replacement.dropped)
+            self.held[layer, rank].add(expert)
+            self.holders[layer, replacement.dropped].remove(rank)
+            self.holders[layer, expert].add(rank)
 
 
 def holdings(plan: PlacementPlan, previous: Sequence[int | None] | None = None) -> Holdings:

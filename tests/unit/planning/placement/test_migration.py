@@ -173,8 +173,11 @@ def carried_out(now: PlacementPlan, steps: list[Step]) -> list[list[set[int]]]:
     """Return the experts of each rank after ``steps``; check each of them."""
     held = [[set(experts) for experts in by_rank] for by_rank in now.slots]
     for step in steps:
-        receivers = [replacement.transfer.target_rank for replacement in step]
-        assert len(set(receivers)) == len(receivers) > 0
+        for ranks in (
+            [replacement.transfer.target_rank for replacement in step],
+            [replacement.transfer.source_rank for replacement in step],
+        ):
+            assert len(set(ranks)) == len(ranks) > 0
         before = [[set(experts) for experts in by_rank] for by_rank in held]
         for replacement in step:
             transfer = replacement.transfer
@@ -199,11 +202,9 @@ def test_steps_end_at_the_new_placement_and_never_lose_an_expert(pair: tuple[Pla
     assert sum(map(len, steps)) == len(migration.transfers)
 
 
-def test_only_copies_that_are_exchanged_move_in_one_step() -> None:
+def test_no_steps_where_the_only_copies_would_be_exchanged() -> None:
     now, new = plan_of((((0, 1), (2, 3)),)), plan_of((((0, 2), (1, 3)),))
-    steps = replacement_steps(now, MigrationPlan.between(new, holdings(now), 100))
-    assert steps is not None and len(steps) == 1
-    assert {(r.transfer.expert, r.dropped) for r in steps[0]} == {(2, 1), (1, 2)}
+    assert replacement_steps(now, MigrationPlan.between(new, holdings(now), 100)) is None
 
 
 def test_a_rank_that_has_overwritten_an_expert_does_not_send_it() -> None:
@@ -235,5 +236,5 @@ def test_plans_of_the_search_need_few_steps() -> None:
     steps = replacement_steps(now, migration)
     assert steps is not None and migration.transfers
     received = Counter(transfer.target_rank for transfer in migration.transfers)
-    assert len(steps) <= 2 * max(received.values())
+    assert len(steps) <= 3 * max(received.values())
     carried_out(now, steps)
