@@ -168,3 +168,14 @@ def test_every_phase_is_reported_in_order() -> None:
     later = ["grad_sync", "vote_before", "vote_inside", "vote_after", "update", "gather", "teardown"]
     assert phases == ["data", *microbatch * (len(phases[1 : -len(later)]) // 3), *later]
     assert phases.count("backward") >= 1 and reported[0] == (0, "build")
+
+
+@pytest.mark.parametrize(("placement", "expected"), [(object(), True), (None, False)], ids=["replicas", "none"])
+def test_loads_are_observed_whenever_there_are_replicas(placement: object, expected: bool) -> None:
+    """Loads are observed also without rebalancing: the placement after a lost node is planned from them."""
+    from megatron_ft.mcore.training.trainer import Trainer
+
+    trainer = object.__new__(Trainer)
+    config = engines.micro_config({"telemetry.expert_load_interval_iterations": 0})
+    vars(trainer).update(config=config, placement=placement, snapshots=None)
+    assert trainer._wants_load(3) is expected
