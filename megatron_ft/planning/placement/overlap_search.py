@@ -37,7 +37,7 @@ Column = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapSearch(PlacementBase):
-    """Searches places of base copies that survive more often than maximum rank overlap, and places other copies by load.
+    """Searches places of base copies that survive more often than maximum rank overlap; places other copies by load.
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
     * If loads are given and there are more slots than the smallest replica count of all experts takes, base copies are
