@@ -36,7 +36,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "token dispatch, executed": ("runtime/dispatch/re*.py", "runtime/dispatch/rows.py", "runtime/dispatch/exchange.py"),
     "replica counts and placement": ("planning/placement/al*.py", "planning/placement/m*_overlap.py"),
     "placement search": ("planning/placement/overlap_search.py", "planning/placement/copies.py"),
-    "survival": ("planning/placement/survival.py", "planning/placement/frontier.py"),
+    "survival": ("planning/placement/survival.py",),
     "migration of experts": ("planning/placement/migration.py", "mcore/state/tensors.py"),
     "costs": ("planning/cost/*.py",),
     "commit point": ("planning/recovery/membership.py",),

@@ -122,7 +122,7 @@ class SlurmCluster:
     _inits: dict[int, psutil.Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        number = _free_network()
+        number = _claim_network()
         self.network = f"10.77.{number}"
         self._bridge = f"mft{number}"
         self._port = 20000 + 10 * number
@@ -141,8 +141,7 @@ class SlurmCluster:
         for name in ("etc", "state", "spool", "log", "run"):
             (self.folder / name).mkdir()
         self._write_configuration()
-        for words in (("add", self._bridge, "type", "bridge"), ("set", self._bridge, "up")):
-            self.run("ip", "link", *words)
+        self.run("ip", "link", "set", self._bridge, "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", self._bridge)
         run, log = self.folder / "run", self.folder / "log"
         files = {"key-file": self.folder / "etc" / "munge.key", "socket": run / "munge.socket"}
@@ -322,11 +321,16 @@ class SlurmCluster:
         wait_until(f"{pid_file.stem} has ended", gone, seconds=START_SECONDS)
 
 
-def _free_network() -> int:
-    """Return a number N such that no cluster of this machine uses the network 10.77.N.0/24."""
-    taken = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    free = [number for number in range(1, 200) if f"10.77.{number}.1" not in taken]
-    return secrets.choice(free)
+def _claim_network() -> int:
+    """Create the bridge ``mftN``, and return N. No other cluster of this machine then uses the network 10.77.N.0/24."""
+    for number in sorted(range(1, 200), key=lambda _: secrets.randbits(32)):
+        words = ("ip", "link", "add", f"mft{number}", "type", "bridge")
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0:
+            return number
+        # Two clusters may start at once. Only one of them can create the bridge.
+        assert "File exists" in done.stderr, f"{' '.join(words)}: {done.returncode}\n{done.stderr}"
+    raise AssertionError("all networks 10.77.N.0/24 are in use")
 
 
 def _search_path() -> str:
