@@ -23,7 +23,7 @@ MAX_REPORT_BYTES = 1024 * 1024
 """Largest size of every other report as JSON, in bytes. These reports are written to the journal, and the details of
 how a rank ended are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
-"""Largest size of a registration (``Join``) as JSON, in bytes; every node receives the sidecar addresses that it contains."""
+"""Largest size of a registration (``Join``) as JSON, in bytes; every node receives the sidecar addresses in it."""
 _LAST_LINE_CHARACTERS = 500
 # JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1

@@ -45,8 +45,8 @@ NUM_PORTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """Address and ports at which a node can serve the rendezvous store. Memberships use the ports in turn, because the store of
-    the previous membership may still be closing."""
+    """Address and ports at which a node can serve the rendezvous store. Memberships use the ports in turn, because the
+    store of the previous membership may still be closing."""
 
     address: Annotated[str, Length(1, 255)]
     ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]

@@ -377,8 +377,8 @@ class _UnauthenticatedConnections:
         """Store the limits; ``start`` begins to watch.
 
         Args:
-            max_connections: limit for all connections of the server. Half of the connections that authenticated agents leave free may be
-                unauthenticated, so a new agent has time to present the token before its connection is the oldest.
+            max_connections: largest number of connections of the server. Unauthenticated ones may be half of those that
+                authenticated agents leave free, so an agent can present the token before its connection is the oldest.
             authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
