@@ -75,7 +75,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity of a job. Checkpoints and windows contain it. A job compares it with its own before it loads them."""
+    """Identity of a job. Checkpoints and windows contain it, and a job compares identities before it loads them."""
 
     run_id: str
     """Random name of the run, stored in its folder."""

@@ -64,7 +64,7 @@ class DataConfig:
     valid_fraction: float = 0.02
     """Share of each training source, at its end, that is used only for validation if ``valid`` is empty."""
     tokenizer: str = "bytes"
-    """Tokenizer: ``bytes``, ``huggingface`` (reads ``tokenizer_file``) or ``gpt2`` (``vocab_file``, ``merges_file``)."""
+    """``bytes``, ``huggingface`` (reads ``tokenizer_file``) or ``gpt2`` (reads ``vocab_file`` and ``merges_file``)."""
     tokenizer_file: str | None = None
     """JSON file of the ``tokenizers`` library, for ``huggingface``."""
     vocab_file: str | None = None
@@ -192,7 +192,7 @@ class TrainingConfig:
     distributed_timeout_seconds: float = 600.0
     """Timeout of collective operations."""
     digest_interval_iterations: int = 0
-    """Number of iterations between two records of state digests of all ranks; also recorded at the end. 0: no records."""
+    """Number of iterations between two records of state digests of all ranks; 0 records none, even at the end."""
 
 
 @dataclass

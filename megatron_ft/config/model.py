@@ -24,7 +24,7 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Number of rows of a learned position table; null means ``seq_length``."""
     vocab_size: int | None = None
-    """Number of entries of the vocabulary; must not be below that of the tokenizer. null means the tokenizer's number."""
+    """Number of vocabulary entries, at least as many as the tokenizer has. null means the tokenizer's number."""
     make_vocab_size_divisible_by: int = 128
     """Divisor of the padded vocabulary size. Must be a multiple of ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
@@ -120,7 +120,7 @@ class ModelConfig:
     v_head_dim: int = 128
     """Number of channels of a value head."""
     published_parameters: int | None = None
-    """Parameter count that the authors published, which ``dry_run`` compares with the computed count; null if unknown."""
+    """Parameter count that the authors published, with which ``dry_run`` compares its result; null if unknown."""
     published_active_parameters: int | None = None
     """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""
