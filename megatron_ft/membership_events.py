@@ -63,7 +63,7 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part in a localized recovery, in which stages that lost ranks replay iterations from logs."""
+    """One rank finished its part in a localized recovery: stages that lost ranks replay iterations from logs."""
 
     generation: int
     """Generation number of the membership that this recovery establishes."""
