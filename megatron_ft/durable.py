@@ -47,10 +47,10 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def cut_half_line(descriptor: int) -> int:
-    """Remove an incomplete last line from a file open for reading and writing. Return the number of bytes.
+    """Remove an incomplete last line from a file open for reading and writing. Return the number of removed bytes.
 
     Raises:
-        OSError: the file cannot be read or cut.
+        OSError: the file cannot be read or shortened.
     """
     size = end = os.fstat(descriptor).st_size
     while end > 0:
@@ -69,7 +69,7 @@ def write_whole(descriptor: int, content: bytes) -> None:
     """Write all bytes of ``content``, in several calls if necessary.
 
     Raises:
-        OSError: a call failed, for instance on a full disk; a part of the bytes may be written.
+        OSError: a call failed, for instance on a full disk; a part of the bytes may have been written.
     """
     left = memoryview(content)
     while left:

@@ -17,7 +17,7 @@ class ConfigError(MegatronFtError):
 
     @classmethod
     def of(cls, key: str, value: object, constraint: str) -> "ConfigError":
-        """Make an error with the message ``key=value: constraint``. The constraint is like ``must be at least 1``."""
+        """Make an error with the message ``key=value: constraint``, e.g. with the constraint ``must be at least 1``."""
         return cls(f"{key}={value}: {constraint}")
 
 
@@ -52,7 +52,7 @@ class RankFailed(MegatronFtError):
 
 
 class RankLost(RankFailed):
-    """A rank that cannot continue because of its own process; other ranks recover as if it had been killed."""
+    """A rank that cannot continue because of an error in its process; other ranks recover as if it had been killed."""
 
 
 class ControlError(MegatronFtError):

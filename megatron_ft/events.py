@@ -73,7 +73,7 @@ class RunStarted(Record):
     device: str | None = None
     """Device of the ranks, e.g. ``cpu`` or ``cuda: NVIDIA H200``."""
     versions: dict[str, str] | None = None
-    """Software name to version."""
+    """Maps the name of each software package to its version."""
     config_digest: str | None = None
     """Digest of the resolved configuration, hexadecimal."""
     resumed_from: str | None = None
@@ -161,12 +161,12 @@ class ExpertLoad(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInForce(Record):
-    """Expert replicas get a new placement; the run's folder ``placements/`` contains the plan."""
+    """Expert replicas get a new placement; the folder ``placements/`` of the run contains the plan."""
 
     iteration: int
     """First iteration with this placement."""
     reason: str
-    """Reason for the placement: ``first``, ``resumed``, ``scripted``, ``membership``, or the gain of a rebalance."""
+    """Reason for the placement: ``first``, ``resumed``, ``scripted``, ``membership``, or text with the gain."""
     stages: tuple[str, ...]
     """Description of the placement, one line for each pipeline stage."""
     moved_bytes: int | None = None
@@ -174,9 +174,9 @@ class PlacementInForce(Record):
     gain: float | None = None
     """Predicted decrease of the number of tokens of the busiest ranks, as a share of this number."""
     imbalance_before: float | None = None
-    """Tokens of the busiest rank over the mean of ranks, from smoothed loads, in the worst layer, before the change."""
+    """Largest ratio, over all layers, of a rank's tokens to the mean of ranks, by smoothed loads, before the change."""
     imbalance_after: float | None = None
-    """The same ratio after the change."""
+    """The ratio ``imbalance_before``, but computed for the new placement."""
     seconds: float | None = None
     """Seconds for which the change paused training."""
     single_loss_survival: float | None = None
@@ -228,7 +228,7 @@ class CheckpointFailed(Record):
     iteration: int
     """Iteration of the checkpoint."""
     error: str
-    """The error."""
+    """Text of the error."""
     path: str | None = None
     """Directory of the checkpoint."""
 
@@ -302,9 +302,9 @@ class FailpointHit(Record):
     rank: int | None = None
     """Rank in which the fault happens."""
     node: int | None = None
-    """Node of that rank."""
+    """Node of ``rank``."""
     failpoint: str | None = None
-    """Value in ``testing.failpoints``."""
+    """The failpoint, as written in ``testing.failpoints``."""
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -317,11 +317,11 @@ class FailpointUnfired(Record):
     """A rank ended before it reached one of its failpoints, so the fault was not injected."""
 
     failpoint: str
-    """Value in ``testing.failpoints``."""
+    """The failpoint, as written in ``testing.failpoints``."""
     rank: int | None = None
     """Rank in which the fault was to happen."""
     node: int | None = None
-    """Node of that rank."""
+    """Node of ``rank``."""
 
     def describe(self) -> Note:
         rank = "" if self.rank is None else f", rank {self.rank}"
@@ -343,7 +343,7 @@ class AlertRaised(Record):
     rank: int | None = None
     """Rank with the measured value, numbered among the ranks that train now; absent if the value is not of one rank."""
     node: int | None = None
-    """Node of that rank; the number of a node never changes."""
+    """Node of ``rank``; the number of a node never changes."""
 
     def describe(self) -> Note:
         rank = "the slowest rank" if self.rank is None else f"rank {self.rank} on node {self.node}"
@@ -417,7 +417,7 @@ class SinkFailed(Record):
     sink: str
     """Name of the sink."""
     error: str
-    """The error."""
+    """Text of the error."""
 
     def describe(self) -> Note:
         return Note("bad", f"sink {self.sink} no longer accepts records: {self.error}")
@@ -454,7 +454,7 @@ class LogTruncated(Record):
     """The last line of a log file was incomplete because of a crash, and was removed."""
 
     file: str
-    """Name of the file."""
+    """Name of the log file."""
     num_dropped_bytes: int
     """Number of bytes that were removed."""
 

@@ -29,7 +29,7 @@ MAX_BYTES = 1 << 30
 MAX_EXPERTS = 1 << 16
 """Largest number of experts of a layer."""
 MAX_LOADS = 1 << 26
-"""Largest number of loads, layers times experts, that are counted from a file of expert ids."""
+"""Largest product of the numbers of layers and experts in a file of expert ids."""
 
 Tokens = npt.NDArray[np.float64] | npt.NDArray[np.int64]
 

@@ -3,9 +3,9 @@
 A failpoint is written as a call with literal keywords, e.g. ``kill(rank=1, at_iteration=7, phase="backward")``. It
 fires once in each process that it matches; a failpoint that names no generation matches processes of every generation.
 A record is on disk *before* the fault happens, so that a trial can prove the injection. The rank of a process may
-change with the membership: ``rank`` is the rank in the generation that the failpoint names, otherwise the first rank of
-the process. Each ``hit`` also reports the progress of the rank if ``watch`` has set a function. Without failpoints and
-such a function, ``hit`` only evaluates two conditions.
+change with the membership: ``rank`` is the rank in the generation that the failpoint names. If it names no generation,
+``rank`` is the first rank of the process. Each ``hit`` also reports the progress of the rank if ``watch`` has set a
+function. Without failpoints and such a function, ``hit`` only evaluates two conditions.
 """
 
 import json
@@ -93,7 +93,7 @@ class Failpoint:
     at_iteration: int | None = None
     generation: int | None = None
     passes: int = 1
-    """Number of matching hits; the fault is injected at the last of them."""
+    """Number of the matching hit, counted from 1, at which the fault is injected."""
     code: int = 0
     message: str = "injected fault"
     seconds: float = 0.0
@@ -201,7 +201,7 @@ _watch: _Watch | None = None
 
 
 def watch(report: ReportProgress | None) -> None:
-    """Call ``report`` at every hit whose phase or iteration differs from that of the previous hit; None stops it.
+    """Call ``report`` at each hit whose phase or iteration differs from the previous hit; None ends these calls.
 
     At a hit with an armed fault, the call comes before the fault.
     """

@@ -53,7 +53,7 @@ class FrameReader:
     """Receives messages from one socket."""
 
     def __init__(self, sock: socket.socket, *, first_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """Create a reader of ``sock``. ``first_frame_bytes`` limits the message in which the peer identifies itself."""
+        """Create a reader of ``sock``. ``first_frame_bytes`` limits the first message, which identifies the peer."""
         self.sock = sock
         self._most_bytes = first_frame_bytes
         self.descriptors: deque[int] = deque()

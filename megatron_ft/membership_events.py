@@ -11,7 +11,7 @@ class RecoveryStarted(Record):
     """Ranks continue from a saved or replicated state, after a recovery or in a job that continues the run."""
 
     generation: int
-    """Number of the membership that starts with this state; 0 for a job that continues the run."""
+    """Generation number of the membership that starts with this state; 0 for a job that continues the run."""
     strategy: str
     """Strategy that restored the state: ``replicas`` (copies on surviving ranks), ``localized`` (stages that lost a
     rank replay), ``window``, ``checkpoint`` or ``nothing``."""
@@ -20,7 +20,7 @@ class RecoveryStarted(Record):
     source: str | None = None
     """Location of the window if the strategy is ``window``: ``memory`` or ``persisted``."""
     declined: tuple[str, ...] = ()
-    """States that would have been preferred but were not used, each with the reason."""
+    """States that would have been preferred but were not used, each with the reason why not."""
 
     def describe(self) -> Note:
         generation = f"generation {self.generation} " if self.generation else ""
@@ -34,7 +34,7 @@ class MembershipChanged(Record):
     """Nodes left or joined the job, and the remaining ranks continue in their processes."""
 
     generation: int
-    """Number of the new membership, counted from 0."""
+    """Generation number of the new membership, counted from 0."""
     world_size: int
     """Number of ranks in the new membership."""
     nodes: tuple[int, ...]
@@ -46,8 +46,8 @@ class MembershipChanged(Record):
     seconds: float
     """Seconds from the decision to change the membership until the first rank was ready."""
     joining: tuple[int, ...] = ()
-    """Nodes whose ranks received their state from other ranks, because they had no state or that of another iteration.
-    A node that was lost and restarted within one iteration is among them."""
+    """Nodes whose ranks received their state from other ranks, because they had no state or the state of another
+    iteration. A node that was lost and restarted within one iteration is among them."""
     schedule: tuple[str, ...] = ()
     """Entries of ``testing.membership_schedule`` that repeat all membership changes since the update of
     ``iteration`` was committed. They replace entries of earlier events with the same iteration. Empty with
@@ -63,16 +63,16 @@ class MembershipChanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecovery(Record):
-    """One rank finished its part in a localized recovery: stages that lost ranks replay logs of other stages."""
+    """One rank finished its part in a localized recovery: stages that lost ranks replay iterations from logs."""
 
     generation: int
-    """Number of the membership that the recovery begins."""
+    """Generation number of the membership that this recovery establishes."""
     rank: int
     """Rank that reports this event."""
     stage: int
     """Pipeline stage of the rank, counted from 0."""
     role: str
-    """Part of the rank: ``replays`` (its stage loads a window and computes iterations again), ``serves`` (sends its log
+    """Role of the rank: ``replays`` (its stage loads a window and computes iterations again), ``serves`` (sends its log
     to a stage that replays) or ``waits``."""
     start_iteration: int
     """Newest iteration of the state from which the stage replays, or ``iteration`` if the stage does not replay."""
@@ -81,7 +81,7 @@ class StageRecovery(Record):
     num_iterations: int
     """Number of iterations that this rank replayed; 0 if its role is not ``replays``."""
     num_forward_passes: int
-    """Number of forward passes of this rank: microbatches times its model chunks, over all replayed iterations."""
+    """Number of forward passes of this rank: microbatches times the rank's model chunks, in all replayed iterations."""
     bytes_moved: int
     """Bytes of the upstream log that this rank sent or received."""
     began_unix_seconds: float
@@ -110,7 +110,7 @@ class RankFailed(Record):
     signal: str | None = None
     """Signal that ended the rank's process, e.g. ``SIGKILL``."""
     first: bool = False
-    """Whether it was the first rank of the job to fail."""
+    """Whether this rank was the first rank of the job to fail."""
     phase: str | None = None
     """Last phase that the rank reported."""
     iteration: int | None = None
@@ -151,7 +151,7 @@ class NodeStartFailed(Record):
     node: int
     """Node that did not join; the number of a node never changes."""
     reason: str
-    """Exit code and last output of the agent, or the rank that ended and its exit code or signal."""
+    """Cause, e.g. the agent's exit code and last output, or the rank that ended and its exit code or signal."""
     starts_again: bool
     """Whether the node is started again (``nodes.max_node_restarts``)."""
 
@@ -165,7 +165,7 @@ class RanksRestarted(Record):
     """All ranks were started again after a failure, and continue the run."""
 
     generation: int
-    """Number of the new generation: how many times all ranks were restarted or the job continued without lost nodes."""
+    """Number of the new generation, counted from 0. Each restart and each change of the membership adds 1."""
     reason: str
     """Reason for the end of the previous generation."""
     failed_ranks: tuple[int, ...]
@@ -173,7 +173,7 @@ class RanksRestarted(Record):
     iteration: int
     """Iteration in which the first rank failed; 0 before the first iteration."""
     num_restarts_left: int
-    """Number of restarts left without progress. Progress resets it to ``recovery.max_restarts``."""
+    """Number of restarts that are still allowed without progress. Progress resets it to ``recovery.max_restarts``."""
 
     def describe(self) -> Note:
         where = f" in iteration {self.iteration}" if self.iteration else ""

@@ -1,8 +1,8 @@
 """Components of an operator's state, and the shards of this state that each rank captures.
 
-A component is one tensor of a parameter's state, e.g. the master weight. The state of a parameter has one list of
-components in full (``full``) and one for a frozen operator (``frozen``). A rank captures one element range of each of
-its parameters.
+A component is one tensor of a parameter's state, e.g. the master weight. Each parameter has two lists of components:
+``full`` for an active operator, and ``frozen`` for a frozen operator. A rank captures one element range of each of its
+parameters.
 """
 
 import re

@@ -79,7 +79,7 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Return the number of parameters used for one token: all except unchosen experts."""
+    """Return the number of parameters used for one token: all except experts that the router does not choose."""
     topk = model.moe_router_topk
     # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)
@@ -146,7 +146,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of split and of repeated parameters of multi-head latent attention."""
+    """Return the parameter counts of multi-head latent attention: split by tensor parallelism, and on every rank."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width

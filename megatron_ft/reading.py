@@ -23,7 +23,7 @@ def reading(
     """Turn any exception in the ``with`` block into an error of type ``kind`` that names ``path``. The project's own
     errors pass unchanged.
 
-    Parsers raise undocumented exceptions on damaged bytes: MemoryError for a length, RecursionError for nesting,
+    Parsers raise undocumented errors on damaged bytes: MemoryError for huge lengths, RecursionError for deep nesting,
     zlib.error, NotImplementedError... A panic of a library in Rust is a ``BaseException``.
     """
     try:

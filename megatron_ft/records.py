@@ -146,7 +146,7 @@ def _shown(value: JsonValue) -> str:
 
 
 def schema() -> dict[str, JsonValue]:
-    """Return a JSON description of all kinds of records: their meanings, and the type and necessity of each field."""
+    """Return the meaning of each kind of record as JSON, with the type of each field and whether it is required."""
     kinds = {
         kind: {
             "meaning": (found.__doc__ or "").strip().splitlines()[0],

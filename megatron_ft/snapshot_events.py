@@ -11,7 +11,7 @@ class SnapshotPlanned(Record):
     """A new plan of snapshots: the windows that are captured from the next iteration on."""
 
     iteration: int
-    """Newest iteration when the plan was made; the next iteration uses it."""
+    """Newest iteration when the plan was made; the next iteration uses the plan."""
     window_iterations: int
     """Number of iterations in which every operator is captured once (W)."""
     interval_iterations: int
@@ -32,7 +32,7 @@ class SnapshotPlanned(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted(Record):
-    """A window was committed: the configured number of other failure domains now have a copy of every rank's part."""
+    """A window was committed: the configured number of other failure domains now have a copy of it."""
 
     iteration: int
     """Iteration whose commit vote committed the window."""
@@ -41,13 +41,13 @@ class WindowCommitted(Record):
     num_iterations: int
     """Number of slices of the window."""
     stalled_seconds: float
-    """Seconds for which training waited for this window's capture on the first rank of the job."""
+    """Seconds for which the first rank of the job waited for captures since the previous committed window."""
     captured_bytes: int | None = None
-    """Bytes that this rank has captured since the previous committed window."""
+    """Bytes that the first rank of the job has captured since the previous committed window."""
     replicated_bytes: int | None = None
-    """Bytes that this rank's snapshot server has sent to all peers since the previous committed window."""
+    """Bytes that the snapshot server of the first rank has sent to all peers since the previous committed window."""
     persisted_bytes: int | None = None
-    """Bytes that this rank's snapshot server has written to storage since the previous committed window."""
+    """Bytes that the snapshot server of the first rank has written to storage since the previous committed window."""
 
     def describe(self) -> None:
         return None
@@ -60,7 +60,7 @@ class WindowDelayed(Record):
     iteration: int
     """Iteration after which the window was planned to start."""
     replicating_bytes: int
-    """Bytes on this rank's node that peers have not received yet."""
+    """Bytes on the node of the job's first rank that peers have not received yet."""
 
     def describe(self) -> Note:
         behind = f"{size(self.replicating_bytes)} have not been replicated to peers yet"

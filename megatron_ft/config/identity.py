@@ -12,7 +12,7 @@ from megatron_ft.config.job import JobConfig
 
 JsonValue = Any
 Settings = Mapping[str, Mapping[str, JsonValue]]
-"""Values of configuration keys: concern (``data``, ``model``...) to dotted key to value."""
+"""Maps a concern (``data``, ``model``...) to the values of its configuration keys, by dotted key."""
 
 FINGERPRINT = "data.fingerprint"
 _IGNORED_MODEL_KEYS = (
@@ -23,7 +23,7 @@ _IGNORED_MODEL_KEYS = (
     "published_active_parameters",
     "published_parameters_source",
 )
-"""Keys of ``model`` that do not affect training, and those that the resulting vocabulary size replaces."""
+"""Keys of ``model`` that do not affect training, and keys that only determine the stored vocabulary size."""
 # The fingerprint decides whether data are equal; these only let a message name what was changed.
 _DATA_KEYS = ("train", "train_weights", "valid_fraction", "tokenizer", "seed")
 _OPTIMIZER_KEYS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -34,7 +34,7 @@ class Difference:
     """A key that has different values in this job and in a checkpoint or window."""
 
     concern: str
-    """``data``, ``model``, ``optimizer`` or ``schedule``."""
+    """Concern of the key: ``data``, ``model``, ``optimizer`` or ``schedule``."""
     key: str
     """Dotted configuration key."""
     stored: JsonValue
@@ -54,7 +54,7 @@ class Difference:
         job.
 
         Data with equal fingerprints are the same data even if paths differ, because files may have been moved. A key
-        that only one side has counts as null on the other, so that keys with the default null can be added later.
+        that is missing in one of the settings counts as null, so that keys with the default null can be added later.
         """
         found = _data_differences(stored.get("data", {}), present.get("data", {}))
         for concern in sorted({*stored, *present} - {"data"}):
@@ -75,7 +75,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Identity of a job. Checkpoints and windows contain it, and a job compares it before it loads one of them."""
+    """Identity of a job. Checkpoints and windows contain it, and a job compares identities before it loads them."""
 
     run_id: str
     """Random name of the run, stored in its folder."""
@@ -113,7 +113,7 @@ def settings_of(config: JobConfig, *, data_fingerprint: str, vocab_size: int) ->
         vocab_size: entries of the model's vocabulary, including padding.
 
     Returns:
-        Concern (``data``, ``model``, ``optimizer``, ``schedule``) to dotted key to value.
+        Mapping of each concern (``data``, ``model``, ``optimizer``, ``schedule``) to values by dotted key.
     """
     data, model, optimizer = asdict(config.data), asdict(config.model), asdict(config.optimizer)
     return {

@@ -1,6 +1,6 @@
 """Reads the files of recorded loads and of placements that a configuration names.
 
-Planning checks that their content fits the job.
+The package ``planning`` checks that the content fits the job.
 """
 
 from collections.abc import Mapping

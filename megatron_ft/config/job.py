@@ -26,7 +26,7 @@ class ParallelConfig:
     expert_tensor_parallel_size: int = 1
     """Number of ranks that split the matrices of one expert; must be 1 with gloo."""
     context_parallel_size: int = 1
-    """Number of ranks that split a sequence (CP); above 1 needs Transformer Engine."""
+    """Number of ranks that split a sequence (CP). A value above 1 needs Transformer Engine."""
     use_distributed_optimizer: bool = True
     """Shard master weights and moments over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -56,15 +56,15 @@ class DataConfig:
     train: list[str] = field(default_factory=lambda: ["python-stdlib"])
     """Sources of training tokens."""
     train_weights: list[float] | None = None
-    """Relative weights of the training sources; null weights sources by their numbers of tokens."""
+    """Relative weights of the training sources. If null, each source is weighted by its number of tokens."""
     valid: list[str] = field(default_factory=list)
     """Sources of validation tokens. If empty, ``valid_fraction`` of each training source is used."""
     valid_weights: list[float] | None = None
-    """Relative weights of the validation sources; null weights sources by their numbers of tokens."""
+    """Relative weights of the validation sources. If null, each source is weighted by its number of tokens."""
     valid_fraction: float = 0.02
     """Share of each training source, at its end, that is used only for validation if ``valid`` is empty."""
     tokenizer: str = "bytes"
-    """``bytes``, ``huggingface`` (``tokenizer_file``) or ``gpt2`` (``vocab_file`` and ``merges_file``)."""
+    """``bytes``, ``huggingface`` (reads ``tokenizer_file``) or ``gpt2`` (reads ``vocab_file`` and ``merges_file``)."""
     tokenizer_file: str | None = None
     """JSON file of the ``tokenizers`` library, for ``huggingface``."""
     vocab_file: str | None = None
@@ -88,7 +88,7 @@ class OptimizerConfig:
     min_lr: float = 1e-4
     """Final learning rate of the schedule."""
     lr_warmup_iterations: int | None = None
-    """Iterations of linear warm-up from ``lr_warmup_init``; null: a sixth of ``lr_decay_iterations``, at most 10."""
+    """Number of iterations of linear warm-up. null means a sixth of ``lr_decay_iterations``, but at most 10."""
     lr_warmup_init: float = 0.0
     """Learning rate of the first warm-up iteration. With 0, the first iteration changes no weight, as in Megatron."""
     lr_decay_style: str = "cosine"
@@ -152,10 +152,10 @@ class TrainingConfig:
     train_iterations: int = 60
     """Number of iterations of the whole run."""
     exit_at_iteration: int | None = None
-    """Iteration after which this job stops although the run is not finished; a later job can resume the run. null runs
-    to the end. Learning-rate schedules do not depend on this key."""
+    """Iteration after which this job stops although the run is not finished; a later job can resume the run. With null,
+    the job continues to the end of the run. Learning-rate schedules do not depend on this key."""
     micro_batch_size: int = 2
-    """Number of samples per microbatch and data-parallel rank."""
+    """Number of samples of one microbatch on one data-parallel rank."""
     global_batch_size: int = 16
     """Number of samples per iteration, over all ranks. It stays the same when the number of ranks changes."""
     seed: int = 1234
@@ -183,8 +183,8 @@ class TrainingConfig:
     """Factor above which a loss is a spike: a spike exceeds this factor times the median of the last
     ``loss_spike_window`` committed losses. null turns the check off."""
     loss_spike_window: int = 50
-    """Number of newest committed losses whose median a loss is compared with. The check starts after half this
-    number."""
+    """Number of newest committed losses, with whose median a new loss is compared. The check starts when half as many
+    losses are committed."""
     loss_spike_policy: str = "warn"
     """Action if a loss is a spike: ``warn``, ``skip`` the update, or ``stop`` the run."""
     recompute_granularity: str | None = None
@@ -192,7 +192,7 @@ class TrainingConfig:
     distributed_timeout_seconds: float = 600.0
     """Timeout of collective operations."""
     digest_interval_iterations: int = 0
-    """Number of iterations after which digests of all ranks' states are recorded, also at the end; 0 records none."""
+    """Number of iterations between two records of state digests of all ranks; 0 records none, even at the end."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ class LaunchConfig:
     forkserver_socket: str | None = None
     """Unix socket of a running fork server that starts the ranks; null starts a new one. Only in mode ``local``."""
     start_timeout_seconds: float = 300.0
-    """Longest time until all ranks report that they have started."""
+    """Longest time from the start of the ranks until all ranks report that they have started."""
     stop_timeout_seconds: float = 20.0
     """Time between a request to stop and the kill of ranks that still run. Only in mode ``local``."""
 
@@ -259,7 +259,7 @@ class RecoveryConfig:
     replaces the lost one, and only pipeline stages that lost a rank replay."""
     position_timeout_seconds: float = 10.0
     """After nodes are lost, ranks report their positions (newest iterations). This is the longest time from the first
-    report to the report of any other rank; the node of a later rank also counts as lost. Usually ranks report earlier,
+    report to the last. The node of a rank that reports later also counts as lost. Usually ranks report earlier,
     because they abort a collective after half a second. Must exceed the time that a rank computes between two
     collectives."""
     reconfigure_timeout_seconds: float = 60.0
@@ -313,7 +313,7 @@ class DetectorConfig:
     disconnected and may have been replaced. Must be above ``detector.heartbeat_timeout_seconds``."""
     hang_seconds: float | None = 600.0
     """Longest time in which no rank makes progress. After it, the ranks that are furthest behind are killed, or all
-    ranks if they are equally far. null never kills ranks for this reason."""
+    ranks if all are at the same point. null never kills ranks for this reason."""
 
 
 @dataclass
@@ -327,9 +327,9 @@ class CheckpointConfig:
     async_save: bool = True
     """Write checkpoints in the background while training continues."""
     keep_last: int = 2
-    """Number of complete checkpoints to keep, the newest ones; 0 keeps all."""
+    """Number of newest complete checkpoints to keep; 0 keeps all checkpoints."""
     keep_every_iterations: int = 0
-    """Also keep every checkpoint whose iteration is a multiple of this number; 0 keeps only the newest ones."""
+    """Also keep every checkpoint whose iteration is a multiple of this number; 0 keeps only the newest."""
     load: str | None = None
     """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded;
     differences between its configuration and this one are printed. The checkpoint may belong to another run. null
@@ -354,17 +354,17 @@ class SnapshotConfig:
     bandwidth_bytes_per_second: float | None = None
     """Bytes that one rank can capture per second. null measures the rate at the start."""
     iteration_seconds: float | None = None
-    """Duration of an iteration, in which one slice is captured. null measures it."""
+    """Duration of an iteration, in which one slice is captured. null measures the duration."""
     host_memory_limit_bytes: int | None = None
     """Largest host memory that one node may use for windows and for copies of other nodes' windows, checked before the
-    start. null checks nothing."""
+    start. null sets no limit."""
     persist_interval_windows: int = 0
-    """Number of commits after which a window is written to storage. 0 writes only on request, e.g. before a stop."""
+    """Write every n-th committed window to storage, where n is this value. 0 writes only on request (before a stop)."""
     persist_url: str | None = None
     """Path or fsspec URL of the folder for windows on storage; each run has a subfolder with its name. null means
     ``windows`` in the run's folder."""
     keep_persisted: int = 2
-    """Number of complete windows to keep on storage, the newest ones; 0 keeps all."""
+    """Number of newest complete windows to keep on storage; 0 keeps all windows."""
     replan_interval_windows: int = 4
     """Number of windows after which the plan is compared with measured bandwidth, iteration time and expert loads, and
     replaced if necessary. 0 keeps the first plan."""
@@ -380,7 +380,7 @@ class UpstreamLogConfig:
     """Largest expected number of iterations from the last slice of a window to its commit. The log has space for two
     windows and twice this number of iterations."""
     memory_limit_bytes: int | None = None
-    """Largest memory that the logs of one node may use, checked before it is allocated. null checks nothing."""
+    """Largest memory that the logs of one node may use, checked before it is allocated. null sets no limit."""
 
 
 def _sinks() -> dict[str, Any]:
@@ -404,9 +404,9 @@ class TelemetryConfig:
     the class. null removes a sink. ``conf/telemetry/default.yaml`` lists the default sinks, of which ``metrics`` and
     ``events`` cannot be removed."""
     log_interval_iterations: int = 1
-    """Number of iterations after which metrics are reported."""
+    """Number of iterations between two reports of metrics."""
     expert_load_interval_iterations: int = 1
-    """Number of iterations after which the tokens per expert and layer are reported; 0 never reports them."""
+    """Number of iterations between two reports of the tokens per expert and layer; 0 never reports them."""
     progress: str = "auto"
     """Progress display: ``live``, ``plain`` or ``auto`` (``live`` on a terminal, otherwise ``plain``)."""
     wandb: str = "auto"
@@ -414,7 +414,7 @@ class TelemetryConfig:
     wandb_project: str = "megatron-ft"
     """Project name in wandb."""
     wandb_entity: str | None = None
-    """Team in wandb; null for the user's default."""
+    """Entity (user or team) in wandb; null means the default entity of the user."""
     alert_single_loss_survival: float | None = 1.0
     """Alert if the probability that the job survives the loss of one failure domain without a restart is below this
     limit. The probability is known only for jobs that recover by expert replicas (``recovery.min_nodes``). null: no
@@ -422,11 +422,11 @@ class TelemetryConfig:
     alert_stall_share: float | None = 0.05
     """Alert if training waits for captures for more than this share of the time, over five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
-    """Alert if more windows than this are due since the last committed window. null: no alert."""
+    """Alert if more than this number of windows have become due since the last commit of a window. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
-    """Alert if the slowest rank needs more than this many times the median rank's time. null: no alert."""
+    """Alert if the slowest rank's time exceeds the median rank's time by more than this factor. null: no alert."""
 
 
 @dataclass
@@ -455,7 +455,7 @@ class TestingConfig:
     """Membership changes before given iterations, e.g. ``lose(nodes=[2],before_iteration=5)``,
     ``join(nodes=[2],before_iteration=9)`` or both in ``change(lose=[1],join=[2],before_iteration=12)``. A node in both
     lists is restarted. Tests compare runs that lost nodes with scheduled runs: the event ``membership_changed``
-    contains the entries that repeat a run (docs/elastic.md)."""
+    contains entries that schedule the same changes (docs/elastic.md)."""
 
 
 @dataclass

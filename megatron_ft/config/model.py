@@ -24,7 +24,7 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Number of rows of a learned position table; null means ``seq_length``."""
     vocab_size: int | None = None
-    """Number of entries of the vocabulary, at least those of the tokenizer. null means the tokenizer's number."""
+    """Number of vocabulary entries, at least as many as the tokenizer has. null means the tokenizer's number."""
     make_vocab_size_divisible_by: int = 128
     """Divisor of the padded vocabulary size. Must be a multiple of ``parallel.tensor_model_parallel_size``."""
     untie_embeddings_and_output_weights: bool = True
@@ -77,7 +77,7 @@ class ModelConfig:
     """``learned`` or ``trace``. ``trace`` routes tokens so that expert loads follow ``router_trace_file``; the gate is
     still computed and trained."""
     router_trace_file: str | None = None
-    """File of recorded loads for ``router=trace``. MoE layer i follows the most loaded experts of recorded layer i."""
+    """File of recorded loads for ``router=trace``. The MoE layers follow the recorded layers in order."""
     router_trace_start: int = 0
     """Index of the record that the first iteration uses, from 0. Each iteration uses the next record; after the last
     record the first one follows."""
@@ -120,8 +120,8 @@ class ModelConfig:
     v_head_dim: int = 128
     """Number of channels of a value head."""
     published_parameters: int | None = None
-    """Parameter count that the authors published, which ``dry_run`` compares with its own; null if there is none."""
+    """Parameter count that the authors published, with which ``dry_run`` compares its result; null if unknown."""
     published_active_parameters: int | None = None
     """Active parameters per token that the model's authors published; null if there is no such count."""
     published_parameters_source: str = ""
-    """Publication of these counts, and how they are rounded."""
+    """Publication of ``published_parameters`` and ``published_active_parameters``, and how these are rounded."""

@@ -24,7 +24,7 @@ MOVED = {
     "launch.failpoints": "testing.failpoints",
     "launch.membership_schedule": "testing.membership_schedule",
 }
-"""Old dotted key to new dotted key."""
+"""Maps the old dotted name of each moved key to its new dotted name."""
 
 
 def with_present_keys(values: Any) -> Any:

@@ -23,8 +23,8 @@ class PlacementConfig:
     """Smallest number of replicas of an expert (f), each on a different failure domain. Must not exceed the number of
     failure domains of a pipeline stage. If there are too few slots, the number is lowered, with a note."""
     state_copies: int | None = None
-    """Number of copies of each optimizer shard, on different failure domains. null keeps one with every expert replica.
-    """
+    """Number of copies of each optimizer shard, on different failure domains. null keeps a copy with each expert
+    replica."""
     rebalance_interval_iterations: int | None = None
     """Number of iterations after which the placement is planned again from the observed loads; 0 plans only once. null:
     200, or 0 with a ``schedule``."""

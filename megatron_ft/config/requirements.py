@@ -1,4 +1,4 @@
-"""Values of keys that each kind of recovery requires, for the checks, ``dry_run`` and ``tools/can_recover``."""
+"""Values of keys that each kind of recovery requires, used by the checks, ``dry_run`` and ``tools/can_recover``."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

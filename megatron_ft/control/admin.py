@@ -17,9 +17,9 @@ from megatron_ft.serde import Length, decode, parse_json
 
 CONTROLLER_FILE = "controller.json"
 STATUS_SECONDS = 10.0
-"""Longest wait for a status; on a busy machine the controller may accept a connection late."""
+"""Longest wait for the job's status. On a busy machine, the controller may accept the connection late."""
 REQUEST_SECONDS = ACCEPT_SECONDS + 10.0
-"""Longest wait for the answer to a request; a busy controller answers late."""
+"""Longest wait for the answer to a request to add or drain a node, because a busy controller answers late."""
 
 
 class JobNotRunning(ControlError):
@@ -33,7 +33,7 @@ class ControllerAddress:
     address: Annotated[str, Length(1, 1024)]
     token: Annotated[str, Length(1, 1024)]
     epoch: int
-    """Number of the controller. Each new controller of the job has a higher number than all earlier ones."""
+    """Epoch of the controller, an integer. A controller that replaces another one has a higher epoch."""
     tls_dir: str | None = None
     """Value of ``control.tls_dir``."""
 
@@ -42,8 +42,8 @@ class ControllerAddress:
         """Read the controller's address from a run's folder.
 
         Raises:
-            JobNotRunning: the file is missing.
-            ControlError: the file belongs to another user, other users can read or write it, or it is damaged.
+            JobNotRunning: the run's folder has no ``controller.json``.
+            ControlError: ``controller.json`` is damaged, belongs to another user, or is open to other users.
         """
         path = run_dir / CONTROLLER_FILE
         try:
@@ -70,7 +70,7 @@ class AdminClient:
     connection.
 
     Raises:
-        ControlError: see ``ControllerAddress.read``.
+        ControlError: ``controller.json`` is damaged, belongs to another user, or is open to other users.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -88,15 +88,16 @@ class AdminClient:
         self._client.close()
 
     def status(self) -> Message:
-        """Return the job's ``generation, phase, members, waiting, lost, draining, nodes, num_reforms, epoch``."""
+        """Return the job's status, an object with ``generation, phase, members, waiting, lost, draining, nodes,
+        num_reforms`` and ``epoch``."""
         return self._call("status", {}, STATUS_SECONDS)
 
     def drain(self, node: int) -> None:
-        """Let ``node`` leave at the next iteration boundary."""
+        """Request that ``node`` leaves the job at the next iteration boundary."""
         self._call("drain", {"node": node}, REQUEST_SECONDS)
 
     def add(self, node: int) -> None:
-        """Start ``node``, so that it joins at an iteration boundary."""
+        """Request that ``node`` is started and joins the job at an iteration boundary."""
         self._call("add", {"node": node}, REQUEST_SECONDS)
 
     def _call(self, method: str, body: Message, timeout_seconds: float) -> Message:

@@ -1,7 +1,8 @@
 """Certificates for jobs that encrypt the control channel with mutual TLS (``control.tls_dir``).
 
-The folder contains ``ca.pem`` (the authority that both sides trust), ``cert.pem`` (this machine's certificate, for the
-name or address by which other machines call it) and ``key.pem`` (its private key, mode 0600 or 0400).
+The folder contains ``ca.pem`` (the authority that both sides of a connection trust), ``cert.pem`` (this machine's
+certificate, for the name or address by which other machines call it) and ``key.pem`` (its private key, mode 0600 or
+0400).
 """
 
 import os
@@ -19,24 +20,24 @@ _MAX_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Certificate and key that a process presents, and the authority that it trusts, in PEM format."""
+    """Certificate and private key of a process, and the authority that the process trusts, in PEM format."""
 
     authority: bytes
     certificate: bytes
     private_key: bytes = field(repr=False)
 
     def of_server(self) -> grpc.ServerCredentials:
-        """Return credentials of a server that refuses callers without a certificate of the authority."""
+        """Return credentials of a server that refuses callers without a certificate that the authority has signed."""
         pair = (self.private_key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.authority, require_client_auth=True)
 
     def of_client(self) -> grpc.ChannelCredentials:
-        """Return credentials of a caller that refuses servers without a certificate of the authority."""
+        """Return credentials of a caller that refuses servers without a certificate that the authority has signed."""
         return grpc.ssl_channel_credentials(self.authority, self.private_key, self.certificate)
 
     @classmethod
     def read(cls, folder: str | None) -> "Certificates | None":
-        """Read the certificates in the folder ``control.tls_dir``; return None if the key is null.
+        """Read the certificates in ``folder``, the value of ``control.tls_dir``. Return None if ``folder`` is None.
 
         Raises:
             ConfigError: a file is missing, too long or not PEM, or other users can read the private key.

@@ -1,5 +1,5 @@
-"""Detects lost nodes and ranks whose processes still exist, by missing heartbeats or missing progress. Pure: callers
-pass the time."""
+"""Detects by missing heartbeats that a node is lost, and by missing progress that a rank hangs although its process
+exists. Pure: callers pass the time."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class DetectorPolicy:
 
 
 class SignsOfLife(Generic[Key]):
-    """Finds keys that have had no heartbeat for too long. The caller passes all times, from one clock."""
+    """Finds senders, named by keys, whose last heartbeat is too old. The caller passes all times, from one clock."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -30,7 +30,7 @@ class SignsOfLife(Generic[Key]):
         self._asked_at: float | None = None
 
     def hear(self, key: Key, now: float) -> None:
-        """Record a heartbeat of a key, and expect further ones. Safe in any thread."""
+        """Record a heartbeat of a key, and expect further heartbeats. Safe in any thread."""
         self._heard[key] = now
 
     def forget(self, key: Key) -> None:
@@ -45,8 +45,8 @@ class SignsOfLife(Generic[Key]):
     def silent(self, now: float) -> list[Key]:
         """Return the keys whose heartbeat is overdue. Must be called several times within the timeout.
 
-        If the caller is late, it was blocked itself and may have missed heartbeats: every key gets the whole time
-        again.
+        If more than half the timeout has passed since the last call, the caller may have missed heartbeats itself, so
+        the timeout of every key begins again.
         """
         held_up = self._asked_at is not None and now - self._asked_at > self._timeout_seconds / 2
         self._asked_at = now
@@ -59,7 +59,7 @@ class SignsOfLife(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Progress of a rank; ``step`` counts its reports within the iteration, from 1."""
+    """Progress of a rank; ``step`` counts the rank's reports within the iteration, from 1."""
 
     iteration: int
     phase: str
@@ -99,7 +99,7 @@ class Detector:
         return self._nodes.seconds_since(node, now)
 
     def look(self, state: State, now: float, at_seconds: float) -> list[NodeLost | RankHung | JobHung]:
-        """Return the losses found since the last call.
+        """Return events for the losses and hangs that were found since the last call.
 
         Args:
             now: present time, on the same clock as in all other calls.

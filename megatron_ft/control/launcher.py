@@ -83,8 +83,8 @@ def launch(
     Args:
         config_yaml: the resolved configuration, which is stored in the run folder.
         entry: ``package.module:function`` called in each rank with ``(JobConfig, RankContext)``;
-            default: the entry for training.
-        preload: modules to import, or ``module:function`` to call, before ranks are forked; default: by device.
+            default: the entry that trains the model.
+        preload: modules to import, or ``module:function`` to call, before ranks are forked; default: depends on device.
         command: the user's command, shown in the advice on how to resume; default: the command of this process.
         sidecars: maps names to modules of the processes beside the ranks of every node, see ``node/sidecars.py``.
 
@@ -340,7 +340,7 @@ class _Job:
 def _exit_code_of(result: JobResult, *, run_finished: bool) -> int:
     """Return the exit code of a job.
 
-    If this project raised the first failure, the result is the exit code of that error. A stop request that arrived
+    If the first failure is an error class of this project, the result is its exit code. A stop request that arrived
     after the run had finished changes nothing.
     """
     if result.outcome is Outcome.FINISHED or (result.outcome is Outcome.INTERRUPTED and run_finished):

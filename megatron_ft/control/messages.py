@@ -18,12 +18,12 @@ from megatron_ft.serde import Between, decode, encode
 
 # The rest of the frame is for the message around the record.
 MAX_RECORD_BYTES = MAX_FRAME_BYTES - 64 * 1024
-"""Largest JSON, in bytes, of a ``RecordWritten`` report, which is forwarded to the launcher in one message."""
+"""Largest size of a ``RecordWritten`` report as JSON, in bytes; it is forwarded to the launcher in one message."""
 MAX_REPORT_BYTES = 1024 * 1024
-"""Largest JSON, in bytes, of every other report. These are written to the journal, and the details of how a rank ended
-are forwarded to the launcher."""
+"""Largest size of every other report as JSON, in bytes. These reports are written to the journal, and the details of
+how a rank ended are forwarded to the launcher."""
 MAX_JOIN_BYTES = 64 * 1024
-"""Largest JSON, in bytes, of a registration (``Join``); every node receives the sidecar addresses in it."""
+"""Largest size of a registration (``Join``) as JSON, in bytes; every node receives the sidecar addresses in it."""
 _LAST_LINE_CHARACTERS = 500
 # JSON has integers of any size, and a returncode of 10**30 would reach the journal.
 _MAX_INTEGER = 2**63 - 1
@@ -268,7 +268,7 @@ class Start(Order, LaunchSpec):
     """Node of each rank in the membership, in rank order."""
     is_joining: bool
     sidecars: dict[str, dict[str, str]]
-    """Maps the name of each sidecar to its address on each node, whose number is given as text."""
+    """Maps the name of each sidecar to its addresses by node number; the number is text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Unused ports, and the endpoint of the rendezvous store that a node with the first rank serves."""
+"""Finds unused ports, and describes the endpoint at which the node with the first rank serves the rendezvous store."""
 
 import contextlib
 import random
@@ -17,10 +17,10 @@ _PORT_TRIES = 100
 def free_port(interface: str) -> int:
     """Return a port that is unused on ``interface`` now, outside the range of ephemeral ports.
 
-    The process that serves the port binds it later; no outgoing connection can take it in between.
+    The process that serves the port binds it later; until then, no outgoing connection can get the port.
 
     Raises:
-        ConfigError: this machine does not have the address.
+        ConfigError: ``interface`` is not an address of this machine.
         ControlError: no unused port was found.
     """
     family = socket.AF_INET6 if ":" in interface else socket.AF_INET
@@ -45,8 +45,8 @@ NUM_PORTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoreEndpoint:
-    """Address and ports at which a node can serve the store. Memberships use the ports in turn, because the store of
-    the previous membership may still be closing."""
+    """Address and ports at which a node can serve the rendezvous store. Memberships use the ports in turn, because the
+    store of the previous membership may still be closing."""
 
     address: Annotated[str, Length(1, 255)]
     ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]

@@ -1,5 +1,5 @@
-"""The end of a job: its result as the controller sends it to the launcher, and the text and records made of it.
-Pure."""
+"""The result of a job that has ended, as the controller sends it to the launcher, and the text and records about the
+result. Pure."""
 
 import shlex
 import time
@@ -37,7 +37,7 @@ class JobResult:
     """Number of earlier generations after which ranks continued in their processes."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON. Only the first failed rank keeps its long texts, because thousands of ranks may have failed."""
+        """Return the result as JSON. Only the first failed rank keeps its long texts, because many ranks may fail."""
         details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}
         content: dict[str, Any] = encode(replace(self, details=details))
         return content

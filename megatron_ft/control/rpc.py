@@ -2,7 +2,7 @@
 
 A service has a fixed table of methods; each is a function from a JSON object to a JSON object. The token is a random
 256-bit number of the job, sent as metadata and compared in constant time before the body is read. A server binds to one
-named address, never to all of them.
+named address, never to all addresses of the machine.
 
 gRPC does not survive ``fork``: create servers and clients only in processes that do not fork afterwards (``subprocess``
 is fine).
@@ -39,7 +39,7 @@ ACCEPT_SECONDS = 20.0
 """Longest time for which a busy controller lets a call wait until its content is processed; the caller then tries
 again."""
 HANDSHAKE_SECONDS = 10
-"""Connections without an HTTP/2 handshake after this time are closed."""
+"""Time after which a connection without an HTTP/2 handshake is closed."""
 _TOKEN_KEY = "x-megatron-ft-token"
 
 
@@ -49,10 +49,10 @@ def new_token() -> str:
 
 
 def check_interface(interface: str) -> None:
-    """Refuse addresses that mean every interface.
+    """Refuse an address that means all network interfaces.
 
     Raises:
-        ConfigError: ``control.interface`` is empty or a wildcard.
+        ConfigError: ``interface``, the value of ``control.interface``, is empty or a wildcard.
     """
     if means_every_interface(interface):
         raise ConfigError.of("control.interface", interface, "must be one address, not all interfaces")
@@ -304,7 +304,7 @@ MIN_UNAUTHENTICATED = 8
 
 
 AUTHENTICATION_SECONDS = 10.0
-"""Connections that have not presented the token after this time are closed."""
+"""Time after which a connection that has not presented the token is closed."""
 
 
 LOOK_SECONDS = 0.25
@@ -361,7 +361,7 @@ def check_descriptors(num_nodes: int) -> None:
 
 
 class _Connection(NamedTuple):
-    """A connection to the port."""
+    """A connection to the port of an ``RpcServer``."""
 
     descriptor: int
     inode: int
@@ -377,8 +377,8 @@ class _UnauthenticatedConnections:
         """Store the limits; ``start`` begins to watch.
 
         Args:
-            max_connections: limit of the server. Half of the connections that authenticated agents leave free may be
-                unauthenticated, so a new agent has time to present the token before its connection is the oldest.
+            max_connections: largest number of connections of the server. Unauthenticated ones may be half of those that
+                authenticated agents leave free, so an agent can present the token before its connection is the oldest.
             authentication_seconds: longest time that a connection may be unauthenticated.
         """
         self._port, self._max_connections, self._seconds = port, max_connections, authentication_seconds
@@ -414,7 +414,7 @@ class _UnauthenticatedConnections:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> int:
-        """Shut down unauthenticated connections that are too many or too old. Return the number that is left."""
+        """Shut down unauthenticated connections that are too many or too old. Return the number of remaining ones."""
         # A copy: calls add to it in other threads.
         named = {_peer_of(text): text for text in list(self._named)}
         connections = set(self._connections())
@@ -434,7 +434,7 @@ class _UnauthenticatedConnections:
         return len(self._since)
 
     def most(self, num_authenticated: int) -> int:
-        """Return the limit of unauthenticated connections beside authenticated ones."""
+        """Return how many unauthenticated connections may exist beside ``num_authenticated`` authenticated ones."""
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 
     def _connections(self) -> list[_Connection]:

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by one job at a time.
+"""The folder of a run, which at most one job claims at a time.
 
 ``<run.dir>/<run.name>/`` contains ``run_id.json``, ``config.yaml``, ``logs/``, ``checkpoints/`` and the files of sinks.
 A folder can be renamed and another run can get the same name; the random id still distinguishes runs.
@@ -31,7 +31,7 @@ class RunId:
     run_id: str
     """The random id as 32 hexadecimal digits."""
     is_older: bool = False
-    """Whether the run already had checkpoints or windows when it got this id; they have format 1."""
+    """Whether the run already had checkpoints or windows, which have format 1, when it got this id."""
 
     @classmethod
     def make(cls, run_dir: Path, *, is_older: bool) -> "RunId":
@@ -92,7 +92,7 @@ class RunDir:
 
     @property
     def is_there(self) -> bool:
-        """Whether the claimed folder is still at its path, according to its file system."""
+        """Whether the claimed folder is still at its path; true if the file system does not answer."""
         try:
             # By the inode of the lock: another folder may have taken the path.
             return os.path.samestat(os.stat(self.path / _LOCK_FILE), os.fstat(self._lock))
@@ -103,7 +103,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def watched(self, on_missing: Callable[[], None]) -> Iterator[None]:
-        """Call ``on_missing``, in another thread, each time the folder disappears."""
+        """Call ``on_missing`` in another thread each time the folder disappears during the ``with`` block."""
         is_over = threading.Event()
 
         def watch() -> None:

@@ -6,7 +6,7 @@ predecessor at their path, and two living processes never share one.
 
 Every process that uses the folder holds a shared lock on a file in it, which the kernel releases when the process ends
 in any way. The last process to leave gets the lock exclusively and removes the folder, also if the process that made it
-was killed. If all were killed at the same moment, the next job on the machine removes it.
+was killed. If all were killed at the same moment, the next job on the machine removes the folder.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Use:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def end(self) -> None:
-        """End the use; the last process removes the folder."""
+        """End the use. The last process that uses the folder removes it."""
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is None:
             with contextlib.suppress(OSError):  # it is not empty, or not there
@@ -57,7 +57,7 @@ class Use:
 
 @contextlib.contextmanager
 def make_runtime_dir() -> Iterator[Path]:
-    """Make a directory of mode 0700 for sockets in the folder of temporary files, and remove unused ones of earlier
+    """Make a directory of mode 0700 for sockets in the folder of temporary files. Remove unused directories of earlier
     jobs.
 
     Raises:

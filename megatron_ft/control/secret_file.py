@@ -20,7 +20,7 @@ def read_secret(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ControlError: the file belongs to another user, others can access it, it is no regular file, or is too large.
+        ControlError: the file belongs to another user, other users can access it, or it is too large or not regular.
     """
     try:
         # No link to a file elsewhere, and no wait for the writer of a pipe.

@@ -7,7 +7,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def check_data_knobs(data: DataConfig) -> None:
-    """Check the sources, their weights, the tokenizer, and that files are given for the tokenizer."""
+    """Check the sources, their weights, the tokenizer, and that the keys of the tokenizer's files are set."""
     one_of(("bytes", "huggingface", "gpt2"), "data.tokenizer", data.tokenizer)
     require(bool(data.train), "data.train", data.train, "must name at least one source")
     for split in ("train", "valid"):

@@ -250,7 +250,7 @@ def _check_launchers(config: JobConfig) -> None:
     ``_check_launch`` checks ``recovery.max_restarts``; ``recovery.py`` checks keys for lost nodes and snapshots.
 
     Raises:
-        ConfigError: a key has another value; the message names it.
+        ConfigError: an ignored key does not have its default; the message names the key.
     """
     launch, detector = config.launch, config.detector
     if launch.mode == "local":

@@ -1,4 +1,4 @@
-"""Checks of parallel sizes. The batch need not be divisible by them, because padding microbatches are added."""
+"""Checks of parallel sizes. They need not divide the batch size, because padding microbatches are added."""
 
 from megatron_ft.config.checks.primitives import at_least, divides, one_of, require
 from megatron_ft.config.job import JobConfig

@@ -1,1 +1,1 @@
-"""The process that makes the decisions of a job."""
+"""The controller of a job: the process that decides which nodes and ranks start, continue or stop."""

@@ -1,4 +1,4 @@
-"""Serves the calls of administrators: read the job's status, let a node leave or join."""
+"""Serves the calls with which administrators read the job's status, or let a node leave or join."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ class AdminService:
 
     @property
     def methods(self) -> dict[str, Callable[[Message], Message]]:
-        """Return the methods by name."""
+        """Return the functions that serve calls, by the name of the call."""
         return {"status": self._status, "drain": self._drain, "add": self._add}
 
     # ``State`` is immutable: a call reads a consistent one without a lock while the controller's thread replaces it.

@@ -1,6 +1,6 @@
 """The job's controller: receives the reports of agents, decides with the state machine in ``membership``, gives orders.
 
-Calls arrive at the ``server``. One thread, in ``run``, processes them in order: it calls the state machine and writes
+``server`` receives the calls. One thread, in ``run``, processes them in order: it calls the state machine and writes
 orders, which agents fetch. Each input is in the journal before it has any effect. A new controller processes the same
 inputs again and reaches the same state, because nothing else affects this class.
 """
@@ -27,7 +27,7 @@ from megatron_ft.planning.recovery.membership import NextMembership
 from megatron_ft.serde import encode
 
 RecordSink = Callable[[Message, Origin], None]
-"""Function that receives a record and its origin, by which it can recognise a record that is delivered twice."""
+"""Function that receives a record and its origin, which identifies a record that is delivered twice."""
 
 StepSink = Callable[[Step], None]
 
@@ -39,7 +39,7 @@ RecordDecision = Callable[[Message], None]
 
 
 class Controller:
-    """Controls one job, one membership at a time."""
+    """Controls one job through its successive memberships."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Controller:
             launch_spec: called for each start of ranks and for each next membership, in the thread of ``run``.
             detection: limits of the failure detector; default: ``DetectorPolicy()``.
             record_decision: called before ranks receive the order to continue without lost nodes, or to stop.
-            journal: inputs of the job's earlier controllers, which this one processes again; None keeps no journal.
-            epoch: number of this controller, see ``lease``; every answer contains it.
+            journal: inputs of the job's earlier controllers, which are processed again; None keeps no journal.
+            epoch: number of this controller, higher than that of every earlier controller; every answer contains it.
             port: port of the service; 0 chooses a free one.
             certificates: for the encrypted channel to agents; None does not encrypt it.
             clock: monotonic clock, which continues from the last time in ``journal``.
@@ -87,7 +87,7 @@ class Controller:
         self._members = {0: self._state.members}
         self._num_starts = 0
         self._starts: dict[int, int] = {}
-        """Maps each node to the number of its newest ``Start`` order; reports of ranks of older orders are dropped."""
+        """Maps each node to the number of its newest ``Start`` order. Reports of ranks of older orders are dropped."""
         detection = detection or DetectorPolicy()
         self._check_seconds = detection.heartbeat_interval_seconds
         self._detector = Detector(policy, detection)

@@ -4,11 +4,10 @@ A new controller reads the journal and reaches the same state. Each line is a JS
 ``format``. An entry is written before it has any effect, so it survives the death of the controller; ``sync`` makes it
 survive a power failure.
 
-A controller acts only on what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports that,
-and continues as soon as space is free. Its clock is stopped meanwhile, so the wait causes no timeout. Training
-continues, but losses of ranks or nodes are not handled. If the folder was deleted or moved away, nothing written there
-could be found again, so the job ends with that reason. Logs, metrics and events are not essential: they never delay a
-decision.
+A controller acts only on what is on disk: its journal, the decisions, the epoch. On a full disk it waits, reports the
+wait, and continues as soon as space is free. Its clock is stopped meanwhile, so the wait causes no timeout. Training
+continues, but lost ranks or nodes are not replaced. If the run's folder was deleted or moved away, the job ends with
+that reason, because a new controller could not find what is written. Logs, metrics and events never delay a decision.
 """
 
 import errno
@@ -72,7 +71,7 @@ class EssentialWrites:
         """Remember the run's folder as it is now, to notice when it is moved or deleted.
 
         Args:
-            on_wait: called when a wait begins, with the run's folder and the error.
+            on_wait: called when a wait for disk space begins, with the run's folder and the error.
             on_go_on: called when a wait has ended, with its length in seconds.
         """
         self._run_dir = run_dir
@@ -82,7 +81,7 @@ class EssentialWrites:
         self.clock = StandingClock(time.monotonic)
 
     def request_end(self) -> None:
-        """End all waits for space, because the job must end at once. Safe in any thread."""
+        """End all waits for disk space, because the job must end at once. Safe in any thread."""
         self._end_requested.set()
 
     def do(self, write: Callable[[], Result]) -> Result:
@@ -138,7 +137,7 @@ class EssentialWrites:
 
 
 FORMAT = 2
-"""Version of the format, increased when an entry changes its meaning; a journal of another version is refused."""
+"""Version of the format, increased when the meaning of an entry changes. A journal of another version is refused."""
 
 Do = Callable[[Callable[[], None]], None]
 
@@ -148,7 +147,7 @@ def _at_once(write: Callable[[], None]) -> None:
 
 
 class Journal:
-    """Appends entries to one file. Only one process may write at a time, see ``lease``."""
+    """Appends entries to one file. Only the controller that has the run's lease may write."""
 
     def __init__(self, path: Path, do: Do = _at_once) -> None:
         """Open or create the journal at ``path``, remove an incomplete last line, and read the other lines into
@@ -181,8 +180,8 @@ class Journal:
             self.append({"format": FORMAT})
 
     def first(self, name: str, value: float) -> float:
-        """Return the value that the job's first controller wrote under ``name``. If this is the first controller, write
-        ``value`` and return it."""
+        """Return the value ``name`` that the job's first controller wrote to the journal. If this is the first
+        controller, write ``value`` and return it."""
         for entry in self.entries:
             if name in entry:
                 return float(entry[name])

@@ -24,7 +24,7 @@ from megatron_ft.errors import ControlError
 from megatron_ft.framing import FrameReader, Message, send
 
 MAX_FAILED_STARTS = 5
-"""Number of controllers in a row that may fail without having sent anything new."""
+"""Number of controllers in a row that may fail without new messages to the launcher before the job fails."""
 # A new controller imports its modules and reads the whole journal before it sends anything.
 LEAST_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 2.0
@@ -48,11 +48,11 @@ class ControllerLink:
         """Store the settings; ``begin`` starts the controller.
 
         Args:
-            start: starts the controller's process with its spec and the given end of a connection.
+            start: starts the controller's process; its argument is the process's end of a socket pair.
             access_path: file (mode 0600) with the controller's address, epoch and process id, for its clients.
-            access: further entries of that file.
-            silence_seconds: a controller that sends nothing for so long (at least ``LEAST_SILENCE_SECONDS``, because
-                its start takes time) is killed.
+            access: further entries of the file at ``access_path``.
+            silence_seconds: time without a message after which a controller is killed; raised to
+                ``LEAST_SILENCE_SECONDS`` if it is shorter, because the start of a controller takes time.
             log: the controller's log; its last line is reported if the controller ends by itself.
         """
         self._start = start
@@ -66,7 +66,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Maps each node to session and number of its last record that was passed on."""
+        """Maps each node to the session and the number of the node's last record that was passed on."""
         self._to_grant: bytes | None = None
         """Content for the access file that has not been written yet."""
         self._num_events = 0

@@ -187,12 +187,12 @@ class _Launcher:
         return socket.socket(fileno=self._descriptor)
 
     def send(self, message: Message) -> None:
-        """Send a message; blocks while the launcher is slow."""
+        """Send a message to the launcher. The call blocks while the launcher is slow."""
         with self._lock:
             send(self._socket, message)
 
     def record(self, record: Message, origin: Origin) -> None:
-        """Forward a record of a rank."""
+        """Forward a record of a rank to the launcher."""
         self.send({"op": "record", "record": record, "origin": origin})
 
     def event(self, event: Message) -> None:

@@ -1,4 +1,4 @@
-"""Serves the calls of agents and administrators: a call waits until the controller's thread has processed it."""
+"""Serves the calls of agents and administrators. Each call waits until the controller's thread has processed it."""
 
 import json
 import queue
@@ -37,7 +37,7 @@ class Item:
     further effect."""
     content: Message
     report: Report | None = None
-    """The parsed report in ``content``; None if it contains none."""
+    """The report that was parsed from ``content``; None if ``content`` is not a report."""
     arrived_seconds: float = 0.0
     """Arrival time on the controller's clock."""
     has_effect: threading.Event = field(default_factory=threading.Event)
@@ -65,7 +65,7 @@ class Posted:
 
     event: MachineEvent
     arrived_seconds: float
-    """Arrival time on the controller's clock. For a ``Tick``, all earlier arrivals have been processed."""
+    """Arrival time on the controller's clock. For a ``Tick``, all inputs that arrived earlier have been processed."""
     number: int | None = None
 
 
@@ -89,7 +89,7 @@ class _Inbox:
         self._queue.put(Posted(event, self._clock(), number))
 
     def put(self, items: Sequence[Item]) -> None:
-        """Add items; after ``close`` they count as processed."""
+        """Add items. Items that are added after ``close`` count as processed."""
         with self._arriving:
             for item in items:
                 item.arrived_seconds = self._clock()
@@ -125,7 +125,7 @@ class _Inbox:
             return (None if self._queue.empty() else self._queue.get()), now
 
     def close(self) -> None:
-        """Close the queue: all present and future items count as processed."""
+        """Close the queue; all present and future items then count as processed."""
         # Under the lock: an item that arrives now is either found below or released by ``put``.
         with self._arriving:
             self._is_closed = True
@@ -146,12 +146,12 @@ class _AgentSession:
     first_order: int
     """Number of orders given before the registration; this agent does not receive them."""
     is_over: bool = False
-    """Whether the agent was lost; it may not register again."""
+    """Whether the agent was lost, so that its process may not register again."""
     next_item: int = 0
     """Number of the first item that has not been processed."""
     next_arrival: int = 0
-    """Number of the first item that has not arrived. Items from ``next_item`` to this number wait for the
-    controller."""
+    """Number of the first item that has not arrived. Items from ``next_item`` up to, but not including, this number
+    wait for the controller."""
     num_fetched: int = 0
     """Number of orders that the agent had when it last fetched orders."""
     is_inherited: bool = False
@@ -171,7 +171,7 @@ class _AgentSessions:
     # --- the thread that changes them ------------------------------------------------------------------------------
 
     def admit(self, node: int, process_id: int, *, num_orders: int) -> bool:
-        """Register an agent process. Return whether it is new."""
+        """Register an agent process. Return False if it was registered already."""
         earlier = self._sessions.get(node)
         if earlier is not None and earlier.process_id == process_id:
             return False
@@ -210,8 +210,8 @@ class _AgentSessions:
         return [session for session in list(self._sessions.values()) if not session.is_over]
 
     def replaced(self, node: int, process_id: int) -> int | None:
-        """Return the process id of the living agent that this process replaces when it registers, or None if there is
-        none."""
+        """Return the process id of the living agent that ``process_id`` replaces when it registers, or None if there is
+        no other agent."""
         session = self._sessions.get(node)
         if session is None or session.process_id == process_id or session.is_over:
             return None
@@ -229,7 +229,7 @@ class _AgentSessions:
         return session
 
     def find(self, node: int, number: int) -> _AgentSession:
-        """Return the session with this number, if it is the present session of the node.
+        """Return the session ``number`` of a node, if it is the node's present session.
 
         Raises:
             ControlError: the session has ended or was replaced; the calling agent then ends its ranks.

@@ -38,9 +38,9 @@ class LaunchContext:
     preload: Sequence[str]
     """Modules that fork servers import."""
     most_nodes: int
-    """Largest number of nodes; they are numbered from 0."""
+    """Largest number of nodes of the job; node numbers begin at 0."""
     num_returns: int
-    """Number of times that a lost node may return."""
+    """Largest number of times that each lost node may return to the job."""
 
 
 class NodeLauncher(Protocol):
@@ -60,11 +60,11 @@ class NodeLauncher(Protocol):
         """Return the address of this machine that the controller binds to."""
 
     def publish(self, context: LaunchContext, spec: AgentSpec) -> None:
-        """Prepare for a job that has claimed its run folder, and publish the data by which nodes that start by
-        themselves join.
+        """Prepare the launcher for a job that has claimed its run folder. If nodes start by themselves, publish the
+        data with which they join.
 
         Args:
-            spec: spec of node 0; specs of other nodes differ only in values that their machine knows.
+            spec: spec of node 0. Specs of other nodes differ in the node number and in values that the machine knows.
         """
 
     def start(self, node: int, spec: AgentSpec, on_end: OnEnd) -> None:
@@ -75,10 +75,10 @@ class NodeLauncher(Protocol):
         """
 
     def stop(self, patience_seconds: float) -> None:
-        """Wait for all agents, end those that are left, and remove what ``publish`` has published."""
+        """Wait until all agents have ended, end those that still run, and remove what ``publish`` has published."""
 
     def finish(self, exit_code: int, reason: str) -> None:
-        """Process the result of the job, e.g. to inform the scheduler."""
+        """Handle the result of the job, e.g. inform the scheduler."""
 
 
 def launcher_class(name: str) -> type[NodeLauncher]:
@@ -152,7 +152,7 @@ class ProcessLauncher:
         watcher.start()
 
     def start_process(self, node: int, spec: AgentSpec) -> "subprocess.Popen[bytes]":
-        """Start the process of a node; its output goes to ``log_name``."""
+        """Start the process of a node; its output is appended to the log ``log_name``."""
         raise NotImplementedError
 
     def stop(self, patience_seconds: float) -> None:

@@ -16,7 +16,7 @@ import megatron_ft
 
 @dataclass
 class Processes:
-    """Starts processes of a job on this machine with their common settings."""
+    """Starts processes of a job on this machine, each with a log file in ``log_dir``."""
 
     runtime_dir: Path
     log_dir: Path
@@ -40,7 +40,7 @@ class Processes:
 
         Args:
             descriptors: further descriptors that the process inherits.
-            through: command that runs this command, for example ``srun``.
+            through: command before ``python``, for example an ``srun`` command that runs it on a node.
         """
         with (self.log_dir / log).open("ab") as output:
             return subprocess.Popen(
@@ -64,7 +64,7 @@ def tell(process: "subprocess.Popen[bytes]", line: bytes) -> None:
 
 
 def kill(*processes: "subprocess.Popen[bytes]", term_seconds: float = 0.0) -> None:
-    """End processes together, with all processes of their sessions, unless they have ended.
+    """End all ``processes`` at the same time, and the other processes of their sessions.
 
     Args:
         term_seconds: time between SIGTERM and SIGKILL; 0 kills at once.

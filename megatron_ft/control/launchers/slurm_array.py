@@ -72,7 +72,7 @@ def _read_array(variables: Mapping[str, str], *, most_nodes: int) -> Allocation:
         most_nodes: largest number of nodes, spares included.
 
     Raises:
-        ConfigError: this process is not in an array, or the tasks do not match the nodes.
+        ConfigError: this process is not in an array, or the array does not have one task for each node.
     """
     missing = [name for name in _NAMES if not variables.get(name)]
     if missing:

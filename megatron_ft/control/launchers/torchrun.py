@@ -19,7 +19,7 @@ _FT_LAUNCHER = "FT_RANK_MONITOR_IPC_SOCKET"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """A rank that another launcher started. ``attempt`` is the number of restarts in which its node took part."""
+    """Rank that ``torchrun`` or ``srun`` started. ``attempt`` is the number of restarts in which its node took part."""
 
     launcher: str
     rank: int
@@ -33,13 +33,13 @@ class RankEnvironment:
     max_restarts: int = 0
     """Largest number of times that the launcher restarts all ranks."""
     store_is_served: bool = False
-    """Whether the launcher already serves a ``TCPStore`` at the master's address, which outlives an attempt."""
+    """Whether the launcher serves a ``TCPStore`` at the master's address, which continues during restarts of ranks."""
     program: str = ""
     """Name of the command: ``torchrun``, ``ft_launcher`` (which works like torchrun) or ``srun``."""
 
     @property
     def node(self) -> int:
-        """Number of this rank's node, if ranks are numbered node by node."""
+        """Index of this rank's node, if ranks are numbered node by node."""
         return self.rank // self.local_world_size
 
     @property
@@ -93,7 +93,7 @@ class RankEnvironment:
             master_port: ``launch.master_port``; 0 derives one from Slurm's job and step.
 
         Raises:
-            ConfigError: a variable is missing, not a number, or contradicts another.
+            ConfigError: a variable is missing, is not a number, or contradicts another variable.
         """
         assert mode in ("torchrun", "srun"), f"mode {mode} has no launcher environment"
         environment = _torchrun(variables) if mode == "torchrun" else _srun(variables, master_port)
@@ -102,7 +102,7 @@ class RankEnvironment:
 
 
 def detect(variables: Mapping[str, str]) -> str:
-    """Detect the launcher of this process: ``torchrun``, ``srun`` or ``local``, from ``os.environ``.
+    """Detect the launcher of this process: ``torchrun``, ``srun`` or ``local``, from environment variables.
 
     A torchrun started by srun counts as torchrun. An interactive shell inside a Slurm job step has
     ``SLURM_PROCID`` as well; choose ``launch=local`` there.
@@ -232,7 +232,7 @@ def _expand_counts(name: str, text: str) -> list[int]:
         name: where the text comes from, e.g. an environment variable; used in messages.
 
     Raises:
-        ConfigError: the text is not such a list.
+        ConfigError: the text is not a list of tasks per node.
     """
     counts: list[int] = []
     for piece in text.split(","):

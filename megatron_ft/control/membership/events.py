@@ -1,4 +1,4 @@
-"""Machine events: everything that can happen to a job, as input of the state machine.
+"""Machine events: inputs that report to the state machine what has happened to a job.
 
 A rank has the number ``node * ranks_per_node + local_rank`` during the whole job, also if its number in a membership
 differs. ``at_seconds`` is the time of the event in seconds since 1970, on the machine that observed the event.
@@ -18,7 +18,7 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node's agent has ended, and its ranks with it."""
+    """A node's agent has ended or does not answer, so the node and its ranks are lost."""
 
     node: int
     # Clocks of nodes differ. These times order deaths for reports; deadlines use the controller's clock.
@@ -94,14 +94,14 @@ class JobHung:
 
 @dataclass(frozen=True, slots=True)
 class AddRequested:
-    """An operator asks the job to start a node that is not a member, so that it joins."""
+    """An administrator asks the job to start a node that is not a member, so that the node joins."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator requests that a member leaves the job at the next iteration boundary."""
+    """An administrator requests that a member leaves the job at the next iteration boundary."""
 
     node: int
 

@@ -1,17 +1,17 @@
 """Rules for nodes that join a running job, leave it on request, or replace lost nodes.
 
-A node that is not a member is to join (``is_wanted``) when its agent registers or an operator adds it. Its ranks are
-then started (``START_NODES``), and the node waits when all of them have connected. When the first such node has waited
-for ``join_window_seconds``, or a member is to leave, the members are ordered to stop at an iteration boundary
-(``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``). Nodes beyond ``most_members``
-wait as spares until a member is lost or leaves.
+A node that is not a member is wanted (``is_wanted``) when its agent registers or an administrator adds the node. Its
+ranks are then started (``START_NODES``), and the node waits when all of them have connected. When the first such node
+has waited for ``join_window_seconds``, or a member has to leave, the members are ordered to stop at an iteration
+boundary (``CHANGE``). When all members have stopped, the next membership begins (``reconfigure``). Nodes beyond
+``most_members`` wait as spares until a member is lost or leaves.
 
-Jobs that keep their layout let other nodes take the places of lost nodes. Every membership has a node at each place.
-After all remaining ranks have reported their positions, the next membership begins if as many joining nodes (spares)
-are ready as places were lost. If there are too few, lost nodes are started again: first the agent, if it has ended
-(``START_AGENTS``), then the ranks, when the old ones have ended (``START_NODES``). A node that ends or does not become
-ready in time is killed and started again, as often as ``max_node_restarts`` allows. If no node can take a place, the
-job stops like one that needs all nodes.
+In a job that keeps its layout, every membership has the same places, one for each node, and other nodes take the places
+of lost nodes. After all remaining ranks have reported their positions, the next membership begins if a joining node or
+spare is ready for each lost place. If there are too few, lost nodes are started again: first the agent, if it has ended
+(``START_AGENTS``), then the ranks, when the old ranks have ended (``START_NODES``). A node that ends or does not become
+ready in time is killed and started again, as often as ``max_node_restarts`` allows. If a place cannot be filled, the
+job stops, like a job that needs all its nodes.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from megatron_ft.control.membership.state import (
 )
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Pause before a node is started again after its first failed start; each further failure in a row doubles it."""
+"""Pause before a node is started again after a failed start; each further failed start in a row doubles the pause."""
 LONGEST_PAUSE_SECONDS = 30.0
 _NOT_ALIVE = (Phase.FORMING, Phase.STOPPING, Phase.KILLING, Phase.ENDED)
 
@@ -56,7 +56,7 @@ class NodeRules:
         return replace(state, nodes=self._want(nodes, node))
 
     def add(self, state: State, node: int) -> State:
-        """Record that an operator wants a node to join, regardless of how often it was lost before."""
+        """Record that an administrator wants a node to join, regardless of how often it was lost before."""
         # The operator may have repaired it: its earlier losses no longer count against max_node_restarts.
         nodes = state.nodes.change(node, joined_iteration=0, num_losses=0, not_before_seconds=0.0)
         return replace(state, nodes=self._want(nodes, node))
@@ -214,7 +214,7 @@ class NodeRules:
         return self._kill(state, now) or self._start(state, now)
 
     def _unregistered(self, state: State) -> list[NodeRecord]:
-        """Return the nodes whose agent the job has started but which has not registered; empty if nodes start by
+        """Return the nodes whose agent was started by the job but has not registered; empty if nodes start by
         themselves."""
         return [r for r in state.nodes.records if r.agent is AgentState.STARTING] if self.policy.starts_nodes else []
 
@@ -411,7 +411,7 @@ def _lost_places(state: State) -> tuple[int, ...]:
 def members_after_filling(state: State) -> tuple[int, ...]:
     """Return the node at each place of the next membership.
 
-    The nodes that have waited longest join. A node that had a place takes it again; other nodes fill the empty places.
+    The nodes that have waited longest join. A node that had a place gets it back; other nodes fill the empty places.
     """
     ready = _ready(state)
     others = iter(node for node in ready if node not in state.members)
@@ -423,8 +423,8 @@ def members_after_filling(state: State) -> tuple[int, ...]:
 def members_after_restart(state: State) -> tuple[int, ...]:
     """Return the node at each place for a restart of all ranks. A node whose agent has ended is replaced.
 
-    Nodes that wait to join are the first replacements. If too few nodes live, the result is shorter than the number of
-    places.
+    Nodes that wait to join are the first replacements. If too few nodes have a living agent, the result is shorter than
+    the number of places.
     """
     live = state.nodes.registered
     order = [record.node for record in state.nodes.joining] + sorted(live)
@@ -434,7 +434,7 @@ def members_after_restart(state: State) -> tuple[int, ...]:
 
 
 def count_losses(state: State, iteration: int) -> State:
-    """Add each lost member of this generation once to ``num_losses`` of its node; training continues after
+    """Count each loss of a member in this generation once in the node's ``num_losses``. Training continues after
     ``iteration``."""
     # A place that waits needs the count before the next membership counts losses; ``is_counted`` keeps that from
     # counting them again.

@@ -1,9 +1,9 @@
-"""Rules for every transition to the next membership, most of which follow the loss of nodes.
+"""Rules for transitions from one membership to the next. Most transitions follow the loss of nodes.
 
 When a rank or a node fails, the membership ends. The other ranks are ordered to stop (``BREAK``) and report their
 positions (``RankBroken``); a rank whose collective fails reports without an order. When every remaining rank has
 reported, the next membership begins (``REFORM``), together with nodes that are ready to join. A job that keeps its
-layout first waits until a node is ready for every lost place (``replacing``). If the job cannot continue, it stops
+layout first waits until a node is ready for every lost place (``joining``). If the job cannot continue, it stops
 (``STOP``) and ends or restarts, like a job that needs all nodes. A change on request (``joining``) follows the same
 rules without a failure, when all members have stopped at the boundary. If a rank fails meanwhile, this failure is
 handled first, and the change is ordered again.
@@ -42,7 +42,7 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Record a rank's report; return None if no report is expected, so that its error counts as a failure."""
+    """Record a rank's report. Return None if no report is expected, so that the rank's error counts as a failure."""
     node, rank = policy.node_of(event.rank), event.rank
     # A report of an earlier generation may arrive late. Beside the new positions it would be a contradiction, which
     # stops the job.
@@ -280,8 +280,8 @@ def _next_nodes(policy: MembershipPolicy, nodes: Nodes, reform: Reform, members:
 
 
 def _next(policy: MembershipPolicy, state: State) -> Reform:
-    """Return nodes, ranks and target of the next membership. After a failure, no node leaves on request in the same
-    step."""
+    """Return the nodes and ranks of the next membership, and the iteration after which they continue. After a failure,
+    no node leaves on request in the same step."""
     leaves = not state.failures
     leaving = frozenset(node for node in state.nodes.draining if leaves and state.nodes[node].leaves_now)
     staying = set(state.members) - state.nodes.lost - leaving

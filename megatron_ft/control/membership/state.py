@@ -43,7 +43,7 @@ class AgentState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """Record of a node; its number never changes."""
+    """State of a node, whose number never changes."""
 
     node: int
     state: NodeState = NodeState.ABSENT
@@ -127,7 +127,7 @@ class Nodes:
         return found
 
     def restore_members(self) -> "Nodes":
-        """Return a copy in which lost members are members again."""
+        """Return a copy in which lost members are no longer marked as lost."""
         found = self
         for node in self.members:
             if node in self.lost:
@@ -236,8 +236,8 @@ class Decision(Enum):
     REFORM = "reform"
     """Begin the next membership, which consists of the remaining and the joining nodes."""
     CHANGE = "change"
-    """Order the members to stop at the next iteration boundary and report their positions: nodes join or leave
-    there."""
+    """Order the members to stop at the next iteration boundary and report their positions, because nodes join or leave
+    at this boundary."""
     START_NODES = "start_nodes"
     """Start the ranks of nodes that are not members (``Step.nodes``); they wait until a membership includes them."""
     START_AGENTS = "start_agents"
@@ -407,7 +407,7 @@ class State:
     wake_up_seconds: float | None = None
     """Time at which to decide again about nodes that join or leave."""
     failed_starts: tuple[FailedStart, ...] = ()
-    """Failed starts of nodes that were found at the last event."""
+    """Failed starts of nodes that were detected when the last event was processed."""
     broken: tuple[RankBroken, ...] = ()
     """Reports of living ranks that wait for the next membership."""
     # Kept beside ``broken``: a set that is built for each report makes a loss cost the square of the number of ranks.
@@ -430,7 +430,7 @@ class State:
     furthest_iteration: int = 0
     """Latest iteration in which an earlier generation failed."""
     num_restarts: int = 0
-    """Restarts since the job last made progress."""
+    """Number of restarts of all ranks since the job last made progress, when this generation began."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -450,9 +450,10 @@ class State:
 
     @property
     def num_restarts_without_progress(self) -> int:
-        """Restarts since the job last made progress; 0 if this generation failed later than all earlier generations.
+        """Number of restarts of all ranks since the job last made progress.
 
-        The iteration of the first failed rank counts, because a fault that recurs occurs in the same iteration.
+        It is 0 if this generation failed in a later iteration than all earlier generations. The iteration of the first
+        failed rank counts, because a fault that recurs occurs in the same iteration.
         """
         first = self.first_failure
         return 0 if first is not None and first.iteration > self.furthest_iteration else self.num_restarts
@@ -483,7 +484,7 @@ class Reform:
     """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """Number in the previous membership of each rank of the next one; None for a rank of a joining node."""
+    """For each rank of the next membership, its number in the previous one; None for a rank of a joining node."""
     nodes: tuple[int, ...]
     """Node of each rank of the next membership."""
 
@@ -519,7 +520,7 @@ class Moment(NamedTuple):
     """The two times of an event, both on the controller's clock.
 
     A controller with a backlog processes an event long after its arrival. Lateness is judged by the arrival; otherwise
-    a slow controller would lose healthy nodes. A limit that begins with a decision counts from the decision.
+    a slow controller would lose healthy nodes. A time limit for the effect of a decision begins with the decision.
     """
 
     seconds: float

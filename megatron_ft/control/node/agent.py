@@ -44,13 +44,13 @@ class AgentSpec:
     token: str
     node: int
     runtime_dir: str
-    """A directory of mode 0700 for the node's sockets; the last process of the job that uses it removes it."""
+    """Directory (mode 0700) for the node's sockets, which is removed by the last process of the job that uses it."""
     forkserver_socket: str
     lost_controller_seconds: float = 60.0
-    """Time without an answer of a controller after which the node ends its ranks. A new controller would have answered
-    by then. Time in which the node itself was suspended does not count."""
+    """Time without an answer from any controller after which the node ends its ranks. A new controller would have
+    answered by then. Time in which the node itself was suspended does not count."""
     sidecars: dict[str, str] = field(default_factory=dict)
-    """Maps names to modules of the processes that the node runs beside its ranks, see ``sidecars``."""
+    """Maps the name of each sidecar to its module. The node runs sidecars beside its ranks, see ``sidecars``."""
     interface: str = ""
     """Address that the sidecars bind to."""
     log_dir: str = ""
@@ -168,7 +168,7 @@ class _Agent:
         sender.start()
 
     def close(self) -> None:
-        """Disconnect from the fork server, which then kills the ranks; end sidecars; remove the socket file."""
+        """Disconnect from the fork server, which then kills the ranks. End the sidecars, and remove the socket file."""
         self._forkserver.close()
         self._sidecars.close()
         self._listener.close()

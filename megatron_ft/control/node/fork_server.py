@@ -79,7 +79,7 @@ class _ForkServer:
 
         Args:
             run: called with a rank's spec in each forked child; returns the child's exit code.
-            own_descriptors: further descriptors that forked children close.
+            own_descriptors: further descriptors of the server, which forked children close.
         """
         self._run = run
         self._own_descriptors = tuple(own_descriptors)
@@ -261,7 +261,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def preload(modules: Sequence[str]) -> float:
-    """Import ``modules``, and call the function of an entry ``module:function``. Return the seconds it took.
+    """Import ``modules``, and call the function of an entry ``module:function``. Return the duration in seconds.
 
     Raises:
         SoftwareError: an import started threads, which would be lost in a fork.

@@ -3,9 +3,9 @@ ARRAY_JOB_ID``.
 
 This process waits until a launcher has published how nodes join (``join_file``), the launcher's controller answers, and
 no living process has the node's number. Then it starts ``node.main`` and writes the spec, which contains the job's
-token, to its standard input. When this process ends for any reason, that pipe closes and the node ends. If the node
-ends before the job, this process starts it again: with the same launcher as often as that launcher allows, or with the
-next launcher, which has another token. When the marker of the job's end exists, this process exits with 0.
+token, to its standard input. When this process ends for any reason, the pipe closes and the node ends. If the node ends
+before the job, this process starts the node again: for the same launcher as often as its file allows, or for the next
+launcher, which has another token. When the marker of the job's end exists, this process exits with 0.
 """
 
 import argparse
@@ -32,18 +32,18 @@ _CHECK_SECONDS = 1.0
 """Time between two checks of the launcher's file and of the marker that the job has ended."""
 _ANSWER_SECONDS = 5.0
 _LAST_ORDER_SECONDS = 5.0
-"""Time for a node to fetch the order to end from its controller; then its standard input is closed."""
+"""Time for a node to fetch the order ``End`` from its controller before the node's standard input is closed."""
 _END_SECONDS = 30.0
-"""Time for the node and its sidecars to end after its standard input is closed; then the node is killed."""
+"""Time between the closing of the node's standard input and the kill of a node that has not ended."""
 _PROCESS_IDS = 2**53
-"""Upper bound of the random numbers that identify processes of nodes; process ids of two machines could be equal."""
+"""Upper bound of the random numbers that identify node processes, because machines can use equal process ids."""
 
 _Process = subprocess.Popen[bytes]
 
 
 @dataclass
 class _Node:
-    """Runs the node with one number of the job on this machine."""
+    """Runs the node ``number`` of a job on this machine, and starts it again if it ends before the job."""
 
     run_dir: Path
     number: int
@@ -52,7 +52,7 @@ class _Node:
     _stays: dict[str, int] = field(default_factory=dict)
     """Maps the token of a launcher to the number of times that the node has joined the launcher's job."""
     _ended: set[str] = field(default_factory=set)
-    """Tokens of launchers whose job has ended for this node; their files are stale."""
+    """Tokens of launchers whose job has ended for this node; files of these launchers are stale."""
     _complaint: str = ""
     """Last message about an unreadable file, which is not printed twice."""
 

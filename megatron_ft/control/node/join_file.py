@@ -27,14 +27,14 @@ class JoinFile:
     preload: list[str]
     """Modules that fork servers import."""
     job_id: str
-    """Job id of the scheduler; nodes of other jobs do not belong to this job."""
+    """Id of the job in the scheduler; a node that runs in another job of the scheduler must not join."""
     num_nodes: int
-    """Largest number of nodes; they are numbered from 0."""
+    """Largest number of nodes of the job; node numbers begin at 0."""
     num_returns: int
-    """Number of times that a node may return to this job after it was lost."""
+    """Largest number of times that a node may return to this job after it was lost."""
 
     def spec_of(self, node: int, process_id: int) -> AgentSpec:
-        """Make the spec of one node's agent, without the values that its machine fills in.
+        """Make the spec of one node's agent, without the values that only the node's machine knows.
 
         Raises:
             ControlError: the job has no such node.
@@ -45,7 +45,7 @@ class JoinFile:
 
     @classmethod
     def read(cls, run_dir: Path) -> "JoinFile | None":
-        """Read the file of the newest launcher of a run. Return None if there is none.
+        """Read the file of the newest launcher of a run. Return None if the file does not exist.
 
         Raises:
             ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.

@@ -1,8 +1,8 @@
-"""The process of a node on a machine of its own: ``python -m megatron_ft.control.node.main``, started by ``srun``.
+"""The process of a node on a separate machine: ``python -m megatron_ft.control.node.main``.
 
-``join`` starts it, too. The process reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes that
-input together with its own, and the node then ends. The process determines what only this machine knows (its address on
-the route to the controller, free ports, a folder for sockets), starts a fork server, and becomes the node's agent.
+``srun`` or ``join`` starts it. The process reads one line of JSON from standard input (``NodeSpec``). ``srun`` closes
+this input when its own input is closed, and the node then ends. The process determines what only this machine knows (an
+address on the route to the controller, free ports, a folder for sockets), starts a fork server, and becomes the agent.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class NodeSpec:
     """Specification that a node's process reads from standard input."""
 
     agent: agent.AgentSpec
-    """Spec without the fields that only the node's machine knows."""
+    """Spec of the node's agent, without the values that only the node's machine knows."""
     preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None

@@ -64,7 +64,7 @@ class Outbox:
             return self._full
 
     def wait_batch(self) -> tuple[int, list[Message]]:
-        """Wait for items to send. Return the number of the first, and the items."""
+        """Wait for items to send. Return the number of the first item, and the items."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._items))
             batch: list[Message] = []
@@ -355,7 +355,7 @@ def size_of(path: Path) -> int:
 
 
 def last_line(path: Path, begin_bytes: int) -> str:
-    """Return the last line of a log that is not blank, after its first ``begin_bytes``; empty if there is none."""
+    """Return the last non-blank line of a log after its first ``begin_bytes`` bytes; empty if there is none."""
     lines = _last_lines(path, begin_bytes)
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

@@ -45,12 +45,12 @@ class _Sidecar:
     socket_path: Path
     log: Path
     log_begin_bytes: int
-    """Size of the log when this sidecar started; earlier sidecars of the node have written that part."""
+    """Size of the log in bytes when this sidecar started; earlier sidecars of the node wrote this part of the log."""
     address: str | None = None
     line: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Read output, whose first line is the address. Return whether more may come.
+        """Read from the sidecar's output, whose first line is its address. Return whether more output may follow.
 
         Raises:
             ControlError: the first line contains no address.
@@ -119,14 +119,14 @@ class Sidecars:
         return all(service.address is not None for service in self._all)
 
     def seconds_left(self) -> float | None:
-        """Return the time left for the addresses; None when all sidecars have sent an address."""
+        """Return the seconds left for the sidecars to send their addresses; None when all have sent them."""
         return None if self.ready else max(0.0, self._deadline - time.monotonic())
 
     def check_in_time(self) -> None:
-        """Check that addresses are not overdue.
+        """Check that every sidecar has sent its address, or still has time to send it.
 
         Raises:
-            ControlError: an address is overdue.
+            ControlError: the time has passed, and a sidecar has not sent its address.
         """
         if self.seconds_left() == 0.0:
             silent = ", ".join(f"{service.name} (log: {service.log})" for service in self._all if not service.address)

@@ -44,9 +44,9 @@ class WorkerClient(Protocol):
         """Report the present phase of the iteration; cheap enough to call in every phase."""
 
     def stop_requested(self) -> bool:
-        """Whether to finish this iteration, write a checkpoint and return.
+        """Whether this rank was requested to stop: to finish the iteration, write a checkpoint and return.
 
-        Ranks see a request at slightly different moments, so the commit vote must decide after which iteration.
+        Ranks receive the request at different times, so they must agree in the commit vote on the last iteration.
         """
 
     @property
@@ -79,13 +79,13 @@ class WorkerClient(Protocol):
         """
 
     def change_requested(self) -> bool:
-        """Whether to leave the loop after this iteration, because nodes join or leave.
+        """Whether this rank was ordered to stop at an iteration boundary, because nodes join or leave.
 
-        Ranks see the request at slightly different moments, so the commit vote must decide after which iteration.
+        Ranks receive the order at different times, so they must agree in the commit vote on the boundary.
         """
 
     def awaited_change(self) -> MembershipOrder:
-        """Wait for the order that makes ``change_requested`` true, and return it. Another rank may have received it
+        """Wait for the order that makes ``change_requested`` true, and return the order. Another rank may receive it
         earlier.
 
         Raises:

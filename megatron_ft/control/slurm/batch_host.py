@@ -12,7 +12,7 @@ from collections.abc import Callable
 from megatron_ft.control.slurm import calls
 
 FIRST_SECONDS, LONGEST_SECONDS = 5.0, 60.0
-"""First and longest interval between two queries. Each node makes its intervals up to half longer at random, so that
+"""First and longest interval between two queries. Each node lengthens them at random by up to half, so that
 not all nodes ask at once."""
 _GROWTH = 1.5
 
@@ -24,7 +24,7 @@ def watch(job_id: str, is_over: threading.Event, *, report: Callable[[str], None
     this, and gets no answer from Slurm.
 
     Args:
-        report: logs a message, because the reader of this process's output may be dead.
+        report: logs a message; needed because the process that reads this process's output may be dead.
         is_over: set when another process continues the job, or ends it.
 
     Returns:

@@ -57,10 +57,10 @@ class _Site:
     max_fruitless: int
     on_warning: Next
     is_chained: bool
-    """Whether jobs of the same name wait to continue the run."""
+    """Whether later jobs of the same name wait to continue the run (a chain of jobs)."""
     job_name: str
     final_exit_code: int | None
-    """Exit code to use if the job ends for good before its run is complete; None keeps that of the launcher."""
+    """Exit code of a job that ends for good before its run is complete; None uses the launcher's exit code."""
     num_restarts: int
     """Number of times that Slurm has requeued the job."""
     drain_poll_seconds: float
@@ -113,7 +113,7 @@ class _BatchJob:
     """Runs the launchers of a batch job."""
 
     def __init__(self, site: _Site, command: Sequence[str]) -> None:
-        """Prepare to run ``command``: the program and its overrides, with ``run.dir`` and ``run.name``."""
+        """Prepare to run ``command``, a program and its overrides, which must include ``run.dir`` and ``run.name``."""
         self._site = site
         self._command = list(command)
         run_dir, name = self._value("run.dir"), self._value("run.name")

@@ -1,7 +1,7 @@
 """Calls Slurm's commands, and parses what they print about a job and its nodes.
 
 Source: the manual pages scontrol(1) and sinfo(1). Measured with Slurm 22.05: dead nodes disappear from ``NodeList`` of
-a job with ``--no-kill``; ``BatchHost`` still names a dead one.
+a job with ``--no-kill``; ``BatchHost`` still names a dead host.
 """
 
 import re
@@ -23,7 +23,7 @@ class SlurmError(ControlError):
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A job, as Slurm sees it."""
+    """State of a job as Slurm reports it."""
 
     state: str
     """State of the job, e.g. ``RUNNING``."""
@@ -81,7 +81,7 @@ def requeue(job_id: str) -> None:
     """Put a running job back into the queue. Slurm ends its processes, including this one.
 
     Raises:
-        SlurmError: Slurm refuses.
+        SlurmError: Slurm refuses to requeue the job.
     """
     _call(["scontrol", "requeue", job_id])
 
@@ -90,7 +90,7 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
     """Exclude further hosts from a job that waits in the queue.
 
     Raises:
-        SlurmError: Slurm refuses, e.g. because the job runs.
+        SlurmError: Slurm refuses to exclude them, e.g. because the job runs.
     """
     if hosts:
         # ``ExcNodeList`` replaces the list, also the hosts that the user had excluded.
@@ -99,10 +99,10 @@ def exclude(job_id: str, hosts: Sequence[str]) -> None:
 
 
 def cancel_waiting(name: str) -> None:
-    """Cancel this user's waiting jobs that have this name: the other jobs of a chain.
+    """Cancel this user's waiting jobs named ``name``, which are the later jobs of a chain.
 
     Raises:
-        SlurmError: Slurm refuses.
+        SlurmError: Slurm refuses to cancel them.
     """
     _call(["scancel", "--me", f"--name={name}", "--state=PENDING"])
 
@@ -134,7 +134,7 @@ def array_hosts(job_id: str) -> dict[int, str]:
 
 
 def _parse_array_hosts(text: str) -> dict[int, str]:
-    """Parse the output of ``squeue --array --format='%K %N'``: host of each running task, by array index.
+    """Parse the output of ``squeue --array --format='%K %N'`` into the host of each running task, by array index.
 
     Raises:
         SlurmError: a line is not an index followed by a host.

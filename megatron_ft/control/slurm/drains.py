@@ -23,8 +23,8 @@ _Hosts = Callable[[], Mapping[int, str]]
 
 @contextlib.contextmanager
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
-    """Run a thread during the block that queries Slurm for drained nodes, and asks the job's controller to let each of
-    these nodes leave.
+    """Run a thread during the ``with`` block. The thread queries Slurm for drained nodes, and asks the controller to let
+    each of these nodes leave.
 
     The end of the block waits up to ``CALL_SECONDS`` for a query in progress. A thread that has not ended by
     then is abandoned, with a message; it makes no further calls to the controller.
@@ -46,8 +46,8 @@ def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) ->
 
 
 def _watch(run_dir: Path, hosts: _Hosts, poll_seconds: float, is_over: threading.Event) -> None:
-    """Ask the controller to release each drained node. If it refuses, report the reason once and ask again at the next
-    poll; if Slurm does not answer, only try again."""
+    """Ask the controller to release each drained node. If the controller refuses, report the reason once and ask again
+    at the next poll. If Slurm does not answer, only try again."""
     leaving: set[int] = set()
     refused: dict[int, str] = {}
     is_silent = False

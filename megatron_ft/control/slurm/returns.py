@@ -15,9 +15,9 @@ from megatron_ft.planning.recovery.job_attempts import Attempt, why_hopeless
 
 
 def _count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
-    """Record that a launcher ended without a result; return 0 if another may start, otherwise the array's exit code.
+    """Record that a launcher ended without a result. Return 0 if another launcher may start, otherwise an exit code.
 
-    In the second case, the marker ``slurm/ARRAY.json`` ends the array's nodes.
+    If no other launcher may start, the marker ``slurm/ARRAY.json`` is written, which ends the array's nodes.
 
     Raises:
         ControlError: records of earlier launchers or of the run are damaged.
