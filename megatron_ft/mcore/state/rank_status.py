@@ -1,5 +1,5 @@
-"""Describes progress and state of each rank, chooses the state from which all ranks continue, and brings a rank's
-interrupted iteration to the end on which the ranks have agreed."""
+"""Describes progress and state of each rank, chooses the state from which all ranks continue, and finishes or rolls
+back a rank's interrupted iteration, as the ranks have agreed."""
 
 import hashlib
 import json
@@ -120,7 +120,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Rank in the chosen holding, for each rank of the new membership; None for a rank that does not have this holding."""
+"""For each rank of the new membership, its rank in the chosen holding; None if it does not have this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
