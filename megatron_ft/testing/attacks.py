@@ -35,7 +35,7 @@ class Attack:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return the payload after its length in four bytes, as the local sockets expect it."""
+    """Return the length of ``payload`` in four bytes and then ``payload``, as the local sockets expect it."""
     return struct.pack(">I", len(payload)) + payload
 
 
@@ -176,7 +176,7 @@ def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_no
 
 
 def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Sequence[Any]) -> str:
-    """Deliver 100 copies of ``items``, beginning with the next number that the controller expects from node 0.
+    """Deliver 100 copies of ``items``, numbered from the next number that the controller expects from node 0.
 
     One copy is not enough: the node's agent may use that number first, and the controller ignores used numbers.
     """

@@ -22,7 +22,7 @@ class Routing:
         return torch.stack([routing_map.sum(0) for routing_map in self.maps], dim=1)
 
     def local_experts(self, rank: int) -> list[int]:
-        """Return the distinct experts of ``rank``, in rising order."""
+        """Return the distinct experts of ``rank``, in ascending order."""
         return self.replicas[:, rank].nonzero().flatten().tolist()
 
     def to(self, device: torch.device | str) -> "Routing":

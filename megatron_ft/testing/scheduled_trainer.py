@@ -10,7 +10,7 @@ class ScheduledTrainer(ElasticTrainer):
     before: int | None = None
 
     def membership_ends(self) -> bool:
-        """Whether the next iteration is that of other ranks."""
+        """Whether the next iteration belongs to another membership."""
         return self.engine.iteration + 1 == self.before or super().membership_ends()
 
 

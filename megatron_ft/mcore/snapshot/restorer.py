@@ -143,8 +143,8 @@ class SnapshotRestorer:
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. Report nothing for a
-        new run that had no saved state to decline."""
+        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. Report nothing
+        for a new run that had no saved state to decline."""
         chosen, strategy, iteration = self.chosen, "nothing", 0
         if chosen.places:
             strategy, iteration = "window", chosen.iteration

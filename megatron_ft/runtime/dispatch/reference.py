@@ -13,7 +13,7 @@ from megatron_ft.runtime.dispatch.rows import NO_ROW, DispatchHandle, RowOperati
 
 
 class ReferenceDispatch(RowOperations):
-    """Backend that is easy to read and slow. ``backend.py`` explains the notation."""
+    """Backend that is easy to read, but slow. ``backend.py`` explains the notation."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         self.shares = shares
