@@ -1,4 +1,4 @@
-"""The complete training state of a run, and its form in a checkpoint."""
+"""The complete training state of a run, and its representation in a checkpoint."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -27,7 +27,7 @@ class Coordinator:
     def run(self) -> None:
         """Train to the end of the run, or until this rank leaves permanently. Then release all resources.
 
-        The trainer must be built before, except on a joining rank.
+        The trainer must already be built, except on a joining rank.
 
         Raises:
             RecoveryError: after a loss, the remaining ranks together lack a part of the state.

@@ -114,7 +114,7 @@ def _add(engine: TrainingEngine, ranks: Sequence[int]) -> dist.ProcessGroup | No
 
 
 class _Region:
-    """The replay of one region, the pipeline stages ``stages``. All ranks of the region must make the same calls."""
+    """Replays one region, which is the pipeline stages ``stages``. All ranks of the region must make the same calls."""
 
     def __init__(
         self,

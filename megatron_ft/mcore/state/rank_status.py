@@ -93,7 +93,7 @@ class Holding:
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
-    """Memberships since the committed iteration, as entries of ``testing.membership_schedule``."""
+    """Changes of membership since the committed iteration, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:

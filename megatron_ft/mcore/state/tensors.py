@@ -200,7 +200,7 @@ class ExpertPlaces:
         return num_received
 
     def sort(self, layer: int, experts: Sequence[int]) -> None:
-        """Move the experts of ``layer`` between their places, so that their ids ascend.
+        """Move the experts of ``layer`` between their places, so that their ids are in ascending order.
 
         Args:
             experts: id of the expert in each place.

@@ -98,9 +98,9 @@ class Trainer:
         """The placement before the newest migration; None after an iteration with the new placement is committed."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
-        """Whether the run has ended: it reached its last iteration, or a voted stop."""
+        """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
         self.rounded_off = 0
-        """Newest iteration for which ``round_off`` has ended."""
+        """Newest iteration for which ``round_off`` has done all work."""
         self.abandoned_saves: list[Path] = []
         """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
