@@ -37,7 +37,7 @@ class Coordinator:
         """
         self._check()
         worker = self.trainer.context.worker
-        # ``waits`` needs that all groups use gloo. ``_check`` has made sure of this.
+        # ``abort.install`` needs that all groups use gloo. ``_check`` has made sure of this.
         if worker.can_survive:
             abort.install()
         if self.trainer.context.is_joining:

@@ -102,7 +102,7 @@ def _await(threads: Sequence[threading.Thread]) -> None:
 # ``install`` replaces the two calls that can block a rank in this way: ``_Work.wait``, with which every collective,
 # send and receive of ``torch.distributed`` ends, and the constructor of ``ProcessGroupGloo``, which connects to all
 # other ranks of a group. Both return or raise as before. They also raise ``WaitAbandoned`` after the current
-# ``WaitLimit`` has ended. The operation itself may stay blocked in a thread; ``held_groups`` describes what happens to
+# ``WaitLimit`` has ended. The operation itself may stay blocked in a thread; ``release`` describes what happens to
 # its group.
 #
 # An abandoned operation references its tensors until it ends, so their memory is not allocated again. Within
