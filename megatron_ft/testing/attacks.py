@@ -1,4 +1,4 @@
-"""Sends what hostile peers may send to each kind of listener of a job, and classifies the response to each attack."""
+"""Attacks each kind of listener of a job as a hostile peer might, and classifies the response to each attack."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
 
 
 def headers_without_body(path: str, token: str | None = None) -> bytes:
-    """Return HTTP/2 bytes up to the headers of a gRPC call whose body never follows."""
+    """Return the HTTP/2 bytes of a gRPC call up to its headers. A server then waits for the body."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     fields += [] if token is None else [(TOKEN_KEY, token)]

@@ -114,7 +114,7 @@ def _position(context: RankContext) -> Position:
 
 
 def _begin(context: RankContext, following: NextMembership) -> RankContext:
-    """Return the context of this process's rank in the next membership, after reporting it."""
+    """Report the start of the next membership, and return the context of this process's rank in it."""
     rank = following.rank_on(context.node, context.local_rank)
     assert rank is not None
     context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})

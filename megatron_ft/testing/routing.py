@@ -11,7 +11,7 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routing of one layer. ``maps`` has bool [tokens, experts] for each rank; ``replicas`` is int64 [experts, ranks]."""
+    """Routing of one layer. ``maps`` has bool [tokens, experts] per rank; ``replicas`` is int64 [experts, ranks]."""
 
     maps: list[torch.Tensor]
     replicas: torch.Tensor

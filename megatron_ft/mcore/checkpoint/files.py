@@ -55,7 +55,7 @@ class CheckpointFinder:
         self.foreign: dict[Path, str] = {}
         """Checkpoints that ``newest`` has skipped because they belong to another run or iteration, with the reasons."""
         self._reasons: dict[str, str] = {}
-        """Reasons why this process has renamed checkpoints, by the new names. Only rank 0 has them."""
+        """Reasons why this process has renamed checkpoints, by their new names. Only rank 0 has these reasons."""
 
     def newest(self, folder: Path) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
@@ -189,7 +189,7 @@ class PlannedWrite:
     writer: Any
     """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None
-    """Metadata of the whole checkpoint; only on rank 0."""
+    """Metadata of the whole checkpoint; None on all ranks except rank 0."""
 
     def metadata_bytes(self, results: list[list[list[Any]]]) -> bytes:
         """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results``

@@ -26,7 +26,7 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 
 
 class _StagedCommunicator(P2PCommunicator):
-    """Works like Megatron's communicator if the group can send from the device. Otherwise copies messages through host
+    """Works like Megatron's communicator if the group can send from the device. Otherwise copies tensors through host
     memory."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:

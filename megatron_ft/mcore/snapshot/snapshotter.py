@@ -101,7 +101,7 @@ Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
 
 Header = Callable[[int], dict[str, str]]
-"""Function that returns the header of the slice with a given index, without the vote: names with JSON texts."""
+"""Function that returns the header of the slice with a given index: JSON texts by name, except that of the vote."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32

@@ -33,7 +33,7 @@ class Carried:
     """Records of the placements whose tensors are in ``state``, oldest first."""
     state: NamedState
     host: TrainState
-    """State besides tensors."""
+    """State of the rank besides the tensors in ``state``."""
     finished: IterationResult | None
     """Result of the iteration that was finished after the membership had ended, and that is not reported yet. None if
     there is no such iteration."""

@@ -71,7 +71,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
 
 
 Key = tuple[int, bool]
-"""Generation of a holding, and ``Holding.is_evacuation``. A newer holding has a greater key."""
+"""``generation`` and ``is_evacuation`` of a holding. A newer holding has a greater key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,7 @@ class IterationState:
 
     iteration: int
     before: TrainState
-    """State before the forward pass, to which the iteration is rolled back."""
+    """State before the forward pass, which a rollback of the iteration restores."""
     expert_load: torch.Tensor | None = None
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     contributed: bool = False
