@@ -1,7 +1,7 @@
 """Forms and destroys the process groups of one generation, and exchanges records, ballots and tensors in a group.
 
-The project passes groups on, and never uses globals. Tensors are exchanged as bytes, because collectives support few
-dtypes: gloo, for example, does not support float8.
+Process groups are passed as arguments, not through global variables. Tensors are exchanged as bytes, because
+collectives support few dtypes: gloo, for example, does not support float8.
 """
 
 import datetime
@@ -58,12 +58,12 @@ def exchange_tensors(
 def exchange_one(
     sent: tuple[int, torch.Tensor] | None, received: tuple[int, torch.Tensor] | None, group: dist.ProcessGroup
 ) -> None:
-    """Send one tensor to a rank of ``group``, and receive one in the memory of another tensor. Nothing is copied if
-    the group communicates on the device of the tensors. All ranks of the group must call this.
+    """Send one tensor to a rank of ``group``, and receive one from a rank. Contiguous tensors are not copied if the
+    group communicates on their device. All ranks of the group must call this.
 
     Args:
-        sent: rank and tensor; None to send nothing.
-        received: rank and contiguous tensor; None to receive nothing.
+        sent: the receiving rank and the tensor; None to send nothing.
+        received: the sending rank and the contiguous tensor to fill; None to receive nothing.
     """
     device, nothing = _device(group), (-1, torch.empty(0, dtype=torch.uint8))
     (target, outgoing), (source, incoming) = sent or nothing, received or nothing
@@ -79,7 +79,7 @@ def exchange_one(
 
 
 def wait_for_all(group: dist.ProcessGroup) -> None:
-    """Return after all ranks of ``group`` have called this. It also works for groups on a device."""
+    """Return after all ranks of ``group`` have called this, even if the group communicates on a GPU."""
     flag = torch.zeros(1, device=_device(group))
     dist.all_reduce(flag, group=group)
     flag.item()  # on a device, the collective is only queued until a value is read
@@ -106,7 +106,7 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 def exchange(ballot: Ballot, group: dist.ProcessGroup) -> list[Ballot]:
     """All-gather the ballots of all ranks of ``group``, and return them in rank order. Each ballot is float64
-    [BALLOT_FIELDS]. It is not an all-reduce, because the caller compares the values of the ranks bit for bit, and sums
+    [BALLOT_FIELDS]. The ballots are not all-reduced, because the caller compares their values bit for bit, and sums
     them in a fixed order."""
     mine = torch.tensor(ballot.to_row(), dtype=torch.float64)
     rows = torch.empty((group.size(), BALLOT_FIELDS), dtype=torch.float64)

@@ -140,9 +140,9 @@ def _check_kernels(config: JobConfig) -> None:
     """Build the kernels of a joining rank before other ranks wait for it.
 
     Raises:
-        RankLost: they cannot be built or run on this machine. With another error the rank would report that it failed,
-            which would end the job if the membership has begun meanwhile. With this error only the rank ends, and its
-            node does not join.
+        RankLost: the kernels cannot be built or run on this machine. After this error only the rank ends, and its node
+            does not join. Any other error would be reported as a failure of the rank, which would end the job if the
+            membership has begun meanwhile.
     """
     if config.placement.algorithm is None:
         return
@@ -155,7 +155,7 @@ def _check_kernels(config: JobConfig) -> None:
 
 
 def report_unfired(context: RankContext) -> None:
-    """Report failpoints that were not reached. Otherwise a trial in which no fault was injected counts as survived."""
+    """Report failpoints that were not reached. Otherwise a trial without an injected fault would count as survived."""
     for failpoint in failpoints.unfired():
         unfired = FailpointUnfired(failpoint=failpoint.text, rank=context.rank, node=context.node)
         context.worker.report(unfired.to_record())

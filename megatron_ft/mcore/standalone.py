@@ -151,9 +151,9 @@ def _open_store(config: JobConfig, environment: RankEnvironment, stop: StopFlag)
 
 
 def _outlive_readers(config: JobConfig, environment: RankEnvironment, store: TCPStore, stop: StopFlag) -> None:
-    """Wait on rank 0 until all other ranks have read its decisions from the store. The store ends with rank 0. A rank
-    that has not read by then would try to connect until its timeout. Rank 0 may end so early if it could not start the
-    run."""
+    """Wait on rank 0 until all other ranks have read its decisions from the store, which ends with rank 0. Otherwise
+    they would try to connect to the store until their timeout, for example if rank 0 ends early because it could not
+    start the run."""
     deadline = time.monotonic() + config.launch.start_timeout_seconds
     num_others = environment.world_size - 1
     # Adding 0 reads the counter. ``get`` would block until the first rank has increased it.

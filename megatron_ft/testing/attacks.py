@@ -1,4 +1,4 @@
-"""Sends what hostile peers may send to each kind of listener of a job, and classifies the response to each attack."""
+"""Attacks each kind of listener of a job as a hostile peer might, and classifies the response to each attack."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ class Attack:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return the payload after its length in four bytes, as the local sockets expect it."""
+    """Return the length of ``payload`` in four bytes and then ``payload``, as the local sockets expect it."""
     return struct.pack(">I", len(payload)) + payload
 
 
@@ -90,7 +90,7 @@ def crowd(address: str, count: int, data: bytes = b"") -> Iterator[int]:
 
 
 def headers_without_body(path: str, token: str | None = None) -> bytes:
-    """Return HTTP/2 bytes up to the headers of a gRPC call whose body never follows."""
+    """Return the HTTP/2 bytes of a gRPC call up to its headers. A server then waits for the body."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     fields += [] if token is None else [(TOKEN_KEY, token)]
@@ -176,7 +176,7 @@ def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_no
 
 
 def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Sequence[Any]) -> str:
-    """Deliver 100 copies of ``items``, beginning with the next number that the controller expects from node 0.
+    """Deliver 100 copies of ``items``, numbered from the next number that the controller expects from node 0.
 
     One copy is not enough: the node's agent may use that number first, and the controller ignores used numbers.
     """

@@ -1,4 +1,4 @@
-"""Controls Chromium without a window through the DevTools protocol over two pipes."""
+"""Controls a headless Chromium through the DevTools protocol over two pipes."""
 
 import base64
 import contextlib
@@ -129,8 +129,8 @@ class Tab:
 
 @contextlib.contextmanager
 def browse(folder: Path) -> Iterator[Tab]:
-    """Start a browser that writes all its files to ``folder``, and yield a page of it. All its processes are ended
-    after the block."""
+    """Start a browser that writes all its files to ``folder``, and yield a page of it. All processes of the browser
+    are ended after the block."""
     path = chromium()
     assert path is not None, "there is a browser"
     theirs_in, ours_out = os.pipe()

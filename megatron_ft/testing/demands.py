@@ -39,8 +39,8 @@ EMBEDDING = OperatorId(layer=0, kind="embedding")
 
 
 def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
-    """Make a demand of equally large operators on one rank, without step counts: the case that algorithm 1 of the paper
-    describes."""
+    """Make a demand of equally large operators on one rank, without step counts. Algorithm 1 of the MoEvement paper
+    describes this case."""
     return Demand(
         shards_by_rank=(tuple(shard(expert(1, number), num_elements, full=MASTERS) for number in range(num_operators)),)
     )
@@ -63,8 +63,8 @@ def dense_model(num_layers: int = 6) -> Demand:
 
 
 def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
-    """Make an uneven demand: each expert on one rank, other operators on several, many sizes, and one rank with almost
-    no state."""
+    """Make a demand of operators of many sizes. Each expert is on one rank, other operators are on several ranks,
+    and one rank has almost no state."""
     rng = random.Random(seed)
     ranks: list[list[StateShard]] = [[] for _ in range(num_ranks)]
     for layer in range(1, 5):
@@ -79,13 +79,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Make a context whose budget per iteration is ``share`` of the state of the rank with most state."""
+    """Make a context whose budget per iteration is the fraction ``share`` of the largest state of any rank."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """Return the bytes of full state as [ranks][shards], computed without the code under test."""
+    """Return, for each rank, the bytes of full state of each shard, computed without the code under test."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

@@ -18,7 +18,7 @@ from megatron_ft.errors import MegatronFtError
 
 
 class FileSinks:
-    """Writes every record to ``records.jsonl``, which each launcher begins again, and adds one line per launcher to
+    """Writes every record to ``records.jsonl``, which each launcher overwrites, and appends one line per launcher to
     ``consoles``."""
 
     def __init__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> None:

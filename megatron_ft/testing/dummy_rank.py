@@ -47,7 +47,7 @@ def run(config: JobConfig, context: RankContext) -> None:
 
 
 def run_restarted(config: JobConfig, context: RankContext) -> None:
-    """Call ``run`` after each rank has reported its rank, generation, port and checkpoint at the start."""
+    """Report the rank, generation, port and checkpoint with which this rank starts, then call ``run``."""
     names = ("rank", "generation", "master_port")
     resume_from = None if context.resume_from is None else str(context.resume_from)
     started = {name: getattr(context, name) for name in names} | {"resume_from": resume_from}
@@ -98,7 +98,7 @@ def run_surviving(config: JobConfig, context: RankContext) -> None:
 
 
 def run_in_domains(config: JobConfig, context: RankContext) -> None:
-    """Call ``run_surviving`` after each rank has reported its configured failure domains and the peers of its node."""
+    """Report the configured failure domains and the peers of this rank's node, then call ``run_surviving``."""
     peers = PeerAssignment.of(config.member_domains, config.snapshot.num_peer_copies).peers
     own = peers[context.node] if context.node < len(peers) else ()
     domains = config.topology.failure_domains
@@ -114,7 +114,7 @@ def _position(context: RankContext) -> Position:
 
 
 def _begin(context: RankContext, following: NextMembership) -> RankContext:
-    """Return the context of this process's rank in the next membership, after reporting it."""
+    """Report the start of the next membership, and return the context of this process's rank in it."""
     rank = following.rank_on(context.node, context.local_rank)
     assert rank is not None
     context.worker.report({"kind": "reformed", "rank": rank, "node": context.node, "next": following.to_json()})
@@ -138,7 +138,7 @@ def _wait_for_all(context: RankContext) -> None:
 
 
 def run_with_sidecar(config: JobConfig, context: RankContext) -> None:
-    """Call ``run`` after each rank has reported the answer of its node's sidecar."""
+    """Report the answer of the sidecar of this rank's node, then call ``run``."""
     service = context.sidecars["dummy"]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(service["socket"])

@@ -18,8 +18,8 @@ def mark(environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, s
 
 
 def marked(value: str) -> list[psutil.Process]:
-    """Return all living processes except this one that were started with the mark, directly or by others that have
-    it."""
+    """Return all living processes except this one that were started with the mark, directly or by other processes with
+    the mark."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _carries(process, value)]
 
 

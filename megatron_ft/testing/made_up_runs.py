@@ -95,7 +95,7 @@ class MadeUpRun:
 
 
 def started(world_size: int = 4, resumed_from_iteration: int | None = None, name: str = "trial") -> events.RunStarted:
-    """Return a start of the run with one rank per node."""
+    """Return the event of a start of the run, with one rank per node."""
     return events.RunStarted(
         run_name=name,
         model="moe_micro",

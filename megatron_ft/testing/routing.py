@@ -11,7 +11,7 @@ from megatron_ft.runtime.dispatch.rows import DispatchHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Routing of one layer over N ranks. ``maps`` has one bool tensor [T, E] per rank; ``replicas`` is int64 [E, N]."""
+    """Routing of one layer. ``maps`` has bool [tokens, experts] per rank; ``replicas`` is int64 [experts, ranks]."""
 
     maps: list[torch.Tensor]
     replicas: torch.Tensor
@@ -22,7 +22,7 @@ class Routing:
         return torch.stack([routing_map.sum(0) for routing_map in self.maps], dim=1)
 
     def local_experts(self, rank: int) -> list[int]:
-        """Return the distinct experts of ``rank``, in rising order."""
+        """Return the distinct experts of ``rank``, in ascending order."""
         return self.replicas[:, rank].nonzero().flatten().tolist()
 
     def to(self, device: torch.device | str) -> "Routing":

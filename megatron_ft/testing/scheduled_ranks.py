@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 _BEGINS, _FORMED, _NEVER = "begins", "formed", "never"
 _ONE_WAIT = timedelta(hours=1)
-"""Waits are repeated until there is an answer."""
+"""Timeout of one wait for a key of the store. The wait is repeated until the key exists."""
 
 
 def run_rank(config: JobConfig, context: RankContext) -> None:
     """Run rank ``context.rank`` of the job through all memberships of the schedule.
 
     Raises:
-        MegatronFtError: see its subclasses; the process ends with its exit code.
+        MegatronFtError: the rank failed. The process ends with the ``exit_code`` of the error.
     """
     device, transformer_impl = rank_main.prepare(config, context)
     # Importing the trainer imports Megatron, which the device has to be prepared for.
@@ -59,7 +59,7 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
 def scheduled_memberships(
     changes: Sequence[MembershipChange], num_nodes: int, ranks_per_node: int
 ) -> tuple[NextMembership, ...]:
-    """List the memberships after generation 0, which has all nodes. They share one store, so none has an address."""
+    """List the memberships after generation 0, which has all nodes. They use its store, so none has an address."""
     nodes = list(nodes_over_time(num_nodes, changes))
     return tuple(
         _following(generation, change, nodes[generation - 1], nodes[generation], ranks_per_node)
@@ -93,8 +93,8 @@ class MembershipSchedule:
     """The memberships that follow generation 0.
 
     Args:
-        context: this rank's in generation 0.
-        store: that of generation 0; this object keeps it open.
+        context: context of this rank in generation 0.
+        store: store of generation 0. It stays open as long as this object exists.
     """
 
     def __init__(self, job: JobConfig, context: RankContext, store: dist.Store) -> None:
@@ -103,15 +103,15 @@ class MembershipSchedule:
         self._context = context
         self._newest: NextMembership | None = None
         self.store: dist.Store = dist.PrefixStore("history", store)
-        """Store where all memberships meet."""
+        """Store through which the ranks of all memberships exchange which memberships have begun and formed."""
 
     @property
     def next(self) -> NextMembership | None:
-        """The membership after the present one; None if there is none."""
+        """The membership after the present one; None if the present one is the last."""
         return self._ahead[0] if self._ahead else None
 
     def begin(self) -> NextMembership:
-        """Begin the next membership: each rank of the present one reports that it has reached the boundary."""
+        """Report that this rank of the present membership begins the next one, and return the next one."""
         self._newest = following = self._ahead.popleft()
         self._publish(_BEGINS, following)
         return following
@@ -122,13 +122,13 @@ class MembershipSchedule:
             self._publish(_FORMED, self._newest)
 
     def end(self) -> None:
-        """End the run in the present membership: ranks that wait for a later one return."""
+        """Report that the run ends in the present membership, so that ``await_own`` returns None on other ranks."""
         for following in self._ahead:
             self._publish(_BEGINS, following, _NEVER)
         self._ahead.clear()
 
     def await_own(self) -> NextMembership | None:
-        """Wait for the next membership that this process is part of; None if there is none any more.
+        """Wait for the next membership that contains this process, and return it; None if there is no other one.
 
         The process that has the store waits until the last membership has formed.
         """

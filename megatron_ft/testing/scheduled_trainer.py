@@ -1,4 +1,4 @@
-"""The training loop of ranks whose memberships change by schedule; importing it imports Megatron."""
+"""The training loop of ranks that change memberships by a schedule. Importing this module imports Megatron."""
 
 from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 from megatron_ft.testing.scheduled_ranks import MembershipSchedule
@@ -10,12 +10,12 @@ class ScheduledTrainer(ElasticTrainer):
     before: int | None = None
 
     def membership_ends(self) -> bool:
-        """Whether the next iteration is that of other ranks."""
+        """Whether the next iteration belongs to another membership."""
         return self.engine.iteration + 1 == self.before or super().membership_ends()
 
 
 def run_schedule(trainer: ScheduledTrainer, schedule: MembershipSchedule) -> None:
-    """Train to the end of the run, or until this rank leaves permanently; then release everything."""
+    """Train to the end of the run, or until this rank leaves permanently. Then release all resources."""
     trainer.break_with(trainer.engine.groups.transports.hang_up)
     while True:
         following = schedule.next

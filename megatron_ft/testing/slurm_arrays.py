@@ -25,7 +25,7 @@ class SlurmArray(SlurmJob):
         return {int(index): state for array, index, state in found if array == self.number}
 
     def hosts(self) -> dict[int, int]:
-        """Return the cluster's node on which each running task runs."""
+        """Return, for each running task, the number of the cluster's node on which it runs."""
         lines = self.cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%F %K %N").splitlines()
         found = [line.split() for line in lines]
         return {int(index): int(host.removeprefix("node")) for array, index, host in found if array == self.number}

@@ -51,7 +51,7 @@ class Node:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the resident memory that belongs to no file. It would grow if memory leaked."""
+        """Return the bytes of resident memory that belong to no file. A memory leak would increase this number."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024

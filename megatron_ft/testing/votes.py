@@ -1,4 +1,4 @@
-"""Makes settled votes of made-up iterations."""
+"""Makes complete votes of made-up iterations."""
 
 from megatron_ft.planning.iteration import Vote
 

@@ -1,8 +1,8 @@
-"""The files of checkpoints: found and verified by all ranks together, and written by a thread of each rank.
+"""Finds and verifies the files of checkpoints with all ranks, and writes each rank's files in a thread of the rank.
 
 Megatron's own background writer forks processes, and needs a manager process for their results. If the rank is killed,
-these processes stay. A fork also copies locks that threads of gloo and gRPC have locked. So this module copies the
-tensors when the save begins, and a thread of the rank writes them. Training may change its state at once.
+these processes continue to run. A fork also copies locks that threads of gloo and gRPC have locked. So this module
+copies the tensors when the save begins, and a thread of the rank writes the copies. Meanwhile training may continue.
 """
 
 import io
@@ -45,17 +45,17 @@ class CheckpointFinder:
         *,
         allow_other_data: bool = False,
     ) -> None:
-        """Create a finder. ``report_damage`` is called with iteration, directory and reason of each renamed
-        checkpoint."""
+        """Create a finder. For each renamed checkpoint, ``report_damage`` is called with iteration, directory and
+        reason."""
         self._collectives = collectives
         self._allow_other_data = allow_other_data
         self._identity = identity
         self._report_damage = report_damage
         self._verified: tuple[Path, Manifest] | None = None
         self.foreign: dict[Path, str] = {}
-        """Checkpoints of other runs or iterations that ``newest`` has skipped, with the reasons."""
+        """Checkpoints that ``newest`` has skipped because they belong to another run or iteration, with the reasons."""
         self._reasons: dict[str, str] = {}
-        """Reasons why this process has renamed checkpoints, by the new names. Only rank 0 has them."""
+        """Reasons why this process has renamed checkpoints, by their new names. Only rank 0 has these reasons."""
 
     def newest(self, folder: Path) -> Path | None:
         """Return the newest undamaged checkpoint of this run in ``folder``, or None if there is none.
@@ -64,8 +64,8 @@ class CheckpointFinder:
         for another iteration than their name, are added to ``foreign``.
 
         Raises:
-            CheckpointError: this checkpoint was written with other data, or another model, optimizer or schedule, than
-                this job has.
+            CheckpointError: the newest undamaged checkpoint was written with other data, or another model, optimizer
+                or schedule, than this job has.
         """
         self.foreign = {}
         while True:
@@ -189,7 +189,7 @@ class PlannedWrite:
     writer: Any
     """Megatron's storage writer, which makes the metadata at the end of the save."""
     metadata: Metadata | None
-    """Metadata of the whole checkpoint; only on rank 0."""
+    """Metadata of the whole checkpoint; None on all ranks except rank 0."""
 
     def metadata_bytes(self, results: list[list[list[Any]]]) -> bytes:
         """Return the content of ``.metadata``: the plan with the file and the offset of every written item. ``results``
@@ -268,7 +268,7 @@ class _GivenUp(Exception):
 
 class WriteJob:
     """Writes a :class:`PlannedWrite` in a thread. ``error``, ``entries`` and ``results`` are final if ``done`` is true.
-    ``whole_files`` are additional files: names with contents."""
+    ``whole_files`` maps the names of additional files to their contents."""
 
     _given_up: ClassVar[list["WriteJob"]] = []
     """Cancelled saves of this process that may still write, even in a later membership."""

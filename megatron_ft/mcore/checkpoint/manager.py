@@ -129,8 +129,7 @@ class _LoadResult:
     iteration: int
     """Iteration after which the checkpoint was saved."""
     rng_restored: bool
-    """Whether the random number generators were restored. They are not restored if the checkpoint has another layout.
-    """
+    """Whether the random number generators were restored. They are not restored if the parallel layout has changed."""
     manifest: Manifest | None
     """Manifest of the checkpoint; None for a checkpoint of another project."""
 
@@ -237,11 +236,11 @@ class CheckpointManager:
     def abandon(self) -> Path | None:
         """Abandon the save in progress, if there is one, without communication and without waiting for storage.
 
-        Its manifest is not written after this call. The next save of this process first waits until nothing is written
-        for the abandoned save, and removes its files.
+        After this call, the manifest of the abandoned save is not written. The next save of this process first waits
+        until the threads of the abandoned save have ended, and removes its files.
 
         Returns:
-            Directory of the abandoned save. The checkpoint is complete if rank 0 had written the manifest before.
+            Directory of the abandoned save. Its checkpoint is complete if rank 0 had already written the manifest.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -374,8 +373,8 @@ class CheckpointManager:
             )
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """Return the checkpoint from which this run resumed, until two newer checkpoints are complete. ``complete``
-        lists the complete checkpoints, oldest first."""
+        """Return the name of the checkpoint from which this run resumed if it is one of the two newest in ``complete``.
+        Otherwise return an empty tuple. ``complete`` lists the complete checkpoints, oldest first."""
         # Only this checkpoint has been read back. If the next one is damaged on disk, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 
@@ -387,8 +386,8 @@ class CheckpointManager:
         ``folder=None`` is the run's own folder. Newer checkpoints that are damaged are reported and renamed.
 
         Raises:
-            CheckpointError: this checkpoint was written with other data, or another model, optimizer or schedule, than
-                this job has.
+            CheckpointError: the newest undamaged checkpoint was written with other data, or another model, optimizer
+                or schedule, than this job has.
         """
         return self._finder.newest(folder or self.folder)
 

@@ -1,4 +1,4 @@
-"""The complete training state of a run, and its form in a checkpoint."""
+"""The complete training state of a run, and its representation in a checkpoint."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ class DenseState:
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Build Megatron's sharded description of model and optimizer, with the keys ``model`` and ``optimizer``. With
         several model chunks, the keys are ``model0``, ``model1`` and so on. Unless ``is_loading``, all ranks must call
-        this, because the distributed optimizer is gathered over the data-parallel groups."""
+        this, because Megatron gathers the state of the distributed optimizer over the data-parallel groups."""
         model = {
             f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
                 metadata=metadata
@@ -71,8 +71,8 @@ class DenseState:
 
 
 def rank_state(host: TrainState | None = None) -> ShardedObject:
-    """Return the checkpoint object with this rank's random number generators, from ``host``. With ``host=None`` the
-    object is empty, and a load fills it."""
+    """Return the checkpoint object that contains this rank's random number generators from ``host``. With
+    ``host=None``, return an empty object, which a load fills."""
     world, rank = dist.get_world_size(), dist.get_rank()
     return ShardedObject(RANK_STATE_KEY, None if host is None else {"rng": host.rng}, (world,), (rank,), replica_id=0)
 

@@ -37,7 +37,7 @@ class Samples:
             assert total >= span.first_token + span.num_tokens, f"{span.prefix} became shorter since it was planned"
 
     def sample(self, index: int) -> np.ndarray:
-        """Return the tokens of sample ``index`` (at least 0) as a new int64 [seq_length + 1].
+        """Return the tokens of sample ``index`` (at least 0) as a new int64 array [seq_length + 1].
 
         Raises:
             DataError: a token is outside the model's vocabulary.
@@ -52,12 +52,12 @@ class Samples:
         return tokens
 
     def locate(self, index: int) -> Place:
-        """Return the source, the epoch and the number in this source of sample ``index``."""
+        """Return the source of sample ``index``, the epoch, and the number of the sample within this source."""
         return self.plan.order.locate(index)
 
     @property
     def num_samples(self) -> int:
-        """Number of different samples of all sources."""
+        """Number of distinct samples in all sources together."""
         return sum(span.num_samples for span in self.plan.spans)
 
     @property
@@ -66,8 +66,7 @@ class Samples:
         return sum(span.num_tokens for span in self.plan.spans)
 
     def fingerprint(self) -> str:
-        """Return ``corpus.sources.fingerprint`` of the plan. Two splits with the same fingerprint have the same
-        samples."""
+        """Return the fingerprint of ``plan``. Two splits with the same fingerprint have the same samples."""
         return self.plan.fingerprint()
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:
@@ -84,7 +83,7 @@ class Samples:
 
 
 def open_samples(config: JobConfig, split: str) -> Samples:
-    """Open the samples of ``split``, ``train`` or ``valid``. Index the built-in corpus first if necessary.
+    """Open the samples of ``split``, which is ``train`` or ``valid``. If necessary, index the built-in corpus first.
 
     Raises:
         ConfigError, DataError: a source of this split is not valid; ``corpus.check.check_data`` raises the same errors.
@@ -205,7 +204,7 @@ def _other_data(config: JobConfig, rank: int, first: int) -> DataError:
 def check_known_data(config: JobConfig, samples: Samples, known: str | None, directory: Path) -> None:
     """Check that ``samples`` are the data on which the checkpoint in ``directory`` was trained.
 
-    ``known`` is the fingerprint of the checkpoint's data; None, if the checkpoint has none, skips the check.
+    ``known`` is the data fingerprint that the checkpoint contains. If it is None, nothing is checked.
 
     Raises:
         DataError: the data differ, and ``checkpoint.allow_other_data`` is false.

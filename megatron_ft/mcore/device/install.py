@@ -131,7 +131,7 @@ def resolve_device(requested: str) -> str:
 
 
 def take_device(config: JobConfig, *, node: int, local_rank: int) -> torch.device:
-    """Make the device of this rank the current device of the process, and return it. Nothing may use CUDA before.
+    """Make this rank's device the current device of the process, and return it. Call this before anything uses CUDA.
 
     Args:
         node: number of the rank's node.

@@ -42,7 +42,7 @@ class _ReleasableDataParallel(DistributedDataParallel):
 
 
 def release_caches() -> None:
-    """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules, and these process groups."""
+    """Empty the cache of Megatron's ``RotaryEmbedding``. Its entries reference modules with process groups."""
     RotaryEmbedding.forward.cache_clear()
 
 
@@ -72,8 +72,8 @@ def _build_block_spec(
     replicas: Replicas | None,
     router: RouterBuilder,
 ) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk of this rank: virtual pipeline stage ``vp_stage``, or None. Without
-    ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates their routers."""
+    """Return the layer specs of one model chunk of this rank. ``vp_stage`` is its virtual pipeline stage, or None.
+    Without ``replicas``, MoE layers assign experts to ranks as Megatron does. ``router`` creates the routers."""
     local = transformer_impl == "local"
     block = get_gpt_decoder_block_spec(
         config,

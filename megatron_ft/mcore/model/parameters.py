@@ -62,7 +62,7 @@ _RESIDUAL_WRITERS = ("linear_proj.weight", "linear_fc2.weight")
 def initialize_weights(
     model: torch.nn.Module, config: ModelConfig, *, seed: int, pg_collection: ProcessGroupCollection
 ) -> None:
-    """Set every parameter of a model chunk in place.
+    """Initialize every parameter of a model chunk in place.
 
     Biases are 0 and norm weights 1. Matrices are drawn from a normal distribution with standard deviation
     ``init_method_std``, divided by sqrt(2 * num_layers) if their output is added to the residual stream. Each rank
@@ -118,8 +118,8 @@ def own_part(
 
 
 def tensor_part(name: str, parameter: torch.nn.Parameter, pg_collection: ProcessGroupCollection) -> int:
-    """Return which tensor-parallel part of ``parameter`` this rank has: 0 to TP - 1, or 0 if it is not sharded.
-    ``name`` is the global name of the parameter."""
+    """Return the index of the tensor-parallel part of ``parameter`` that this rank has: 0 to TP - 1, or 0 if the
+    parameter is not sharded. ``name`` is its global name."""
     group = _tensor_group(name, pg_collection)
     return group.rank() if _is_sharded(parameter, group.size()) else 0
 

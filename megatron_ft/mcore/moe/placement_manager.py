@@ -51,7 +51,7 @@ class Change:
 
     @property
     def moved_bytes(self) -> int:
-        """Number of bytes that ranks send, over all stages."""
+        """Number of bytes that the ranks of all stages send."""
         return sum(migration.num_bytes for migration in self.migrations)
 
 
@@ -64,16 +64,16 @@ class PreviousPlacement:
     plans: list[PlacementPlan]
     """Placement of each stage before the migration."""
     state: NamedState
-    """During the migration, all tensors of this rank; after it, only the tensors of experts that this rank no longer
+    """Tensors of this rank: during the migration all of them, afterwards only those of experts that this rank no longer
     has. Always empty if ``is_in_place``."""
     host: TrainState | None = None
-    """During the migration, the state besides tensors, because a migration that fails leaves the engine without usable
-    state; after it, None."""
+    """State of this rank besides tensors during the migration, because a failed migration leaves the engine without
+    usable state. None after the migration."""
     is_evacuation: bool = False
-    """Whether the migration moved all experts to the ranks that stay, before other ranks leave."""
+    """Whether the migration moved all experts to the ranks that remain in the job, before other ranks leave it."""
     is_in_place: bool = False
-    """Whether experts replace each other in the tensors of the model, so that this rank has the state of other experts
-    than those of ``plans``."""
+    """Whether the migration overwrites experts in the tensors of the model, so that this rank no longer has the state
+    of all experts that ``plans`` assigns to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class PlacementManager:
             before: plans and loads of the previous membership.
             config: configuration of the next membership.
             previous_ranks: for each rank of the next membership, its rank in ``before``; None if it has no state.
-            owned: experts whose state each of these ranks has; None if these are the experts of ``before``.
+            owned: for each of these ranks, the experts whose state it has; None if ``before`` lists these experts.
         """
         keeper = cls(config, world_size=len(previous_ranks), stage=0, before=before)
         found = plan_replicas(
@@ -185,7 +185,7 @@ class PlacementManager:
         return plan_drain(self.plans[0], staying, keeper._wanted, expert_bytes=expert_state_bytes(self._config))
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Return ``Replicas`` for building this rank's model, with ``plan``, or the current plan of its stage."""
+        """Return the ``Replicas`` of this rank's model. If ``plan`` is None, use the current plan of its stage."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
@@ -202,9 +202,9 @@ class PlacementManager:
         return single_loss_survival(self.plans, min_ranks=recovery.min_nodes * launch.ranks_per_node)
 
     def observe(self, load: torch.Tensor) -> None:
-        """Add ``load``, the tokens of each expert in one iteration, to the smoothed loads. ``load`` is int64
-        [num_layers, num_moe_experts], summed over all ranks. Call this after every iteration, also if no rebalancing is
-        configured: the placement after a lost node is planned from these loads."""
+        """Add ``load``, the number of tokens of each expert in one iteration, to the smoothed loads. ``load`` is int64
+        [num_layers, num_moe_experts], summed over all ranks. Call this after every iteration, even if no rebalancing is
+        configured, because the placement after the loss of a node is planned from these loads."""
         rows = load.tolist()
         weight = self._config.placement.load_smoothing
         newest = [[rows[number - 1] for number in request.layer_numbers] for request in self._requests]
@@ -213,7 +213,7 @@ class PlacementManager:
 
     def change_before(self, iteration: int) -> Change | None:
         """Return the change of placement that is due before ``iteration``, or None. A change is due if
-        ``placement.schedule`` contains it, or if a new placement for the current loads saves enough."""
+        ``placement.schedule`` contains it, or if the expected gain of a new placement is large enough."""
         if iteration in self._inputs.schedule:
             plans = scripted_plans(self._requests, self._inputs.schedule[iteration])
             return self._change([self._migration(stage, plan) for stage, plan in enumerate(plans)], "scripted", 0.0)
@@ -236,7 +236,7 @@ class PlacementManager:
         return self._change(kept, best.reason, best.gain)
 
     def propose(self) -> Change:
-        """Return the change to the best placement for the current loads, even if it saves little."""
+        """Return the change to the best placement for the current loads, even if its expected gain is small."""
         return self._change([self._replan(stage) for stage in range(len(self.plans))], "asked for", 0.0)
 
     def adopt(self, change: Change) -> MigrationPlan:
@@ -249,7 +249,7 @@ class PlacementManager:
         return change.migrations[self._stage]
 
     def steps_to(self, migration: MigrationPlan) -> list[Step] | None:
-        """Divide a migration of this rank's stage into steps. None if the model must be built again for it."""
+        """Divide a migration of this rank's stage into steps. Return None if it needs a rebuild of the model."""
         return replacement_steps(self.plans[self._stage], migration)
 
     def to_json(self) -> dict[str, Any]:
@@ -267,9 +267,9 @@ class PlacementManager:
         replace_file(path, json.dumps(self.to_json()).encode())
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If its plans are for other
-        ranks, slots or failure domains, new plans are made from its loads. If it is for other pipeline stages, or None,
-        the first plans of a new run stay."""
+        """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If its plans do not fit the
+        ranks, slots and failure domains of this job, make new plans from its loads. If it is None, or its stages differ
+        from those of this job, keep the first plans of a new run."""
         if content is None:
             return
         state = PlacementState.from_json(content)

@@ -55,7 +55,7 @@ class _SharedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """Placement of one pipeline stage, over the ranks of its expert group, and the dispatch backend."""
+    """Placement of the experts of one pipeline stage on the ranks of its expert group, and the dispatch backend."""
 
     plan: PlacementPlan
     backend: DispatchBackend
@@ -163,7 +163,7 @@ class MixtureLayer(MoELayer):
     iteration: int = 0
 
     def start_iteration(self, iteration: int) -> None:
-        """Set the iteration, which failpoints and forced routing need; 0 is an evaluation."""
+        """Set the number of the iteration, which failpoints and forced routing need. 0 means an evaluation."""
         self.iteration = iteration
         self.router.start_iteration(iteration)
 
@@ -196,7 +196,7 @@ class _ReplicaExperts(SequentialMLP):
         self.place(expert_ids, holders, rank)
 
     def place(self, expert_ids: Sequence[int], holders: Sequence[Sequence[int]], rank: int) -> None:
-        """Set which experts these are. The arguments are those of the constructor."""
+        """Set the ids of the experts whose weights are in this object. The constructor explains the arguments."""
         self.expert_ids = list(expert_ids)
         self.copy_numbers = [list(ranks).index(rank) for ranks in holders]
         self._mark_copies()
@@ -211,8 +211,8 @@ class _ReplicaExperts(SequentialMLP):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: Sequence[int], permuted_probs: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Run ``tokens`` [rows, H], which are sorted by expert. The ranks that sent the tokens apply the probabilities.
-        ``tokens_per_expert`` is the number of rows of each expert."""
+        """Run the experts on ``tokens`` [rows, H], which are sorted by expert. ``tokens_per_expert`` is the number of
+        rows of each. ``permuted_probs`` is ignored, because the ranks that sent the tokens apply the probabilities."""
         outputs = []
         # Experts without rows run, too, because a gradient bucket is reduced after all its parameters have a gradient.
         for expert, rows in zip(self.local_experts, torch.split(tokens, list(tokens_per_expert)), strict=True):
@@ -278,7 +278,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. ``probs`` [T, E] stay here."""
+        """Copy ``hidden_states`` [sequence, batch, H] to rows [S, H] in sending order. Do not send ``probs`` [T, E]."""
         self._shape = hidden_states.shape
         self._probs = probs
         counts = gather_counts(routing_map, self.group)
@@ -297,11 +297,11 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, rows: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort ``rows`` [R, H] by local expert. Return them, the number of rows of each local expert, and ``probs``."""
+        """Sort ``rows`` [R, H] by local expert. Return the rows, their number for each local expert, and ``probs``."""
         return self.backend.sort_received(rows, self._handle), self._handle.tokens_per_local_expert, probs
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``rows`` [R, H] to their order of arrival."""
+        """Put ``rows`` [R, H] back into their order of arrival."""
         return self.backend.unsort(rows, self._handle)
 
     def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
@@ -378,12 +378,12 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
     def replace(self, dropped: int, expert: int) -> None:
-        """Note that the tensors of the expert ``dropped`` now contain ``expert``. Tokens are still sent as before."""
+        """Record that the tensors of the expert ``dropped`` now contain ``expert``. Tokens are still sent as before."""
         place = self.local_expert_indices.index(dropped)
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 
     def use(self, slots: Sequence[Sequence[int]]) -> None:
-        """Send tokens to the experts in ``slots``. The tensors of this rank's experts must be ordered by expert."""
+        """Send tokens as ``slots`` places the experts. Each rank must have stored its experts in order of their ids."""
         rank = utils.get_pg_rank(self.ep_group)
         # In place, because the dispatcher has the same list.
         self.local_expert_indices[:] = sorted(set(slots[rank]))

@@ -37,7 +37,7 @@ class PaddingAwareRouter(TopKRouter):
         self.load = torch.zeros(self.config.num_moe_experts, dtype=torch.int64, device=torch.cuda.current_device())
 
     def start_iteration(self, iteration: int) -> None:
-        """Reset ``load`` at the start of ``iteration``. In an evaluation, ``iteration`` is 0: do nothing."""
+        """Reset ``load`` at the start of ``iteration``. Do nothing if ``iteration`` is 0, which means an evaluation."""
         if iteration:
             self.load.zero_()
 
@@ -73,7 +73,7 @@ class PaddingAwareRouter(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attach a balancing loss to ``activation`` [T, E], unless it is padding.
+        """Attach a load-balancing loss to ``activation`` [T, E], unless the microbatch is padding.
 
         With per-token losses, Megatron multiplies the loss by ``valid_token_count``. This weight is too small if a rank
         has only a part of a microbatch's tokens, if data-parallel ranks share one loss, and, for the sequence-level
@@ -119,7 +119,7 @@ class PaddingAwareRouter(TopKRouter):
 
 
 class _TraceRouter(PaddingAwareRouter):
-    """Routes tokens so that the experts' shares equal those in a trace (Lazarus, arXiv 2407.04656, section 6.1).
+    """Routes tokens so that each expert gets its share in a trace (Lazarus, arXiv 2407.04656, section 6.1).
 
     The assignment of tokens to experts depends only on the seed, the iteration, the layer and the position of the
     microbatch in the global batch, not on the parallel layout or the placement. Tensor-parallel ranks use parts of the
@@ -141,7 +141,7 @@ class _TraceRouter(PaddingAwareRouter):
         self.start_iteration(0)
 
     def start_iteration(self, iteration: int) -> None:
-        """Begin ``iteration``: reset ``load`` and the count of its microbatches. 0 is an evaluation."""
+        """Reset the number of routed microbatches and, unless ``iteration`` is 0 (an evaluation), ``load``."""
         super().start_iteration(iteration)
         self._iteration = iteration
         self._num_routed = {False: 0, True: 0}

@@ -1,4 +1,4 @@
-"""Megatron's AdamW: built from the configuration, stepped in the parts of the commit protocol, and its state.
+"""Builds Megatron's AdamW, divides its step for the commit protocol, and reads and sets its state.
 
 ``prepare`` computes the master gradients and their norm, and changes nothing that cannot be rolled back. ``update``
 clips the gradients, and updates master weights and moments of this rank. ``gather`` all-gathers the parameters.
@@ -126,7 +126,7 @@ def sharded_tree(
 
 
 def split_shards(tree: Any) -> dict[str, ShardedBase]:
-    """Return the shards of ``tree`` by their path."""
+    """Return the shards in ``tree``. Each key is the path of a shard in the tree, joined by slashes."""
     return {"/".join(path): leaf for path, leaf in _leaves(tree, ()) if isinstance(leaf, ShardedBase)}
 
 

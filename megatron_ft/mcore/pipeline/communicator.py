@@ -1,7 +1,7 @@
 """``P2PCommunicator`` classes that log sent messages, and that receive logged messages of other ranks.
 
-Both override only ``_communicate``, which all send and receive methods of Megatron's class call. So they support both
-1F1B and interleaved schedules. ``Boundaries`` keeps the log when the process groups are replaced.
+The classes override only ``_communicate``, which all send and receive methods of Megatron's class call. So they support
+both 1F1B and interleaved schedules. ``Boundaries`` keeps the log when the process groups are replaced.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ Received = tuple[torch.Tensor | None, torch.Tensor | None, Any]
 
 
 class _StagedCommunicator(P2PCommunicator):
-    """Works like Megatron's communicator if the group can send from the device. Otherwise copies messages through host
+    """Works like Megatron's communicator if the group can send from the device. Otherwise copies tensors through host
     memory."""
 
     def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
@@ -212,7 +212,7 @@ def _world_group() -> dist.ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """Request of a message that is complete, because it was not sent."""
+    """Request for a message that is not sent. Waiting for it returns at once."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -300,7 +300,7 @@ def serve(
     The log is in host memory. NCCL sends from the device, so with NCCL each message is copied to the device first.
 
     Returns:
-        The requests to wait for, and the number of bytes.
+        The requests to wait for, and the number of bytes that they send.
 
     Raises:
         RecoveryError: an iteration is not logged.

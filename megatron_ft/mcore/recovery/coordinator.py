@@ -17,8 +17,8 @@ class Coordinator:
     """Trains one rank in all memberships of a run.
 
     Args:
-        make_trainer: makes a trainer of a rank with the given context.
-        context: context of this rank at the start of this process.
+        make_trainer: creates the trainer of the rank with the given context.
+        context: context of this rank when this process starts.
     """
 
     def __init__(self, make_trainer: Callable[[RankContext], ElasticTrainer], context: RankContext) -> None:
@@ -27,17 +27,17 @@ class Coordinator:
     def run(self) -> None:
         """Train to the end of the run, or until this rank leaves permanently. Then release all resources.
 
-        The trainer must be built before, except on a joining rank.
+        The trainer must already be built, except on a joining rank.
 
         Raises:
-            RecoveryError: the ranks that survived a loss do not have all state.
-            ControlError: the job ends.
-            ConfigError: nodes cannot be lost with this device.
+            RecoveryError: after a loss, the remaining ranks together lack a part of the state.
+            ControlError: the job ends or restarts its ranks, or the node of this rank does not join.
+            ConfigError: the job may lose nodes, but a job on this device cannot continue after a loss.
             MegatronFtError: any error of ``Trainer.run``.
         """
         self._check()
         worker = self.trainer.context.worker
-        # ``waits`` needs that all groups use gloo. ``_check`` has made sure of this.
+        # ``abort.install`` needs that all groups use gloo. ``_check`` has made sure of this.
         if worker.can_survive:
             abort.install()
         if self.trainer.context.is_joining:

@@ -114,7 +114,7 @@ def _add(engine: TrainingEngine, ranks: Sequence[int]) -> dist.ProcessGroup | No
 
 
 class _Region:
-    """The replay of one region, the pipeline stages ``stages``. All ranks of the region must make the same calls."""
+    """Replays one region, which is the pipeline stages ``stages``. All ranks of the region must make the same calls."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class LocalizedReplay:
         pp: process group of this rank's pipeline.
 
     Raises:
-        RecoveryError: the states, windows and logs of the ranks do not suffice. All ranks raise this error.
+        RecoveryError: the ranks lack a state, a window or a log that the replay needs. All ranks raise this error.
     """
 
     def __init__(
@@ -254,9 +254,9 @@ class LocalizedReplay:
         self.plan = plan
 
     def share(self) -> tuple[TrainState, dict[int, Vote], WindowPlan | None]:
-        """Broadcast the state besides tensors, the logged votes and the plan of windows from ``LocalizedPlan.voter``.
-        Return these three; the plan is None before the first plan. The state has no random number generators, which
-        each rank restores from its own state or computes in the replay."""
+        """Broadcast the state besides tensors, the logged votes and the plan of windows, and return these three values.
+        The rank ``LocalizedPlan.voter`` sends them. The plan is None before the first plan. The state has no random
+        number generators, which each rank restores from its own state or computes in the replay."""
         # All ranks have the same standings, so they choose the same sender.
         first = self.plan.voter(self._standings)
         log, carried, mine = self._engine.boundaries.log, self._carried, None
@@ -281,7 +281,7 @@ class LocalizedReplay:
         break_with: Callable[[Abort], None],
         report: Callable[[Record], None],
     ) -> StoredWindow | None:
-        """Give this rank the state after the target, and report its part of the recovery.
+        """Give this rank the state after the target iteration, and report its part of the recovery.
 
         Args:
             client: this rank's connection to the snapshot server.
@@ -295,8 +295,8 @@ class LocalizedReplay:
             The committed window, to be kept until the next window is committed.
 
         Raises:
-            RecoveryError: a replay had another result than the lost state, or its window is missing. All ranks raise
-                this error.
+            RecoveryError: a replay computed another state than before the failure, or its window is missing. All ranks
+                raise this error.
         """
         engine, context, plan, pp = self._engine, self._context, self.plan, self._engine.pg.pp
         began, started, forwards = time.time(), time.monotonic(), engine.num_forward_passes

@@ -160,8 +160,8 @@ class ElasticTrainer(Trainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus | None], list[str], list[_Experts | None]]:
-        """Gather the status of each rank, None for a joining rank, the fingerprint of its samples, and the experts that
-        it has, None if these are the experts of its holdings."""
+        """Gather three lists with one entry per rank: the status, or None for a joining rank; the fingerprint of the
+        samples; and the experts of the rank, or None if they are those of its holdings."""
         status = None if carried is None else RankStatus.of(carried.holdings).to_json()
         experts = list(by_expert(carried.state)) if carried is not None and carried.has_moved else None
         gathered = Collectives(groups.vote).gather([status, self.samples["train"].fingerprint(), experts])
@@ -179,7 +179,7 @@ class ElasticTrainer(Trainer):
         Args:
             carried: this rank's state; None on a rank that does not have the holding.
             key: key of the holding from which all ranks continue.
-            previous: for each rank, its rank in this holding; None if it does not have it.
+            previous: for each rank, its ``Holding.rank`` in this holding; None for a rank without this holding.
             moved: for each rank, the experts that it has; None if these are the experts of the holding.
         """
         host, held, shapes = _in_common(carried, key, previous, groups)
@@ -241,7 +241,7 @@ class ElasticTrainer(Trainer):
                 state before it is restored.
 
         Raises:
-            RecoveryError: this strategy cannot recover the state, or a replay had another result than the lost state.
+            RecoveryError: a replay is impossible, or computed another state than before the failure.
         """
         self.use(groups)
         replay = LocalizedReplay(
@@ -288,8 +288,8 @@ class ElasticTrainer(Trainer):
             self.stop(plan.target + 1, state.stopped)
 
     def _reopen_snapshot_client(self) -> KeeperClient | None:
-        """Connect to the snapshot server in a new membership, with copies on its nodes. All ranks must call this. A
-        joining node has the addresses of the present nodes, but the present nodes do not have its address yet."""
+        """Connect to this node's snapshot server in a new membership. All ranks must call this to exchange addresses: a
+        joining node has those of the present nodes, but the present nodes do not have the address of a joining node."""
         if self.config.snapshot.policy is None:
             return None
         context, service = self.context, self.context.sidecars[SNAPSHOT_SERVICE]
@@ -300,7 +300,7 @@ class ElasticTrainer(Trainer):
         return self._open_snapshot_client()
 
     def _restart_snapshots(self) -> None:
-        """Create the ``Snapshotter`` of a new membership, with copies on its nodes. All ranks must call this."""
+        """Create the ``Snapshotter``, which copies windows to nodes of the new membership. All ranks must call this."""
         client = self._reopen_snapshot_client()
         if client is not None:
             self.take_snapshots(client, None)

@@ -104,7 +104,7 @@ def _newest_iteration(run_dir: Path) -> int:
 
 
 def recorded_placement(checkpoints: CheckpointManager, source: Path | None, window: LocalWindow | None) -> Any:
-    """Return the placement that is stored with ``window``, or else with the checkpoint ``source``."""
+    """Return the placement that is stored with ``window``, or with the checkpoint ``source`` if ``window`` is None."""
     if window is not None:
         return window.header(0, PLACEMENT)
     assert source is not None, "neither a window nor a checkpoint is given"

@@ -166,9 +166,8 @@ class LocalWindow:
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Origin of the bytes. If ``where`` is ``own``, the window is in ``buffer`` of this rank's memory on its node.
-    Otherwise ``buffer`` contains this rank's newest committed window in that memory, which must not be overwritten
-    yet."""
+    """Origin of the bytes. If ``stored.where`` is ``own``, they are in buffer ``stored.buffer`` of this rank's memory
+    on its node. Otherwise this buffer contains the rank's newest committed window, which must not be overwritten."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -268,7 +267,7 @@ class Replayer:
         """Restore slice ``index`` on every rank that has any of its elements. Slice 0 also restores the ``TrainState``.
 
         Raises:
-            RecoveryError: the captured bytes or the ``TrainState`` belong to another layout.
+            RecoveryError: the captured bytes or the ``TrainState`` are those of another parallel layout.
         """
         captured = self._slices[index]
         self._view.restore(self._window, index, captured.payload)

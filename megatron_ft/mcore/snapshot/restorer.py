@@ -77,7 +77,7 @@ class SnapshotRestorer:
         reasons."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
-        """Find and verify the newest window that every rank can load. Return None if ``checkpoint`` is not older.
+        """Find and verify the newest window that every rank can load; return None if ``checkpoint`` is not older.
 
         Damaged windows and windows that were rejected before are skipped and reported.
 
@@ -87,7 +87,7 @@ class SnapshotRestorer:
 
         Raises:
             CheckpointError: the list of rejected windows cannot be read. Or this run captured a window that is newer
-                than the found state, with other data, or another model, optimizer or schedule.
+                than the found state, but with other data, or another model, optimizer or schedule than this job has.
         """
         if self._client is None and self._folder is None:
             return None
@@ -143,8 +143,8 @@ class SnapshotRestorer:
         self._choose(RecoverySource(kind="nothing", iteration=0, declined=(reason,)))
 
     def report_start(self, checkpoint: Path | None, generation: int) -> None:
-        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. A new run in which
-        no state was declined reports nothing."""
+        """Report the state from which the run continues: the chosen window, or else ``checkpoint``. Report nothing
+        for a new run that had no saved state to decline."""
         chosen, strategy, iteration = self.chosen, "nothing", 0
         if chosen.places:
             strategy, iteration = "window", chosen.iteration

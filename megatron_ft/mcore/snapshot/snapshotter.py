@@ -101,7 +101,7 @@ Rows = tuple[tuple[int, ...], ...]
 """Number of tokens of each expert, by layer."""
 
 Header = Callable[[int], dict[str, str]]
-"""Function that returns the header of the slice with a given index, without the vote: names with JSON texts."""
+"""Function that returns the header of the slice with a given index: JSON texts by name, except that of the vote."""
 
 _MEASURED_ITERATIONS = 3
 _MAX_LOAD_RECORDS = 32
@@ -109,12 +109,12 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """Objects that depend on the plan and on the addresses of the tensors, and are valid until one of them changes."""
+    """Objects that must be created again when the plan or the addresses of the tensors change."""
 
     view: OperatorView
     capture: WindowCapture
     host_bytes: int
-    """Bytes of host memory for windows and copies, on the node that needs most."""
+    """Largest number of bytes of host memory that a node needs for windows and copies."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -181,11 +181,11 @@ class Snapshotter:
         return self._policy.trigger is not None
 
     def observe(self, load: torch.Tensor) -> None:
-        """Record ``load``, the tokens of each expert in one iteration: int64 [num_layers, num_moe_experts]."""
+        """Record ``load``, the number of tokens of each expert in an iteration: int64 [num_layers, num_moe_experts]."""
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
-        """Capture the next windows with ``plan``, and keep ``window`` (a ``LocalWindow.stored``) until one is
+        """Capture the next windows with ``plan``, and keep ``window`` (a ``LocalWindow.stored``) until a newer one is
         committed."""
         start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
@@ -267,7 +267,7 @@ class Snapshotter:
             self._opened.capture.settle()
 
     def pause(self) -> None:
-        """Abandon the window in progress, because tensors are about to move. Windows continue at the new addresses."""
+        """Abandon the window in progress, because tensors are about to move. Later windows use the new addresses."""
         self.settle()
         if self._start is not None:
             self._buffers = self._buffers.abandon(self._start)

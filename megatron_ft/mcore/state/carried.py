@@ -33,10 +33,10 @@ class Carried:
     """Records of the placements whose tensors are in ``state``, oldest first."""
     state: NamedState
     host: TrainState
-    """State besides tensors."""
+    """State of the rank besides the tensors in ``state``."""
     finished: IterationResult | None
-    """Result, still to be reported, of the iteration that was finished after the membership had ended; None without
-    one."""
+    """Result of the iteration that was finished after the membership had ended, and that is not reported yet. None if
+    there is no such iteration."""
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     kept: WindowKey | None = None
@@ -51,8 +51,8 @@ class Carried:
     finished after the membership had ended, so that only this rank's shard of the weights was updated."""
 
     def after(self, before: "Carried | None") -> "Carried":
-        """Add ``before``, with which the rank began the membership, at the same iteration. None adds nothing. A result
-        in ``before`` that was not reported must still be reported."""
+        """Add ``before``, the state with which the rank began the membership, at the same iteration. None adds nothing.
+        ``finished`` is that of ``before``, because it must still be reported."""
         if before is None:
             return self
         return replace(
@@ -90,7 +90,7 @@ def hand_over(state: NamedState, shapes: Sequence[Shape], previous: Sequence[int
     Args:
         state: this rank's tensors. On a joining rank, the received tensors are added.
         shapes: name, dtype, device type and shape of all tensors of one rank with state.
-        previous: for each rank, None if it has no state.
+        previous: for each rank, its rank in the chosen holding; None if it has no state.
 
     Returns:
         Uninitialized tensors with the names and shapes of one expert's tensors.

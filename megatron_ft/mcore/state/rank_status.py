@@ -1,5 +1,5 @@
-"""Describes progress and state of each rank, chooses the state from which all ranks continue, and brings a rank's
-interrupted iteration to the end on which the ranks have agreed."""
+"""Describes progress and state of each rank, chooses the state from which all ranks continue, and finishes or rolls
+back a rank's interrupted iteration, as the ranks have agreed."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
 
 
 Key = tuple[int, bool]
-"""Generation of a holding, and ``Holding.is_evacuation``. A newer holding has a greater key."""
+"""``generation`` and ``is_evacuation`` of a holding. A newer holding has a greater key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Holding:
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
-    """Memberships since the committed iteration, as entries of ``testing.membership_schedule``."""
+    """Changes of membership since the committed iteration, as entries of ``testing.membership_schedule``."""
 
     @property
     def key(self) -> Key:
@@ -120,7 +120,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Rank in the chosen holding, for each rank of the new membership; None for a rank that does not have this holding."""
+"""For each rank of the new membership, its rank in the chosen holding; None if it does not have this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

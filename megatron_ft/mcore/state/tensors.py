@@ -55,8 +55,8 @@ def state_digest(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def tensor_digests(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, str]:
-    """Return the digest of every tensor of :func:`named_state` by name, to locate the differences of two states. Before
-    the first update, moments are allocated as zeros, so that they are part of the result."""
+    """Return the digest of every tensor of :func:`named_state` by name, to find the differences between two states.
+    Before the first update, moments are allocated as zeros, so that they are part of the result."""
     allocate_state(optimizer)
     return {name: tensor_digest(tensor) for name, tensor in named_state(model_chunks, optimizer)}
 
@@ -99,7 +99,7 @@ def _distinct_state(
 
 
 def expert_of(name: str) -> tuple[int, int] | None:
-    """Return (layer number, expert) if ``name`` is of a routed expert, else None. Layers are numbered from 1."""
+    """Return (layer number, expert) if ``name`` is a tensor of a routed expert, else None. Layers are numbered from 1."""
     head, found, rest = name.partition(".mlp.experts.local_experts.")
     if not found:
         return None
@@ -118,7 +118,7 @@ def move_experts(
     All ranks of ``group``, which are the ranks of the plan, must call this.
 
     Args:
-        like: tensors of any expert, for shapes, dtypes and devices; None uses an expert in ``state``.
+        like: tensors of any expert, which give shapes, dtypes and devices; None uses an expert in ``state``.
 
     Returns:
         Number of bytes that this rank sent.
@@ -152,10 +152,10 @@ def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:
 
 
 class ExpertPlaces:
-    """The tensors of this rank's experts, in which experts from other ranks take the places of experts of this rank.
+    """Replaces experts of this rank by experts of other ranks, in the tensors that the model and the optimizer use.
 
-    A place is the set of tensors of one expert: weights, master weights and moments. The model and the optimizer keep
-    these tensors; only their contents change. All this needs memory for one expert.
+    A place is the set of tensors of one expert: weights, master weights and moments. Only the contents of these tensors
+    change. A replacement needs additional memory for one expert.
     """
 
     def __init__(self, model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -167,10 +167,10 @@ class ExpertPlaces:
     def carry_out(
         self, steps: Iterable[Step], ranks: Sequence[int], group: dist.ProcessGroup, made: Callable[[Replacement], None]
     ) -> int:
-        """Carry out ``steps``. All ranks of ``group`` must call this; ``ranks`` are their numbers in the steps.
+        """Carry out ``steps``. All ranks of ``group`` must call this. ``ranks`` lists their numbers in the steps.
 
         Args:
-            made: called for each expert of this rank that has been replaced, so that the model uses its new name.
+            made: called after each replacement of an expert on this rank, so that the model uses the new name.
 
         Returns:
             Number of bytes that this rank received.
@@ -200,7 +200,7 @@ class ExpertPlaces:
         return num_received
 
     def sort(self, layer: int, experts: Sequence[int]) -> None:
-        """Move the experts of ``layer`` between their places, so that their ids ascend.
+        """Move the experts of ``layer`` between their places, so that their ids are in ascending order.
 
         Args:
             experts: id of the expert in each place.

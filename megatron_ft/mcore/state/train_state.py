@@ -24,7 +24,7 @@ from megatron_ft.planning.iteration import Decision, History, Vote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationResult:
-    """Vote, decision and figures of one iteration, the same on every rank."""
+    """Vote, decision and measured values of one iteration, the same on every rank."""
 
     vote: Vote
     decision: Decision
@@ -32,8 +32,8 @@ class IterationResult:
     median_loss: float = math.nan
     """Median loss of earlier committed iterations; NaN if there are none."""
     expert_load: torch.Tensor | None = None
-    """Tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if not
-    needed."""
+    """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if
+    not needed."""
     pass_seconds: tuple[float, ...] = ()
     """Seconds of a forward pass on each rank, from the ballots."""
 
@@ -176,9 +176,9 @@ class IterationState:
 
     iteration: int
     before: TrainState
-    """State before the forward pass, to which the iteration is rolled back."""
+    """State before the forward pass, which a rollback of the iteration restores."""
     expert_load: torch.Tensor | None = None
-    """Tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if not needed."""
+    """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if unused."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If true, other ranks may have the complete vote."""
     vote: Vote | None = None
@@ -212,7 +212,7 @@ def seed_rng(seed: int, pg_collection: ProcessGroupCollection) -> None:
 
 def _capture_rng() -> dict[str, Any]:
     """Return the state of the generators of Python, numpy, torch (CPU and, if available, CUDA) and Megatron. Tensors
-    are copies, which later random numbers do not change."""
+    are copies, so that drawing random numbers later does not change them."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

@@ -133,8 +133,8 @@ class TrainingEngine:
         vocab_size: size of the vocabulary after padding.
         samples: token sequences of the splits ``train`` and ``valid``.
         stop_requested: returns whether this rank has received a request to end the run; the ballot carries the result.
-        change_requested: returns whether nodes join or leave; sent with the ballot.
-        wants_load: returns whether the tokens per expert of an iteration are summed over the job before its vote. Then
+        change_requested: returns whether nodes are to join or leave; the ballot carries the result.
+        wants_load: returns whether the tokens per expert are summed over all ranks before an iteration's vote. Then
             every rank that has the vote also has the sums.
     """
 
@@ -181,7 +181,7 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def use(self, config: JobConfig) -> None:
-        """Use ``config``, the configuration for other present nodes, from the next ``build`` on."""
+        """From the next ``build`` on, use ``config``, which is the configuration for another set of nodes."""
         self.config = config
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
@@ -227,7 +227,7 @@ class TrainingEngine:
         return {name: t for name, t in state.items() if (expert := expert_of(name)) is not None and expert not in held}
 
     def replace_experts(self, steps: Iterable[Step], replicas: Replicas) -> int:
-        """Carry out ``steps``, after which each rank has its experts of ``replicas``. Model and optimizer stay in use.
+        """Carry out ``steps`` in the existing tensors, so that each rank has the experts that ``replicas`` gives it.
 
         All ranks of the stage must call this. If it fails, each rank has the complete state of the experts that its
         model names, and the state of every expert is on at least one rank.
@@ -346,7 +346,7 @@ class TrainingEngine:
         return result
 
     def decide(self, vote: Vote) -> IterationResult:
-        """Decide from ``vote`` whether the iteration in progress is committed, skipped or stops the run."""
+        """Decide from ``vote`` whether the iteration in progress is committed, is skipped, or stops the run."""
         return IterationResult(
             vote=vote,
             decision=self.policy.decide(vote, self.history),
@@ -479,7 +479,7 @@ class TrainingEngine:
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
 
     def continue_after(self, iteration: int, vote: Vote | None) -> None:
-        """Continue after ``iteration``, whose vote is ``vote``. The caller restores the state."""
+        """Record ``iteration`` and its ``vote`` as the newest. The caller restores the state after ``iteration``."""
         self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:
@@ -517,8 +517,8 @@ class TrainingEngine:
         return float(totals[0] / totals[1]), int(totals[1])
 
     def expert_load(self) -> torch.Tensor:
-        """Return the tokens per expert of the last iteration: int64 [num_layers, num_moe_experts], on the CPU. Sums
-        over all ranks, which must all call this."""
+        """Return the number of tokens of each expert in the last iteration, summed over all ranks: int64
+        [num_layers, num_moe_experts], on the CPU. All ranks must call this."""
         model = self.config.model
         load = _expert_load(self.model_chunks, model.num_layers, model.num_moe_experts or 0)
         dist.all_reduce(load, group=self.groups.vote)
@@ -532,7 +532,7 @@ class TrainingEngine:
             layer.start_iteration(iteration)
 
     def _run_microbatches(self, split: str, number: int, *, forward_only: bool) -> list[torch.Tensor]:
-        """Run batch ``number`` of ``split`` through the pipeline. For training, this is the batch of that iteration."""
+        """Run batch ``number`` of ``split`` through the pipeline. In training, ``number`` is the iteration."""
         pg, batch = self.pg, self.batch
         reader = BatchReader.of(
             pg, samples=self.samples[split], plan=batch, seq_length=self.config.model.seq_length, device=self.device

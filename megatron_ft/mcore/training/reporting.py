@@ -39,7 +39,7 @@ def planned_record(
     iteration: int, plan: WindowPlan, shards_by_rank: Sequence[tuple[StateShard, ...]], host_bytes: int
 ) -> SnapshotPlanned:
     """Return the event about the sizes of the windows of ``plan``, which applies after ``iteration``. ``host_bytes`` is
-    the host memory for windows and copies on the node that needs most."""
+    the largest number of bytes of host memory that a node needs for windows and copies."""
     return SnapshotPlanned(
         iteration=iteration,
         window_iterations=plan.num_iterations,
@@ -102,7 +102,7 @@ def metrics_record(
 
 
 def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) -> ExpertLoad:
-    """Return the event about the tokens of each expert. ``load`` is int64 [num_layers, num_moe_experts]."""
+    """Return the event about the number of tokens of each expert. ``load`` is int64 [num_layers, num_moe_experts]."""
     layer_numbers = tuple(number for number, mixture in enumerate(moe_layer_pattern(config.model), 1) if mixture)
     rows = tuple(tuple(load[number - 1].tolist()) for number in layer_numbers)
     return ExpertLoad(iteration=iteration, layers=rows, layer_numbers=layer_numbers)
@@ -111,8 +111,8 @@ def expert_load_record(config: JobConfig, iteration: int, load: torch.Tensor) ->
 def placement_record(
     iteration: int, placement: PlacementManager, reason: str, change: Change | None, seconds: float
 ) -> PlacementInForce:
-    """Return the event about the placement that applies from ``iteration`` on. ``change`` describes the migration to it
-    and ``seconds`` is its duration; None without a migration."""
+    """Return the event about the placement that applies from ``iteration`` on. ``change`` describes the migration to
+    this placement, and is None if there was none. ``seconds`` is the duration of the migration."""
     plans = placement.plans
     replicas = [count for plan in plans for layer in range(len(plan.slots)) for count in plan.replica_counts(layer)]
     in_force = PlacementInForce(
@@ -154,7 +154,7 @@ class _Clock(Protocol):
 
 
 class _WallClock:
-    """Measures wall-clock time, for layers on a CPU: these are finished when their call returns."""
+    """Measures wall-clock time for layers on a CPU, which are finished when their call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()

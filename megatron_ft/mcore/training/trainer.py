@@ -98,9 +98,9 @@ class Trainer:
         """The placement before the newest migration; None after an iteration with the new placement is committed."""
         self.snapshots: Snapshotter | None = None
         self.ended = False
-        """Whether the run has ended: it reached its last iteration, or a voted stop."""
+        """Whether the run has reached its last iteration, or a stop for which the ranks have voted."""
         self.rounded_off = 0
-        """Newest iteration for which ``round_off`` has ended."""
+        """Newest iteration for which ``round_off`` has done all work."""
         self.abandoned_saves: list[Path] = []
         """Directories of saves that were abandoned at the end of a membership and are not reported yet."""
         self.is_save_due = False
@@ -109,7 +109,7 @@ class Trainer:
     # -- life ---------------------------------------------------------------------------------------------
 
     def replay_config(self) -> dict[str, Any]:
-        """Return the keys and values that determine the results of an iteration; see ``local_window``."""
+        """Return the configuration that determines the results of an iteration; see ``local_window.replay_config``."""
         return replay_config(
             self.config,
             self.samples["train"].fingerprint(),
@@ -175,10 +175,10 @@ class Trainer:
     def run(self) -> None:
         """Train to the last iteration, or until a vote contains a request to stop. Then ``ended`` is true.
 
-        If a vote contains a request to change the nodes, return after this iteration and the work that is due after it.
+        If a vote contains a request to change the nodes, return after its iteration and the work that is due then.
 
         Raises:
-            TrainingStopped: a policy stopped the run. The state before that iteration is saved.
+            TrainingStopped: a policy stopped the run at an iteration. The state before this iteration is saved.
         """
         training = self.config.training
         last = min(training.train_iterations, training.exit_at_iteration or training.train_iterations)
@@ -201,7 +201,7 @@ class Trainer:
         return self.engine.newest_vote is not None and self.engine.newest_vote.stop_requested
 
     def membership_ends(self) -> bool:
-        """Whether nodes join or leave before the next iteration, by the newest vote."""
+        """Whether the newest vote requests that nodes join or leave before the next iteration."""
         vote = self.engine.newest_vote
         # A request in a vote of an earlier membership has led to this membership.
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
@@ -315,7 +315,7 @@ class Trainer:
         self.report_placement(change.reason, change=change, seconds=time.perf_counter() - began)
 
     def move(self, migration: MigrationPlan, iteration: int, *, is_evacuation: bool = False) -> None:
-        """Move experts between ranks, as ``migration`` says, before ``iteration``. All ranks must call this. This rank
+        """Move experts between ranks, as ``migration`` plans, before ``iteration``. All ranks must call this. This rank
         can return to the old placement until an iteration with the new one is committed."""
         assert self.placement is not None, "the job has no expert placement"
         failpoints.hit("migrate", iteration)
@@ -390,7 +390,7 @@ class Trainer:
         self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the ``DenseState`` with ``extra``, for a checkpoint to save, or for the load of one to fill."""
+        """Return the ``DenseState`` of this rank with ``extra``, which a save writes and a load fills."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
@@ -415,7 +415,7 @@ class Trainer:
         )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the data fingerprint and the placement, which a checkpoint also contains. The same on all ranks."""
+        """Return the data fingerprint and the placement, for checkpoints. They are the same on all ranks."""
         extra: dict[str, Any] = {"data_fingerprint": self.samples["train"].fingerprint()}
         if self.placement is not None:
             extra["placement"] = self.placement.to_json()

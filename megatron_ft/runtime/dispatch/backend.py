@@ -1,12 +1,12 @@
 """The interface of dispatch backends, and the choice of a backend.
 
-Notation of this folder and of ``csrc/dispatch/``:
+Notation of this folder and of ``csrc/dispatch/``. Each letter is a number:
 
     T  tokens on this rank            N  ranks of the group
-    K  most experts of one token      L  distinct experts on this rank, in ascending order
-    E  experts                        H  hidden size
+    E  experts                        L  distinct experts on this rank
+    K  largest number of experts of a token
     S  rows that this rank sends: one for each pair of a token and an expert to which it is routed
-    R  rows that this rank receives
+    R  rows that this rank receives   H  elements of a row (hidden size)
 
 One layer, forward::
 
@@ -14,7 +14,7 @@ One layer, forward::
     schedule = backend.schedule(counts, replicas, rank)        # [2, E, N]
     handle = backend.plan(routing_map, schedule, rank, local_experts)
     rows = send_rows(backend.permute(tokens, handle), handle, group, counter)
-    rows = backend.sort_received(rows, handle)                 # rows of each local expert together
+    rows = backend.sort_received(rows, handle)                 # sorted by local expert
     rows = experts(rows, handle.tokens_per_local_expert)
     rows = return_rows(backend.unsort(rows, handle), handle, group, counter)
     tokens = backend.unpermute(rows, probs, handle)
@@ -50,8 +50,8 @@ class DispatchBackend(Protocol):
         number of tokens that ``rank`` sends to the copies of expert e on rank j; element [1, e, i] is the number of
         tokens of expert e that ``rank`` receives from rank i.
 
-        Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy. ``cuda``
-        does not read the values, so ``plan`` raises the error if they contradict each other.
+        Raises ``ValueError`` for wrong shapes, negative values, and an expert that has tokens but no copy. The backend
+        ``cuda`` does not read the values here, so its ``plan`` raises the error if they contradict each other.
         """
         ...
 
@@ -60,16 +60,16 @@ class DispatchBackend(Protocol):
     ) -> DispatchHandle:
         """Choose the destination of each token that ``routing_map`` (bool [T, E]) routes to an expert.
 
-        ``schedule`` [2, E, N] is the schedule of ``rank`` from the counts of this routing map. ``local_experts``: the L
-        distinct experts of this rank, ascending. The first tokens of an expert go to its copies on this rank, the next
-        ones to the copies on the other ranks, in rank order.
+        ``schedule`` [2, E, N] is the schedule of ``rank`` from the counts of this map. ``local_experts`` are the
+        L distinct experts of this rank in ascending order. The first tokens of an expert go to its copies on this rank,
+        and the next tokens go to its copies on the other ranks, in rank order.
 
         Raises ``ValueError`` when routing map, schedule and local experts contradict each other.
         """
         ...
 
     def permute(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent. This method and all following ones
+        """Copy ``tokens`` [T, H] to rows [S, H] in the order in which they are sent. This method and all methods below
         are differentiable."""
         ...
 
@@ -78,7 +78,7 @@ class DispatchBackend(Protocol):
         ...
 
     def unsort(self, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return ``rows`` [R, H] or [R] to their order of arrival: the inverse of ``sort_received``."""
+        """Put ``rows`` [R, H] or [R] back into their order of arrival: the inverse of ``sort_received``."""
         ...
 
     def unpermute(self, rows: torch.Tensor, probs: torch.Tensor | None, handle: DispatchHandle) -> torch.Tensor:
@@ -88,7 +88,7 @@ class DispatchBackend(Protocol):
         ...
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. Each is sent with its row."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Checks that the arguments of a dispatch agree, and computes the sums that a plan needs. ``backend.py`` explains the
+"""Checks that the arguments of a dispatch agree, and computes the row counts of a plan. ``backend.py`` explains the
 notation."""
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Totals:
         rank: int,
         local_experts: Sequence[int],
     ) -> "Totals":
-        """Compute the sums over ``schedule`` [2, E, N] with one copy to the host.
+        """Compute the row counts from ``schedule`` [2, E, N]. Data are copied to the host only once.
 
         ``routed`` [E]: tokens that this rank routes to each expert. ``max_rows_per_token`` has shape [1]. All tensors
         are on one device.

@@ -54,7 +54,7 @@ class CppDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan in two passes over ``routing_map`` [T, E]: the first counts the rows, the second places them."""
+        """Make a plan in two passes over ``routing_map`` [T, E]: the first counts the rows, the second lists them."""
         check_plan(routing_map, schedule, rank, local_experts)
         routing_map, schedule = _on_host("routing_map", routing_map), _on_host("schedule", schedule)
         (num_tokens, num_experts), num_ranks = routing_map.shape, schedule.shape[2]

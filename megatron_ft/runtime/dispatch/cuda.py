@@ -12,7 +12,7 @@ from megatron_ft.runtime.dispatch.checks import Totals, check_matrices, check_pl
 from megatron_ft.runtime.dispatch.rows import ROW_DTYPES, DispatchHandle, RowOperations
 
 MAX_RANKS = 3072
-"""Limit on the ranks of a group: a block has 48 KiB of shared memory and needs two int64 for each rank."""
+"""Largest number of ranks of a group: a block has 48 KiB of shared memory and needs two int64 for each rank."""
 
 Argument = torch.Tensor | int | None
 

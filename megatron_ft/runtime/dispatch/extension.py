@@ -64,8 +64,8 @@ def _include_flags() -> list[str]:
 
 
 def _find_compiler(kind: str) -> list[str]:
-    """Return the command of the compiler for ``cpp`` or ``cuda``. ``CXX`` names the C++ compiler, else it is searched
-    in ``PATH``; nvcc is searched in ``CUDA_HOME`` and ``PATH``. Raises ``SoftwareError`` when there is none."""
+    """Return the command of the compiler for ``cpp`` or ``cuda``. The C++ compiler is found by ``CXX`` or ``PATH``, and
+    nvcc by ``CUDA_HOME`` or ``PATH``. Raises ``SoftwareError`` when there is no compiler."""
     found = compilers.find_compiler(kind, os.environ, shutil.which)
     if found is None:
         raise SoftwareError(f"placement.dispatch_backend={kind}: {compilers.no_compiler(kind, os.environ)}")
@@ -80,7 +80,7 @@ def _device_architecture() -> str:
 
 def _build(kind: str, command: Sequence[str], sources: Sequence[Path], cache_folder: Path) -> Path:
     """Compile ``sources`` with ``command`` unless the cache has the library; return the path of the library. The
-    finished file is renamed to this path, so the path never has an incomplete file. Raises ``SoftwareError``."""
+    finished file is renamed to this path, so it is never incomplete there. Raises ``SoftwareError`` if this fails."""
     library = cache_folder / f"{kind}-{digest(command, sources)}.so"
     if library.exists():
         return library

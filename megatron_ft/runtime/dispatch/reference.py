@@ -13,7 +13,7 @@ from megatron_ft.runtime.dispatch.rows import NO_ROW, DispatchHandle, RowOperati
 
 
 class ReferenceDispatch(RowOperations):
-    """Backend that is easy to read and slow. ``backend.py`` explains the notation."""
+    """Backend that is easy to read, but slow. ``backend.py`` explains the notation."""
 
     def __init__(self, shares: str = BALANCED) -> None:
         self.shares = shares
@@ -32,7 +32,7 @@ class ReferenceDispatch(RowOperations):
     def plan(
         self, routing_map: torch.Tensor, schedule: torch.Tensor, rank: int, local_experts: Sequence[int]
     ) -> DispatchHandle:
-        """Make a plan: one stable sort orders the sent rows, and one the received rows."""
+        """Make a plan with two stable sorts, one of the sent rows and one of the received rows."""
         schedule = schedule.to(routing_map.device)
         check_plan(routing_map, schedule, rank, local_experts)
         per_token = routing_map.sum(1)

@@ -1,6 +1,6 @@
 """Differentiable operations on rows, built from three kernels. ``backend.py`` explains the notation.
 
-``gather`` copies rows to a given order, and ``combine`` sums the rows of each token. Without weights, each of them is
+``gather`` copies rows into a given order, and ``combine`` sums the rows of each token. Without weights, each one is
 the gradient of the other. ``weigh`` is the gradient of the weighted sum. Every sum has one fixed order, because no
 kernel uses atomic additions. Sums use float32, or float64 for float64 rows. Each product is rounded before it is added;
 the sum is rounded to the type of the rows at the end.
@@ -220,7 +220,7 @@ class RowOperations:
         return _reorder(self, rows, handle.receive_order, handle.receive_place)
 
     def unsort(self: _RowKernels, rows: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return ``rows`` [R, H] or [R] to their order of arrival: the inverse of ``sort_received``."""
+        """Put ``rows`` [R, H] or [R] back into their order of arrival: the inverse of ``sort_received``."""
         return _reorder(self, rows, handle.receive_place, handle.receive_order)
 
     def unpermute(
@@ -233,7 +233,7 @@ class RowOperations:
         return _WeightedSum.apply(rows, _RowProbs.apply(probs, handle), handle, self)
 
     def row_probs(self, probs: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Return the probability of each sent row, [S], from ``probs`` [T, E]. It is sent with the row."""
+        """Return the probability of each sent row, [S], from ``probs`` [T, E]. Each is sent with its row."""
         return _RowProbs.apply(probs, handle)
 
 

@@ -1,1 +1,1 @@
-"""Ends waits for ranks that are lost."""
+"""Ends operations that wait for lost ranks."""

@@ -1,4 +1,4 @@
-"""Ends collectives, waits and process groups of a failed membership at once, although a lost rank does not answer.
+"""Ends collectives, waits and process groups of a failed membership at once, without an answer from lost ranks.
 
 Gloo detects the loss of a peer when their connection closes. But a rank that waits for a healthy peer, which itself
 waits for the lost one, stays blocked until its timeout. So each rank that learns of the failure shuts down all its
@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroupGloo
 # this module until a later call of ``release`` finds no other reference.
 
 _WAIT_SECONDS = 0.25
-"""Longest time that ``release`` waits for its threads. Groups without blocked operations are destroyed in less."""
+"""Longest time that ``release`` waits for its threads. Groups without blocked operations need less time."""
 
 _holders: list[list[dist.ProcessGroup]] = []
 """Released groups that still have other references. Each inner list contains one group."""
@@ -60,7 +60,7 @@ def release(groups: list[dist.ProcessGroup]) -> int:
     Groups with other references are destroyed by a later call, when these references are gone.
 
     Returns:
-        Number of all groups passed to this function so far that are not destroyed yet.
+        Number of groups that are not destroyed yet, of this call and of all earlier calls.
     """
     while groups:
         _holders.append([groups.pop()])
@@ -102,7 +102,7 @@ def _await(threads: Sequence[threading.Thread]) -> None:
 # ``install`` replaces the two calls that can block a rank in this way: ``_Work.wait``, with which every collective,
 # send and receive of ``torch.distributed`` ends, and the constructor of ``ProcessGroupGloo``, which connects to all
 # other ranks of a group. Both return or raise as before. They also raise ``WaitAbandoned`` after the current
-# ``WaitLimit`` has ended. The operation itself may stay blocked in a thread; ``held_groups`` describes what happens to
+# ``WaitLimit`` has ended. The operation itself may stay blocked in a thread; ``release`` describes what happens to
 # its group.
 #
 # An abandoned operation references its tensors until it ends, so their memory is not allocated again. Within
@@ -157,7 +157,7 @@ class WaitLimit:
         return _in_use
 
     def use(self) -> None:
-        """Apply ``limit`` to all waits that begin in this process after this call."""
+        """Apply this limit to all waits that begin in this process after this call."""
         global _in_use
         _in_use = self
 
@@ -353,8 +353,8 @@ class Opening:
 
     def hang_up(self, reason: str = "") -> None:
         """Shut down all TCP connections made since ``__init__``, and all later ones until ``close``. End ``limit``.
-        This includes attempts without an answer: a dead machine does not refuse a connection. ``reason`` is part of the
-        error of abandoned waits."""
+        Unanswered connection attempts are shut down, too: a dead machine does not refuse connections. ``reason``
+        is part of the error of abandoned waits."""
         self.limit.end(reason)
         with self._lock:
             if self._breaker is None and not self._closed.is_set():
@@ -364,7 +364,7 @@ class Opening:
                 self._breaker.start()
 
     def pause(self, seconds: float) -> bool:
-        """Wait ``seconds`` before another attempt. Return true, without waiting longer, after ``hang_up``."""
+        """Wait ``seconds`` before another connection attempt. After ``hang_up``, return true without waiting longer."""
         return self._broken.wait(seconds)
 
     def close(self) -> None:

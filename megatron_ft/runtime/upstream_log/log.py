@@ -110,7 +110,7 @@ class UpstreamLog:
         self._open = self._logged[iteration] = _Logged(slot=slot, generation=generation, is_committed=committed)
 
     def take_gap(self) -> int | None:
-        """Return the first iteration that was not logged since a slot was last free. A second call returns None."""
+        """Return the first iteration of the newest gap in the log. Return None if no gap began since the last call."""
         gap, self._gap = self._gap, None
         return gap
 
@@ -156,7 +156,7 @@ class UpstreamLog:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Discard the iterations that no replay of a window needs if the window starts at ``start_iteration`` or
+        """Discard the iterations that are not needed to replay windows which start at ``start_iteration`` or
         later."""
         # A window contains the state after its first iteration. So its replay begins with the next iteration.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
