@@ -30,7 +30,7 @@ class LogKey:
     """Chunk of the sender."""
     direction: Direction
     generation: int
-    """Membership in which the tensor was last sent; later memberships may use it if the iteration is committed."""
+    """Number of the membership that sent the tensor last. Later ones use it only if the iteration is committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

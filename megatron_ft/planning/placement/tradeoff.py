@@ -14,13 +14,13 @@ SHARES_OF_SURVIVAL = (0.0, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffPoint:
-    """Figures of one placement."""
+    """Survival and balance of one placement."""
 
     num_slots: int
     """Number of slots of each rank."""
     survival_share: float
     imbalance: float
-    """Tokens of the busiest rank over the mean of ranks, with balanced shares: the mean over layers, by tokens."""
+    """Tokens of the busiest rank divided by the mean of all ranks, in all layers together, with balanced shares."""
     worst_imbalance: float
     """The same ratio in the layer where it is largest."""
     survival: tuple[Survival, ...]
