@@ -1,4 +1,4 @@
-"""Memory of the upstream log: tensors that a stage has sent to its neighbours and that its node's memory still has.
+"""Estimates the memory of the upstream log, which contains tensors that stages have sent to their neighbours.
 
 An entry is needed as long as a neighbouring stage may return to an earlier iteration, at most to its newest committed
 window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from the first
@@ -38,7 +38,7 @@ class UpstreamLogReport:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the logs on the node with the most; 0 if not known yet."""
+        """Largest memory that the logs need on any node; 0 if it is not known yet."""
         return 0 if self.node_bytes is None else max(self.node_bytes)
 
     def validate(self) -> None:
