@@ -56,8 +56,8 @@ class PeerSessions:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close connections that have not presented the token in time. Return the seconds until the next one is due, or
-        None if there is no such connection."""
+        """Close connections that have not presented the token in time. Return the seconds until the next one must be
+        closed; None if there is no such connection."""
         now = time.monotonic()
         with self._lock:
             late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
@@ -164,8 +164,8 @@ class _PeerSession(threading.Thread):
     def _slice(self, message: Message) -> None:
         """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
-        The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
-        follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
+        The bytes follow the announcement directly. If it has ``waits``, memory may have to be allocated first, so the
+        bytes follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)

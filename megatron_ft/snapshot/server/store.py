@@ -405,7 +405,7 @@ class Store:
         """Free memory that has only windows of earlier generations, when all ranks have a window of ``generation``.
 
         Call it only for a commit of a rank of this node. If this node has no rank in ``generation``, it may have the
-        only complete windows for a restart with it, so nothing may be freed. The lock must be held.
+        only complete windows for a restart with this node, so nothing may be freed. The lock must be held.
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]

@@ -81,7 +81,7 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Begin a new generation. Windows stay until they are overwritten or superseded; commits count from 0."""
+        """Begin a new generation, in which commits count from 0. Windows stay until they are overwritten or superseded."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
@@ -123,7 +123,7 @@ class OwnWindows:
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return complete windows of ``generation`` on this node and all ``peers``: buffer to start iteration."""
+        """Return the windows of ``generation`` that this node and all ``peers`` have: their start iterations, by buffer."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)
@@ -131,7 +131,7 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that some peer will never have completely: buffer to start iteration."""
+        """Return the windows of ``generation`` that some peer will never have: their start iterations, by buffer."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
@@ -148,7 +148,7 @@ class OwnWindows:
 
         If an earlier generation captured the window (``captured_in``), the call confirms that the job has continued
         from it. Such a call does not count as a commit in ``is_persist_due``, because ranks that continued from another
-        source do not make it. A window that was captured again is another one with separate copies.
+        source do not make it. A window that is captured again is a different window with separate copies.
 
         Raises:
             ControlError: no complete window of that generation starts at ``start_iteration``.

@@ -120,7 +120,7 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one message. With ``goes_on``, more data follow at once, and the kernel may put both into one packet.
+        """Send one message. With ``goes_on``, the kernel may put the message and the data that follow into one packet.
 
         Raises OSError if the connection is broken or makes no progress.
         """
@@ -184,7 +184,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send raw bytes, from mapped memory as fast as ``sendfile``. ``goes_on`` and errors are those of ``send``."""
+        """Send raw bytes, which is as fast as ``sendfile`` for mapped memory. ``goes_on`` and errors are as in ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():

@@ -158,7 +158,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint to which ``latest`` points, or None without it. Raises CheckpointError if it is damaged."""
+    """Return the checkpoint to which ``latest`` points; None without ``latest``. Raises CheckpointError if damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
