@@ -97,7 +97,7 @@ class _SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Number of indices per block, large enough for a sample of every source, also of the one with the smallest weight."""
+        """Number of indices per block, large enough for a sample of every source, even the one with the smallest weight."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 

@@ -81,7 +81,7 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Begin a new generation, in which commits count from 0. Windows stay until they are overwritten or superseded."""
+        """Begin a new generation, whose commits count from 0. Windows stay until overwritten or superseded."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
@@ -123,7 +123,7 @@ class OwnWindows:
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that this node and all ``peers`` have: their start iterations, by buffer."""
+        """Return the windows of ``generation`` that this node and all ``peers`` have, as {buffer: start iteration}."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)
@@ -131,7 +131,7 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that some peer will never have: their start iterations, by buffer."""
+        """Return the windows of ``generation`` that some peer will never have, as {buffer: start iteration}."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:

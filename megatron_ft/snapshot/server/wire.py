@@ -184,7 +184,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send raw bytes, which is as fast as ``sendfile`` for mapped memory. ``goes_on`` and errors are as in ``send``."""
+        """Send raw bytes, as fast as ``sendfile`` for mapped memory. ``goes_on`` and errors are as in ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():

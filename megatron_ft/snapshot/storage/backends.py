@@ -39,7 +39,7 @@ class LocalBackend:
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file. Readers see the new or the former content. Raises OSError and passes on errors of ``chunks``."""
+        """Write a file. Readers see the new or the former content. Raises OSError and the errors of ``chunks``."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
