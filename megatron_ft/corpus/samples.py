@@ -97,7 +97,7 @@ class _SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Number of indices per block, large enough for a sample of every source, even the one with the smallest weight."""
+        """Number of indices per block, large enough to contain a sample even of the source with the smallest weight."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
@@ -111,7 +111,7 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
+        """Return the source of the sample at ``index``, and the number of the sample, from 0, among all of this source."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
@@ -222,7 +222,7 @@ def _read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has none."""
+    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has no sources."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights

@@ -148,7 +148,7 @@ def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
-    """Describe how the job would fare on the device that was not chosen; empty if the choice is certain."""
+    """State as text whether the job could run on the device that was not chosen; empty if the choice is certain."""
     if choice.is_certain:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"

@@ -99,9 +99,9 @@ class WindowReport:
     """
 
     replicated_windows: int = 0
-    """Windows that are complete on this node and all of its peers; in a vote, windows that are so for all ranks."""
+    """Windows that are complete on this node and all of its peers; in a vote, windows that every rank reports."""
     given_up_windows: int = 0
-    """Windows that at least one peer will never receive; in a vote, windows of which this is true for any rank."""
+    """Windows that at least one peer will never receive; in a vote, windows that any rank reports."""
     has_free_buffer: int = 1
     """1 if the next window can begin as soon as a commit frees its buffer; in a vote, 1 if all ranks report 1."""
 
@@ -251,7 +251,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Losses of earlier committed iterations, oldest first, and the number of iterations skipped since the last one."""
+    """Losses of earlier committed iterations, oldest first, and number of skipped iterations since the last commit."""
 
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0

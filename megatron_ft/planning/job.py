@@ -90,7 +90,7 @@ class JobPlan:
     device_reason: str = ""
     """Reason for the choice of ``device``."""
     other_device: str = ""
-    """Text about the device that was not chosen: how the job would fare on it. Empty if the choice is certain."""
+    """Whether the job could run on the device that was not chosen, as text; empty if the choice is certain."""
     is_refused_there: bool = False
     """Whether the job would be refused on the device that was not chosen."""
     why_no_replicas: str = ""

@@ -93,7 +93,7 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 
 
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
-    """Return the largest number of iterations in the log: from the start of a window until the next one is committed.
+    """Return the largest number of iterations in the log: from the start of a window until the next window's commit.
 
     The commit lag counts twice: after a recovery a dense snapshot is captured, and another failure before the commit of
     this snapshot returns to the same window.

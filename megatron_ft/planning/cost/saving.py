@@ -23,11 +23,11 @@ class SavingMemory:
     """Memory that one rank needs for a save; all values except ``device_bytes`` are host memory."""
 
     gathered_bytes: int
-    """Master weights and moments of all parameters of the rank."""
+    """Bytes of the master weights and moments of all parameters of the rank."""
     gathering_bytes: int
     """Peak host memory during gathering: all state gathered so far, and the copies of one bucket."""
     snapshot_bytes: int
-    """Copy of the state that the rank writes; it exists until the state is written."""
+    """Bytes of the rank's copy of the state that it writes. The copy exists until the state is written."""
     device_bytes: int
     """One gathered bucket on the device; 0 on CPU, where ``gathering_bytes`` includes the bucket."""
 

@@ -46,7 +46,7 @@ class MigrationPlan:
         return dict(sorted(sums.items()))
 
     def validate(self) -> None:
-        """Check that no expert is sent to its sender, to a rank without a slot for it, or to the same rank twice."""
+        """Check that each transfer sends an expert that its target rank needs, from another rank, and only once."""
         wanted = set()
         for layer, by_rank in zip(self.placement.layer_numbers, self.placement.slots, strict=True):
             for rank, experts in zip(self.placement.ranks, by_rank, strict=True):
@@ -66,7 +66,7 @@ class MigrationPlan:
 
     @classmethod
     def between(cls, plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> "MigrationPlan":
-        """Plan the transfers that send every expert to the ranks that lack it, distributed evenly over its holders.
+        """Plan the transfers that send every expert to the ranks that lack it, with an even load of its holders.
 
         The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
         far, then by rank.

@@ -126,7 +126,7 @@ class PlacementReport:
 
 
 def _num_extra_copies(plan: PlacementPlan) -> int:
-    """Return the number of copies beyond those that every expert of the layer has."""
+    """Return the number of copies in excess of the smallest number of copies that an expert has in the layer."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
     return sum(sum(of_layer) - min(of_layer) * len(of_layer) for of_layer in counts)
 

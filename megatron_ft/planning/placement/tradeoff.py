@@ -22,7 +22,7 @@ class TradeoffPoint:
     imbalance: float
     """Tokens of the busiest rank divided by the mean of all ranks, in all layers together, with balanced shares."""
     worst_imbalance: float
-    """The same ratio in the layer where it is largest."""
+    """Tokens of the busiest rank divided by the mean of all ranks, in the layer in which this ratio is largest."""
     survival: tuple[Survival, ...]
     """Joint survival of all layers, for each number of lost domains."""
 

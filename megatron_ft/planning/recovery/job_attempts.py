@@ -110,7 +110,7 @@ class Verdict:
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Return the reason to end the job after too many attempts without progress, or None if another one is allowed."""
+    """Return the reason to end the job after too many attempts without progress; None if it may try again."""
     fruitless = _num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None

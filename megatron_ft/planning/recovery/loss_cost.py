@@ -1,4 +1,4 @@
-"""``LossCost``: the recovery from a loss of nodes, and its cost."""
+"""``LossCost``: the strategy by which a job recovers from a loss of nodes, and the cost of the recovery."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -13,7 +13,7 @@ RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "chec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCost:
-    """Recovery after several nodes are lost at the same time, and its cost."""
+    """Strategy by which a job recovers after several nodes are lost at the same time, and the cost of the recovery."""
 
     lost_nodes: tuple[int, ...]
     is_gone: bool

@@ -197,7 +197,7 @@ class BufferStates:
     given_up: Mapping[int, int] = field(default_factory=dict)
     """Start iteration of each window that at least one peer will never receive, by the number of its buffer."""
     pinned: frozenset[int] = frozenset()
-    """Buffers that are being written to storage: they must not be changed or reused."""
+    """Numbers of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
     """Whether the server has processed every commit; a commit that is not processed yet may still pin a buffer."""
 

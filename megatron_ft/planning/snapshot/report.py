@@ -184,9 +184,9 @@ class SnapshotReport:
     case ``window_bytes`` and ``nodes`` are those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
-    """Bytes of a window on the rank with the largest one."""
+    """Largest number of bytes that a window has on any rank."""
     dense_bytes: int
-    """Bytes of a dense snapshot on the rank with the largest one."""
+    """Largest number of bytes that a dense snapshot has on any rank."""
     num_peer_copies: int
     peers: tuple[tuple[int, ...], ...]
     """Nodes that store copies of each node's windows."""

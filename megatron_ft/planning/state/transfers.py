@@ -202,7 +202,7 @@ def _all_at_once(source: Column, target: Column, sizes: Column, num_ranks: int) 
 
 
 MIN_PIECE_BYTES = 1 << 20
-"""An additional sender is used only if it sends at least this many bytes; for fewer, its message is too expensive."""
+"""An additional sender is used only if it sends at least this many bytes; a smaller message is not worth its cost."""
 STAGING_BYTES = 256 << 20
 """Default limit of the bytes that a rank sends and receives together in one round."""
 

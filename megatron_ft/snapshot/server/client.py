@@ -186,7 +186,7 @@ class KeeperClient:
         self._call({"op": "persist", "start_iteration": start_iteration})
 
     def flush(self) -> bool:
-        """Wait until all requested windows are on storage. Return False if they are not within the time limit."""
+        """Wait until all requested windows are on storage. Return False if this exceeds the time limit."""
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_t
 from megatron_ft.snapshot.window import Slice, Window
 
 MAX_UNAUTHENTICATED = 64
-"""Largest number of open connections that have not presented the token. One more closes the oldest of them."""
+"""Largest number of open connections that have not presented the token. If there is one more, the oldest is closed."""
 GREETING_SECONDS = 10.0
 """Time limit for a connection to present the token; after it the connection is closed, even if bytes still arrive."""
 REPLACE_SECONDS = 10.0
@@ -69,7 +69,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "_PeerSession") -> None:
-        """End earlier connections of a node, so that only one writes. Raises ControlError if one does not end."""
+        """End earlier connections of a node, so that only ``session`` writes. Raises ControlError if one remains."""
         with self._lock:
             # Include connections that earlier calls could not end: a newer connection must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]

@@ -72,7 +72,7 @@ class Memory:
         self._lock = threading.RLock()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
-        """Allocate a memory file. Raises ControlError if it exceeds the limit or the available memory."""
+        """Allocate a memory file. Raises ControlError if ``num_bytes`` exceeds the limit or the available memory."""
         with self._lock:
             self._check(name, num_bytes)
             self.used_bytes += num_bytes

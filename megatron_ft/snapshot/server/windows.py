@@ -85,7 +85,7 @@ class OwnWindows:
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
-        """Assign a buffer to a new window. Drop incomplete windows and an uncommitted one of the same iterations.
+        """Assign a buffer to a new window. Drop incomplete windows and an uncommitted window of the same iterations.
 
         Raises:
             ControlError: the buffer is being written to storage, or has the newest window committed in this generation.
@@ -214,7 +214,7 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """Return the window to which an announced slice belongs. Its first slice replaces the window in the buffer.
+        """Return the window to which an announced slice belongs. Its slice 0 replaces the window in the buffer.
 
         Raises:
             ControlError: the buffer has the newest committed window.

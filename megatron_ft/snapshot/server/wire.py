@@ -22,7 +22,7 @@ MAX_TEXT = 4096
 
 
 def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
-    """Read an integer. Raises ControlError if it is missing, not an integer, or not from ``least`` to ``most``."""
+    """Return ``message[name]``. Raises ControlError unless it is an integer from ``least`` to ``most``."""
     value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ControlError(f"{name}={value!r}: must be a whole number from {least} to {most}")
@@ -30,7 +30,7 @@ def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int 
 
 
 def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
-    """Read a string. Raises ControlError if it is missing, empty, too long, or has control characters."""
+    """Return ``message[name]``. Raises ControlError unless it is printable text of 1 to ``most`` characters."""
     value = message.get(name)
     # Texts go into log lines and paths, where control characters could forge others.
     if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
@@ -39,7 +39,7 @@ def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
 
 
 def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ControlError if the field is missing or something else."""
+    """Return ``message[name]``. Raises ControlError unless it is a JSON object."""
     value = message.get(name)
     if not isinstance(value, dict):
         raise ControlError(f"{name}={value!r:.100}: must be an object")
@@ -47,7 +47,7 @@ def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def items(message: Mapping[str, Any], name: str) -> list[Any]:
-    """Read a list. Raises ControlError if the field is missing or something else."""
+    """Return ``message[name]``. Raises ControlError unless it is a list."""
     value = message.get(name)
     if not isinstance(value, list):
         raise ControlError(f"{name}={value!r:.100}: must be a list")

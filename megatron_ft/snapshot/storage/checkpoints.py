@@ -73,7 +73,7 @@ def is_named(path: Path) -> bool:
 
 
 def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
-    """List the checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
+    """List the checkpoint directories in ``folder``, complete or not, oldest first; empty if ``folder`` is missing."""
     if not folder.is_dir():
         return []
     found = []
@@ -197,7 +197,7 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. After a crash, no incomplete directory has its name."""
+    """Delete a checkpoint. After a crash during the deletion, no incomplete directory has its name."""
     LocalBackend(path.parent).delete(path.name)
 
 
