@@ -111,7 +111,7 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the number of the sample, from 0, among all of this source."""
+        """Return the source of the sample at ``index``, and the sample's number, from 0, among all of this source."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
