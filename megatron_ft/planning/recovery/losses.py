@@ -32,7 +32,7 @@ class HeldOperator:
 
     operator: OperatorId
     holders: tuple[frozenset[int], ...]
-    """For each part of the state, the set of ranks that hold this part."""
+    """Set of the ranks that hold the part, for each part of the state."""
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
         """Whether ``ranks`` together hold every part of the state."""
