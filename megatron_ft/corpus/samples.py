@@ -97,7 +97,7 @@ class _SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Number of indices per block, so large that every block has a sample of the smallest source."""
+        """Number of indices per block, large enough to contain a sample even of the source with the smallest weight."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
@@ -111,7 +111,7 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the number of its samples at smaller positions."""
+        """Return the source of the sample at ``index``, and the sample's number, from 0, among all of this source."""
         # Blocks begin at fixed indices: a sample depends neither on the length of the run nor on those before it.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
@@ -209,7 +209,7 @@ def num_samples(num_tokens: int, seq_length: int) -> int:
 
 
 def _source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of ``source`` without suffix. The built-in corpus is indexed if it is not indexed yet."""
+    """Return the path of ``source`` without ``.bin`` or ``.idx``. The built-in corpus is indexed if necessary."""
     return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
 
 
@@ -222,7 +222,7 @@ def _read_info(key: str, prefix: Path) -> IndexInfo:
 
 
 def _configured(config: DataConfig, split: str) -> tuple[str, list[str], Sequence[float] | None]:
-    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has none."""
+    """Return key, sources and weights of ``split``; ``valid`` uses the training sources if it has no sources."""
     assert split in SPLITS, f"split {split!r} is not one of {SPLITS}"
     if split == "valid" and config.valid:
         return "data.valid", config.valid, config.valid_weights
@@ -307,7 +307,7 @@ def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _Sam
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Length of the ``PROBE_WINDOWS`` stretches, spread evenly over a ``.bin`` file, in which token ids are checked."""
+"""Number of tokens in each of ``PROBE_WINDOWS`` evenly spread parts of a ``.bin`` file whose token ids are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,7 +376,7 @@ def resolve_vocab_size(config: JobConfig) -> int:
 
 
 def vocabulary_entries(config: JobConfig, tokenizer: Tokenizer) -> int:
-    """Return the size of the vocabulary before padding: ``model.vocab_size``, or the tokenizer's size if it is null.
+    """Return the size of the vocabulary before padding: ``model.vocab_size``, or the tokenizer's size if that is null.
 
     Raises:
         ConfigError: ``model.vocab_size`` is smaller than the tokenizer's vocabulary.

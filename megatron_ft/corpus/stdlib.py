@@ -45,7 +45,7 @@ def library_folder() -> Path:
 
 @lru_cache(maxsize=4)
 def list_files(folder: Path, max_bytes: int = MAX_BYTES) -> tuple[_SourceFile, ...]:
-    """List the files of the corpus in their order. Raises DataError if the Python has no source files."""
+    """List the files of the corpus in their order. Raises DataError if the library has no source files."""
     found = sorted(_walk(folder), key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     chosen, total_bytes = [], 0
     for file in found:
@@ -67,14 +67,14 @@ def _walk(folder: Path) -> Iterator[_SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of the indexed corpus without suffix. It depends on the files and the tokenizer."""
+    """Return the path of the indexed corpus without ``.bin`` or ``.idx``. It depends on the files and the tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
 
 
 def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of the indexed corpus without suffix. If it does not exist, one process writes it.
+    """Return the path of the indexed corpus without ``.bin`` or ``.idx``. If it does not exist, one process writes it.
 
     Raises:
         DataError: there are no source files, the cache cannot be written, or another process has the lock for too long.

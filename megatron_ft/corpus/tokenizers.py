@@ -43,7 +43,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
-    """Check that ``vocabulary`` maps entries to distinct integers of at least 0, and return it. Raises DataError."""
+    """Return ``vocabulary``. Raises DataError unless it maps entries to distinct integers of at least 0."""
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise DataError(f"{path}: vocabulary: must be a JSON object with at least one entry and its id")
     owner: dict[int, str] = {}
@@ -58,7 +58,7 @@ def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Check that the vocabulary has all entries of ``merges`` (place, left, right). Raises DataError."""
+    """Check that the vocabulary has all entries of ``merges`` (place in a file, left, right). Raises DataError."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
@@ -90,7 +90,7 @@ def byte_letters() -> list[str]:
 
 
 def _check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Check that every byte has an entry; otherwise the tokenizer would drop it. Raises DataError."""
+    """Check that every byte has an entry; the tokenizer would drop any other byte. Raises DataError if not."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which byte {byte} needs")

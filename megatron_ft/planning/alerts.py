@@ -1,4 +1,4 @@
-"""Alerts: compares figures of a run with their limits."""
+"""Alerts: compares measured values of a run with configured limits."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertLimits:
-    """Limits of figures, which are the values of ``telemetry.alert_<name>``; None turns an alert off."""
+    """Limits of the values in ``AlertFigures``, from the keys ``telemetry.alert_<name>``; None turns an alert off."""
 
     single_loss_survival: float | None = None
     """Smallest probability that every expert has a replica left after the loss of one failure domain."""
     stall_share: float | None = None
     """Largest share of iteration time that training may wait for captures."""
     windows_behind: float | None = None
-    """Largest number of iterations since the last commit of a window, divided by the interval of windows."""
+    """Largest number of window intervals that may pass without the commit of a snapshot window."""
     free_disk_share: float | None = None
     """Smallest free share of the file system that contains the run."""
     slowest_rank_over_median: float | None = None
     """Largest ratio of the slowest rank's time to the median rank's time for the same work."""
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
-        """Compare every figure that is known and has a limit with this limit."""
+        """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""
         for name in NAMES:
             limit: float | None = getattr(self, name)
             value: float | None = getattr(figures, name)
@@ -32,7 +32,7 @@ class AlertLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertFigures:
-    """Figures of a run that are compared with ``AlertLimits``; None if a figure is not known."""
+    """Measured values of a run that are compared with ``AlertLimits``; None if a value is unknown."""
 
     single_loss_survival: float | None = None
     stall_share: float | None = None
@@ -43,24 +43,24 @@ class AlertFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """Result of comparing a figure with its limit."""
+    """Result of comparing one value of ``AlertFigures`` with its limit in ``AlertLimits``."""
 
     name: str
-    """Name of the figure, which is a field of ``AlertLimits``."""
+    """Name of the compared value, which is a field of ``AlertFigures`` and ``AlertLimits``."""
     value: float
     limit: float
     is_beyond: bool
-    """Whether the figure is beyond its limit; a figure at its limit is not."""
+    """Whether ``value`` violates ``limit``; a value that is equal to its limit does not."""
 
 
 _LOWEST = ("single_loss_survival", "free_disk_share")
-"""Figures with a lower limit."""
+"""Names of the values whose limit is a minimum. The limits of all other values are maxima."""
 NAMES = ("single_loss_survival", "stall_share", "windows_behind", "free_disk_share", "slowest_rank_over_median")
-"""All figures that can have an alert."""
+"""Names of all values that can have an alert."""
 
 
 def windows_behind(iteration: int, *, since_iteration: int, interval_iterations: int) -> float:
-    """Return the iterations since the last commit of a window, divided by the interval of windows.
+    """Return the number of window intervals that have passed since the last commit of a snapshot window.
 
     Args:
         iteration: newest iteration of the run.
@@ -73,7 +73,7 @@ def windows_behind(iteration: int, *, since_iteration: int, interval_iterations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """Slowest rank, compared with the median rank."""
+    """Slowest rank, and the ratio of its time to the time of the median rank."""
 
     rank: int
     over_median: float

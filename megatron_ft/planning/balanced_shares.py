@@ -7,17 +7,17 @@ has a replica of it. Legend: E experts, N ranks, P pairs of an expert and a hold
 ``c_i = w_0 + ... + w_i`` and their sum c, item i gets ``(a * c_i + c // 2) // c - (a * c_{i-1} + c // 2) // c``. The
 sum of the parts is a, and if ``a <= c``, no part is larger than its weight. The shares are computed in three steps:
 
-1. Start. A holder computes its own tokens, ``T[e, j]``. Tokens of ranks that do not hold e are split equally.
+1. Start. A holder computes its own tokens, ``T[e, j]``. Tokens of e on other ranks are split equally over its holders.
 2. Limit. The limit is the mean load of the ranks that hold an expert, or the largest quotient of the tokens of an
-   expert and the number of its holders, whichever is larger, rounded up. No shares have a smaller maximum.
+   expert and the number of its holders, whichever is larger, rounded up. No distribution has a lower maximum.
 3. Rounds, at most ``MAX_ROUNDS``, until no load is above the limit:
 
    a. Levels. Ranks below the limit have level 0. For k = 0, 1, ...: experts that have no level yet and a holder of
       level k get level k; ranks that have no level yet and a share of an expert of level k get level k + 1. So tokens
       of a rank of level k need at least k moves to a rank with room, and k moves are enough.
    b. If a rank above the limit has no level, ranks without a level have only tokens of experts that no other ranks
-      hold. The mean load of these ranks, rounded up, is the new limit. Again, no shares have a smaller maximum. The
-      round ends.
+      hold. The mean load of these ranks, rounded up, is the new limit. Again, no distribution has a lower maximum.
+      The round ends.
    c. Otherwise, for k from the highest level down to 1, tokens of experts of level k - 1 move from ranks of level k
       above the limit to ranks of level k - 1:
 
@@ -47,9 +47,9 @@ Integers = npt.NDArray[np.int64]
 MAX_TOKENS = 2**31
 """The tokens of a layer and microbatch on all ranks must be fewer, so that products of two counts fit in 64 bits."""
 MAX_ROUNDS = 64
-"""Largest number of rounds. It limits the time if tokens must pass many ranks; the shares after it are then used."""
+"""Largest number of rounds. It limits the computing time; after it, the shares are used even if a load is too high."""
 RESOLUTION = 2**16
-"""Tokens of a rank with the mean load, in the scaled integer loads of ``least_load``."""
+"""Mean load of a rank in the unit of the integers to which ``least_load`` scales all loads."""
 _NONE = -1
 
 
@@ -74,14 +74,14 @@ def balanced_quotas(tokens: Integers, replicas: Integers) -> Integers:
 
 
 def least_load(loads: Sequence[float], replicas: Integers) -> float:
-    """Return the load of the fullest rank with balanced shares, from tokens of each expert ``[E]`` of any unit.
+    """Return the load of the busiest rank under balanced shares, in the unit of ``loads``.
 
-    It does not depend on the ranks that tokens are on. The load of each expert is rounded to less than
+    The result does not depend on the ranks from which tokens come. The load of each expert is rounded by less than
     ``2 / RESOLUTION`` of the mean rank's load; whole numbers below that resolution stay exact.
 
     Args:
-        loads: not negative.
-        replicas: copies of each expert on each rank ``[E, N]``; above 0 wherever an expert has tokens.
+        loads: number of tokens of each expert, ``[E]``, in any unit, not negative.
+        replicas: copies of each expert on each rank ``[E, N]``; every expert with tokens has at least one copy.
     """
     total = float(np.sum(loads))
     if not total:
@@ -176,7 +176,7 @@ class _Flow:
         self.load = self._by_rank.sum(self.share)
 
     def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
-        """Return the wish of each pair in ``givers`` [P], [P]."""
+        """Return the wish of each pair, ``[P]`` (step 3c); it is 0 for pairs outside of the mask ``givers`` ``[P]``."""
         foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
         own = np.where(givers, np.minimum(self.share, self._own), 0)
         above = np.maximum(self.load - self.limit, 0)

@@ -10,10 +10,10 @@ _FIXES = {"cpp": "install a C++17 compiler or name it in CXX", "cuda": "install 
 
 
 def find_compiler(kernels: str, variables: Mapping[str, str], which: Which) -> list[str] | None:
-    """Return the command that builds ``cpp`` or ``cuda`` on this machine; None if there is none.
+    """Return the command of the compiler for ``kernels`` (``cpp`` or ``cuda``); None if no compiler is found.
 
-    It may have arguments, as in ``CXX="ccache g++ -m64"``. Each word before the first option or assignment must be an
-    installed command, because ``ccache`` without ``g++`` builds nothing.
+    The command may have arguments, as in ``CXX="ccache g++ -m64"``. Each word before the first option or assignment
+    must be an installed command, because ``ccache`` without ``g++`` builds nothing.
     """
     for command in _commands(kernels, variables):
         paths = [which(word) for word in takewhile(_may_be_command, command)]

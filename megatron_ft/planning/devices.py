@@ -49,7 +49,7 @@ class DeviceChoice:
     device: str
     """``cpu`` or ``cuda``."""
     is_certain: bool
-    """Whether ranks will use this device. This is not certain with ``training.device=auto`` in a plan for an unknown
+    """Whether ranks will use this device. False with ``training.device=auto`` in a plan for an unknown
     machine."""
     reason: str
 
@@ -106,7 +106,7 @@ class DeviceChoice:
 def node_on_host(launch: LaunchConfig, node: int) -> int:
     """Return the index, from 0, of ``node`` among the nodes of its machine.
 
-    With ``launch.node_launcher=local``, all nodes are on the machine of the command; other launchers start one node on
+    With ``launch.node_launcher=local``, all nodes run on the machine of the command; other launchers start one node on
     each machine.
     """
     return node if launch.mode == "local" and launch.node_launcher == "local" else 0
@@ -148,7 +148,7 @@ def gpus_needed(num_ranks: int, ranks_per_gpu: int) -> int:
 
 
 def other_device(choice: DeviceChoice, refused: Mapping[str, str]) -> str:
-    """Describe whether the job would run on the device that was not chosen; empty if the choice is certain."""
+    """State as text whether the job could run on the device that was not chosen; empty if the choice is certain."""
     if choice.is_certain:
         return ""
     other = "cuda" if choice.device == "cpu" else "cpu"

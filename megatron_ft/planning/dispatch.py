@@ -15,7 +15,7 @@ in four steps:
    ``Q[e, j] = q * R[e, j] + overlap(A, B, o, o + m[e]) + overlap(A, B, o - r, o - r + m[e])`` tokens.
 2. Local tokens. ``L[e, i] = min(T[e, i], Q[e, i])`` tokens stay on rank i.
 3. Sent tokens. Ranks must send ``U = T - L`` tokens and have space for ``V = Q - L`` tokens; for each expert, both have
-   the same sum. Both are laid end to end in rank order, and tokens go to the space at the same place. With
+   the same sum. Both are laid end to end in rank order, and each token goes to the space at its position. With
    ``SU[e, i] = sum_{k < i} U[e, k]`` and ``SV[e, j] = sum_{k < j} V[e, k]``,
    ``D[e, i, j] = overlap(SU[e, i], SU[e, i] + U[e, i], SV[e, j], SV[e, j] + V[e, j]) + (L[e, i] if i == j else 0)``.
 4. Order of tokens. Of the tokens of expert e on rank i, in their order, the first ``D[e, i, i]`` stay on rank i. The
@@ -113,7 +113,7 @@ def _even_quotas(counts: Integers, copies: Integers) -> Integers:
 
 
 def _split(tokens: npt.NDArray[Any], quota: Integers) -> tuple[Integers, Integers, Integers]:
-    """Return ``L``, ``U`` and ``V`` of the module's steps 2 and 3, each ``[E, N]``."""
+    """Return ``L``, ``U`` and ``V`` (steps 2 and 3 of the module docstring), each ``[E, N]``."""
     counts = np.asarray(tokens, dtype=np.int64)
     kept = np.minimum(counts, quota)
     return kept, counts - kept, quota - kept

@@ -1,4 +1,4 @@
-"""An iteration: the samples of each rank, the ballot of every rank, the vote, and the decision about the iteration.
+"""Agreement of all ranks on an iteration: samples of each rank, ballot of each rank, vote of all ranks, and decision.
 
 A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
 contains the scalars of the iteration that an exact replay needs.
@@ -95,13 +95,13 @@ _FORMER_FIELDS = ("committed_window",)
 class WindowReport:
     """State of the job's windows on one rank or, in a vote, on all ranks.
 
-    Bit i stands for the i-th oldest window, which is the same on every rank.
+    The fields about windows are bit masks. Bit i stands for the i-th oldest window, which is the same one on all ranks.
     """
 
     replicated_windows: int = 0
-    """Windows that are complete on this node and all of its peers; in a vote, windows for which all ranks report it."""
+    """Windows that are complete on this node and all of its peers; in a vote, windows that every rank reports."""
     given_up_windows: int = 0
-    """Windows that at least one peer will never receive; in a vote, windows for which any rank reports it."""
+    """Windows that at least one peer will never receive; in a vote, windows that any rank reports."""
     has_free_buffer: int = 1
     """1 if the next window can begin as soon as a commit frees its buffer; in a vote, 1 if all ranks report 1."""
 
@@ -251,7 +251,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Losses of earlier committed iterations, oldest first, and the number of iterations skipped since the last one."""
+    """Losses of earlier committed iterations, oldest first, and number of skipped iterations since the last commit."""
 
     losses: tuple[float, ...] = ()
     num_consecutive_skips: int = 0
@@ -262,7 +262,7 @@ class History:
         return statistics.median(self.losses) if self.losses else math.nan
 
     def after(self, vote: Vote, decision: Decision, window: int) -> "History":
-        """Return the history after ``decision``, with at most ``window`` losses."""
+        """Return the history after ``decision``, with only the newest ``window`` losses."""
         # The losses of skipped iterations are not part of the median: several spikes must not become the new normal.
         if decision.action != "commit":
             return History(losses=self.losses, num_consecutive_skips=self.num_consecutive_skips + 1)
@@ -271,7 +271,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitPolicy:
-    """Decides from a vote about its iteration, in the same way on every rank. Fields are keys of ``training``."""
+    """Rules by which each rank decides from a vote what happens to its iteration. Fields are keys of ``training``."""
 
     non_finite_policy: str
     max_consecutive_skips: int

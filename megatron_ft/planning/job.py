@@ -41,7 +41,7 @@ class StagePlan:
 
     @property
     def device_bytes(self) -> int:
-        """Largest memory of a rank on its device: in training, or while it gathers its state for a checkpoint."""
+        """Largest device memory that a rank needs, in training or while it gathers its state for a checkpoint."""
         return self.memory.state_bytes + max(self.memory.activations_bytes, self.saving.device_bytes)
 
 
@@ -62,11 +62,11 @@ class JobPlan:
     published_parameters_source: str
     stages: tuple[StagePlan, ...]
     host_bytes_per_node: int
-    """Estimated host memory of the node that needs most."""
+    """Largest estimated host memory that any node needs."""
     gpu_memory_bytes: int | None
-    """Limit of a rank's memory on its GPU (``limits.gpu_memory_bytes``); None for no check."""
+    """Largest memory that a rank may use on its GPU (``limits.gpu_memory_bytes``); None for no check."""
     host_memory_bytes: int | None
-    """Limit of a node's host memory (``limits.host_memory_bytes``); None for no check."""
+    """Largest host memory that a node may use (``limits.host_memory_bytes``); None for no check."""
     train_iterations: int
     num_microbatches: int
     """Number of microbatches per iteration over all ranks, without padding."""
@@ -78,9 +78,9 @@ class JobPlan:
     placement: PlacementReport | None = None
     """First placement; None without replica slots."""
     snapshot: SnapshotReport | None = None
-    """Estimate of the snapshots; None without snapshots."""
+    """Estimated size and memory of the snapshot windows; None without snapshots."""
     upstream_log: UpstreamLogReport | None = None
-    """Estimate of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
+    """Estimated size of the upstream log; None without ``recovery.keep_layout`` or with one pipeline stage."""
     routing: str | None = None
     """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[LossCost, ...] = ()
@@ -90,9 +90,9 @@ class JobPlan:
     device_reason: str = ""
     """Reason for the choice of ``device``."""
     other_device: str = ""
-    """Description of the job on the other device; empty if ranks cannot use it."""
+    """Whether the job could run on the device that was not chosen, as text; empty if the choice is certain."""
     is_refused_there: bool = False
-    """Whether the job would be refused on the other device."""
+    """Whether the job would be refused on the device that was not chosen."""
     why_no_replicas: str = ""
     """Reason why the job cannot continue from expert replicas after the loss of a node; empty if it can."""
     windows_serve: str = ""
@@ -100,7 +100,7 @@ class JobPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Largest memory of a rank on its device."""
+        """Largest device memory that any rank needs."""
         return max(stage.device_bytes for stage in self.stages)
 
     def validate(self) -> None:
@@ -125,7 +125,7 @@ class JobPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, with the parallel coordinates of every rank."""
+        """Return the plan as JSON values, with the parallel coordinates of every rank."""
         places = [{"rank": rank, **dataclasses.asdict(place)} for rank, place in self.topology.ranks()]
         named = {"placement": self.placement, "snapshot": self.snapshot, "upstream_log": self.upstream_log}
         reports = {name: None if report is None else report.to_json() for name, report in named.items()}

@@ -13,7 +13,7 @@ from typing import Literal
 from megatron_ft.errors import ConfigError
 
 Direction = Literal["forward", "backward"]
-"""``forward``: activations, to the next stage. ``backward``: their gradients, to the previous one."""
+"""``forward``: activations are sent to the next stage. ``backward``: gradients are sent to the previous stage."""
 Pass = tuple[Direction, int, int]
 """Direction, microbatch and chunk of one pass of a stage."""
 _MICROBATCHES = "microbatches per rank (training.global_batch_size)"
@@ -30,7 +30,8 @@ class LogKey:
     """Chunk of the sender."""
     direction: Direction
     generation: int
-    """Membership in which the tensor was last sent; later memberships may use it if the iteration is committed."""
+    """Number of the membership that sent the tensor last. Later memberships may use the tensor if its iteration is
+    committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class PipelineShape:
 
     @property
     def group_size(self) -> int:
-        """``microbatch_group_size``, or its default."""
+        """Value of ``microbatch_group_size``, or the number of stages if that is None."""
         return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
 
     def validate(self) -> None:

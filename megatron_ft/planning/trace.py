@@ -72,7 +72,8 @@ class RoutingTrace:
         """Check that ``start`` is the number of a record and that every layer of every record has tokens.
 
         Raises:
-            ConfigError, DataError: a check fails.
+            ConfigError: ``start`` is not the number of a record.
+            DataError: a layer of a record has no tokens.
         """
         if not 0 <= self.start < self.num_records:
             what = f"must be from 0 to {self.num_records - 1}, a record of {self.source}"
@@ -91,7 +92,7 @@ class RoutingTrace:
         return int(self.tokens.shape[0])
 
     def record_of(self, iteration: int) -> int:
-        """Return the record of an iteration, from 1; an evaluation (iteration 0) uses the record of iteration 1."""
+        """Return the number of the record that an iteration (from 1) uses; evaluation (0) uses that of iteration 1."""
         return (self.start + max(iteration, 1) - 1) % self.num_records
 
     def loads(self, iteration: int, layer_number: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Memory of the upstream log: tensors that a stage has sent to its neighbours and that its node's memory still has.
+"""Estimates the memory of the upstream log, which contains tensors that stages have sent to their neighbours.
 
 An entry is needed as long as a neighbouring stage may return to an earlier iteration, at most to its newest committed
 window. While window n is captured, window n-1 is the newest that can be committed, and a replay starts from the first
@@ -38,7 +38,7 @@ class UpstreamLogReport:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the logs on the node with the most; 0 if not known yet."""
+        """Largest memory that the logs need on any node; 0 if it is not known yet."""
         return 0 if self.node_bytes is None else max(self.node_bytes)
 
     def validate(self) -> None:
@@ -93,7 +93,7 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 
 
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
-    """Return the largest number of iterations in the log: from the start of a window until the next one is committed.
+    """Return the largest number of iterations in the log: from the start of a window until the next window's commit.
 
     The commit lag counts twice: after a recovery a dense snapshot is captured, and another failure before the commit of
     this snapshot returns to the same window.

@@ -10,9 +10,9 @@ from megatron_ft.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
-    """Number of parameters of a rank, equal on all ranks of a stage.
+    """Number of parameters on one rank; all ranks of a pipeline stage have equal numbers.
 
-    Dense parameters exist DP * CP times in the job, parameters of experts expert-DP times.
+    The job has DP * CP copies of each dense parameter, and expert-DP copies of each expert parameter.
     """
 
     num_dense: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_ft.planning.pipeline import Direction, Pass, PipelineShape, order, receives
 
 Place = tuple[int, int]
-"""Stage and chunk."""
+"""(stage, chunk) of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class PassSeconds:
 
     forward_seconds: float
     backward_seconds: float
-    """Time for input gradients, and for the weight gradients that are computed."""
+    """Time of the backward pass; weight gradients count only if the stage computes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

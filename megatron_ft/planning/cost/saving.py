@@ -14,8 +14,8 @@ OPTIMIZER_BYTES = 3 * FP32_BYTES
 """Bytes of the master weight and the two moments of one parameter."""
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Parameters for each data-parallel rank that a gradient bucket of Megatron has at least, if the reduction overlaps the
-backward pass; ``_MIN_BUCKET`` is the minimum for any number of ranks."""
+"""Megatron's gradient buckets have at least this many parameters times the number of data-parallel ranks, and at least
+``_MIN_BUCKET`` parameters, if the gradient reduction overlaps the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class SavingMemory:
     """Memory that one rank needs for a save; all values except ``device_bytes`` are host memory."""
 
     gathered_bytes: int
-    """Master weights and moments of all parameters of the rank."""
+    """Bytes of the master weights and moments of all parameters of the rank."""
     gathering_bytes: int
-    """Peak during gathering: all state that is gathered so far, and the copies of one bucket."""
+    """Peak host memory during gathering: all state gathered so far, and the copies of one bucket."""
     snapshot_bytes: int
-    """Copy of the state that the rank writes; it exists until the state is written."""
+    """Bytes of the rank's copy of the state that it writes. The copy exists until the state is written."""
     device_bytes: int
     """One gathered bucket on the device; 0 on CPU, where ``gathering_bytes`` includes the bucket."""
 
@@ -63,7 +63,7 @@ def _shards(topology: Topology) -> tuple[int, int]:
 
 
 def _buffers(parameters: RankParameters, topology: Topology) -> list[tuple[int, int]]:
-    """Return the numbers of parameters and of sharding ranks of each flat buffer, in the order of gathering."""
+    """Return (number of parameters, number of ranks that shard them) of each flat buffer, in the order of gathering."""
     dense, expert = _shards(topology)
     # Without expert parallelism Megatron keeps experts in the buffer of the dense parameters.
     if topology.expert_model_parallel_size == 1 and dense == expert:

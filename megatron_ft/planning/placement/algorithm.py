@@ -14,7 +14,7 @@ from megatron_ft.topology import Cluster
 
 
 class PlacementAlgorithm(Protocol):
-    """Protocol of a placement algorithm, a frozen dataclass that is built from ``placement.algorithm``."""
+    """Protocol of placement algorithms, which are frozen dataclasses that are built from ``placement.algorithm``."""
 
     def place(
         self,
@@ -41,7 +41,7 @@ class PlacementAlgorithm(Protocol):
             layer_numbers: Megatron's numbers of the layers; None to number them from 1.
             min_replicas: number of copies of each expert that are placed for survival; None for the smallest count in
                 ``replica_counts``.
-            previous: experts that each of ``ranks`` holds before; an algorithm may leave them where they are.
+            previous: experts that each of ``ranks`` already holds; an algorithm may leave them there.
 
         Raises:
             ConfigError: the replicas exceed the slots, or an expert has no replica.
@@ -96,7 +96,7 @@ class PlacementBase(ABC):
         min_replicas: int | None,
         previous: Holdings | None,
     ) -> Slots:
-        """Experts of each rank of each layer, ``[L][N]``. Arguments as of ``place``."""
+        """Return the experts of each rank in each layer, ``[L][N]``. The arguments are those of ``place``."""
         layers = self.assign_layers(replica_counts, layout.capacities(), loads)
         return tuple(layout.deal(layer, load) for layer, load in zip(layers, loads, strict=True))
 
@@ -107,8 +107,8 @@ class LayerwisePlacement(PlacementBase):
 
     @abstractmethod
     def assign(self, replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None) -> Counts:
-        """Return the number of replicas of each expert in each domain ``[E, D]`` for one layer. The layer has
-        ``replica_counts`` ``[E]``, and the domains have ``capacities`` slots ``[D]``."""
+        """Return the number of replicas of each expert in each domain, ``[E, D]``, for one layer, from the number of
+        replicas of each expert, ``[E]``, and the number of slots of each domain, ``[D]``."""
 
     def assign_layers(
         self,

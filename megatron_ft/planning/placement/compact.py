@@ -12,7 +12,7 @@ from megatron_ft.planning.placement.layout import Counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compact(LayerwisePlacement):
-    """Packs the replicas of an expert together (baseline of Lazarus, section 6.3)."""
+    """Puts all replicas of an expert into as few failure domains as possible (baseline of Lazarus, section 6.3)."""
 
     name: ClassVar[str] = "compact"
 
@@ -23,8 +23,8 @@ class Compact(LayerwisePlacement):
 def _pack(replica_counts: Sequence[int], capacities: Sequence[int], loads: Sequence[float] | None = None) -> Counts:
     """Return the number of replicas of each expert in each domain for one layer, ``[E, D]``.
 
-    Experts are placed in descending order of their replicas. All replicas of an expert go to the domain with the fewest
-    free slots that suffice for them. If no domain suffices, the domain with the most free slots is filled first.
+    Experts are placed in descending order of their numbers of replicas. All replicas of an expert go to the fullest
+    domain that has enough free slots for them. If there is none, the domain with the most free slots is filled first.
     """
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     vacant = list(capacities)

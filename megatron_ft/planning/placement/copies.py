@@ -53,7 +53,7 @@ class StateCopyPlan:
         """Check that the copies of every shard are in distinct failure domains.
 
         Raises:
-            ConfigError: they are not; the message names layer, expert and shard.
+            ConfigError: two copies of a shard are in one domain, or copies are missing (named in the message).
         """
         domain_of = dict(zip(self.ranks, self.domains, strict=True))
         for operator in self.operators:

@@ -90,7 +90,7 @@ def _add_copy(
     free: Integers,
     capacities: Sequence[int],
 ) -> bool:
-    """Add a copy to one of the domains in ``queue`` that has none, and return whether there is such a domain.
+    """Add one copy to the first domain in ``queue`` that has none. Return False if all of these domains have one.
 
     Entries of ``queue`` are pairs (load per slot, domain with a free slot).
     """

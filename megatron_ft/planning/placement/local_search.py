@@ -28,12 +28,12 @@ class Losses:
     """Weight of each set, ``[M]``."""
 
     def dead(self, held: Masks) -> Bools:
-        """Return ``[..., M]``: whether the loss of a set takes all domains of each mask in ``held``."""
+        """Return, as ``[..., M]``, whether the loss of each set removes every domain of each mask in ``held``."""
         wide = held[..., None]
         return np.asarray((self.masks & wide) == wide)
 
     def score(self, counts: Counts) -> float:
-        """Return the total weight of the losses that leave a replica of every expert of ``counts`` ``[E, D]``."""
+        """Return the total weight of those losses after which every expert in ``counts`` ``[E, D]`` has a replica."""
         return float(self.values[~self.dead(support_masks(counts)).any(axis=0)].sum())
 
 
@@ -77,7 +77,7 @@ class Search:
         self._repeat(self._improve)
 
     def even_out(self, least_score: float) -> None:
-        """Exchange replicas to even out the loads of domains, while the score is at least ``least_score``."""
+        """Exchange replicas to even out the loads of domains, if the survival score stays at least ``least_score``."""
 
         def evened(left: int, right: int) -> bool:
             ours, theirs, gains = self._gains(left, right)

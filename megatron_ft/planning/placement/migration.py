@@ -46,7 +46,7 @@ class MigrationPlan:
         return dict(sorted(sums.items()))
 
     def validate(self) -> None:
-        """Check that every transfer sends an expert to another rank with a slot for it, and does so only once."""
+        """Check that each transfer sends an expert that its target rank needs, from another rank, and only once."""
         wanted = set()
         for layer, by_rank in zip(self.placement.layer_numbers, self.placement.slots, strict=True):
             for rank, experts in zip(self.placement.ranks, by_rank, strict=True):
@@ -66,7 +66,7 @@ class MigrationPlan:
 
     @classmethod
     def between(cls, plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[int]) -> "MigrationPlan":
-        """Plan the transfers that send every expert to the ranks that lack it, distributed evenly over its holders.
+        """Plan the transfers that send every expert to the ranks that lack it, with an even load of its holders.
 
         The sender is the holder that has sent this expert least often; ties are resolved by the fewest bytes sent so
         far, then by rank.
@@ -77,7 +77,7 @@ class MigrationPlan:
             expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
 
         Raises:
-            ConfigError: no rank holds an expert that a rank lacks.
+            ConfigError: no rank holds an expert that another rank needs.
         """
         sizes = _sizes(plan, expert_bytes)
         sent = dict.fromkeys(plan.ranks, 0)
@@ -122,7 +122,7 @@ class Replacement:
 
 
 Step = tuple[Replacement, ...]
-"""Replacements that ranks make together: at most one for each receiving rank."""
+"""Replacements that ranks make at the same time: at most one for each receiving rank."""
 
 
 def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step] | None:
@@ -133,8 +133,8 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
     possible, an expert is sent by the rank that ``migration`` names; otherwise, another rank that holds it sends it.
 
     Returns:
-        None if this is impossible: a rank would hold another number of distinct experts of a layer than under ``now``,
-        or ranks would have to exchange experts of which there are no other copies.
+        None if there are no such steps: a rank would hold another number of distinct experts of a layer than under
+        ``now``, or ranks would have to exchange experts of which no other rank has a copy.
     """
     state = _Replacing.of(now, migration)
     if any(len(experts) != len(state.wanted[key]) for key, experts in state.held.items()):
@@ -182,7 +182,7 @@ class _Replacing:
         return cls(held=held, wanted=wanted, holders=holders, open=left)
 
     def next_step(self) -> Step:
-        """Choose one open transfer and one expert to overwrite for as many ranks as possible."""
+        """Choose for as many ranks as possible one open transfer and the expert that it overwrites."""
         step = []
         senders: set[int] = set()
         overwritten: Counter[tuple[int, int]] = Counter()
@@ -204,7 +204,7 @@ class _Replacing:
         return min((rank for rank in holders if rank not in senders), default=None)
 
     def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
-        """Return the expert that the receiving rank overwrites; None if no other rank would have it."""
+        """Return the expert that the receiving rank overwrites; None if this would remove its last copy."""
         layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:
@@ -283,7 +283,7 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Return (bytes to move, pairs of positions) if the ranks at ``actual`` get the slots at ``part``."""
+    """Return (bytes to move, pairs of positions) if the ranks at positions ``actual`` get the slots of ``part``."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]

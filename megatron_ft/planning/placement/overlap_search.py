@@ -1,5 +1,5 @@
-"""Placement by search: base copies are placed for survival, at least as good as maximum rank overlap, and extra copies
-by load."""
+"""Placement by search: base copies are placed so that survival is at least that of maximum rank overlap, and extra
+copies by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from megatron_ft.planning.placement.plan import Slots
 from megatron_ft.planning.placement.survival import TooManyStates
 
 WORTH_MOVING = 0.02
-"""Fraction of the busiest rank's tokens that a layer must save before extra copies move to other ranks."""
+"""Extra copies move only if this relieves the busiest rank of a layer by at least this fraction of its tokens."""
 MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares."""
 MAX_SEARCHED_DOMAINS = 62
@@ -32,7 +32,7 @@ MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
 """``_even_out`` makes an exchange only if the sum of squared loads falls by this fraction of the squared total load."""
 Column = tuple[int, ...]
-"""Experts in the slots of one domain, ascending; the number of experts represents an empty slot."""
+"""Experts in the slots of one domain, ascending; an empty slot has the number of experts as its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,10 @@ class OverlapSearch(PlacementBase):
     """Searches places of base copies that survive more often than maximum rank overlap; places other copies by load.
 
     * Every expert is in ``min_domains`` distinct failure domains, or in as many as its replicas and the cluster allow.
-    * If loads are given and there are more slots than the smallest replica count of all experts takes, base copies are
+    * If loads are given and slots are left when all experts have the smallest replica count, base copies are
       searched for survival and extra copies are placed by load (``extra_copies.py``); ``survival_share`` divides the
       slots.
-    * If the number of slots of a domain divides the number of experts or is not below it, maximum rank overlap is
+    * If the number of slots of a domain divides the number of experts or is at least as large, maximum rank overlap is
       optimal and is used. Otherwise, a small layer is solved by enumeration of all placements, a medium layer by
       exchanges of replicas, and a large layer by the best of several groupings.
     * The domains of each layer are then permuted so that all layers survive together as often as possible.

@@ -46,7 +46,7 @@ def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]], share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rebalance:
-    """Decision whether a new placement is used."""
+    """Decision whether a new placement replaces the present one."""
 
     pays: bool
     reason: str
@@ -63,7 +63,7 @@ class RebalancePolicy:
     min_gain: float
     """Smallest fraction of the busiest ranks' tokens that a new plan must save."""
     bytes_per_saved_token: float
-    """Bytes that may move for each token that the busiest ranks save until the next rebalancing."""
+    """Largest number of bytes that may move for each token that the busiest ranks save until the next rebalancing."""
     shares: str = BALANCED
     """Value of ``placement.shares``."""
 
@@ -94,7 +94,7 @@ class RebalancePolicy:
 
 
 def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
-    """Return the largest ratio, over all layers, of the busiest rank's tokens to the mean; 1 if loads are even."""
+    """Return the largest ratio, over all layers, of the busiest rank's tokens to the mean of the ranks; 1 if equal."""
     means = [sum(load) / len(plan.ranks) for load in loads]
     ratios = [
         busiest_tokens(plan, layer, load, shares) / mean

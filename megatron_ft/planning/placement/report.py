@@ -31,7 +31,7 @@ class PlacementReport:
     """Number of replicas of the rarest expert, which is less than requested if there are too few slots."""
     stages: tuple[PlacementPlan, ...]
     weights_survival: tuple[Survival, ...]
-    """Survival of compute weights."""
+    """Survival of the compute weights after the loss of 1, 2, ... failure domains."""
     state_survival: tuple[Survival, ...]
     """Survival of optimizer state, including its copies if ``num_state_copies`` is not None."""
     num_state_copies: int | None
@@ -42,11 +42,11 @@ class PlacementReport:
     expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of experts."""
     non_expert_state_bytes: int
-    """Bytes of the optimizer state of all other parameters: once if it is sharded, otherwise on every rank."""
+    """Bytes of the optimizer state of all other parameters, summed over ranks; sharded state counts once."""
     non_expert_copies_bytes: int | None
     """Bytes of ``num_state_copies`` copies of the optimizer state of all other parameters."""
     rebalance_interval_iterations: int
-    """Number of iterations between two plans; 0 if the placement is planned only once."""
+    """Number of iterations from one plan of the placement to the next; 0 if it is planned only once."""
     staged_bytes: int
     """Bytes of one expert. A rank needs this much additional memory during a rebalance."""
     most_moved_bytes: int
@@ -126,7 +126,7 @@ class PlacementReport:
 
 
 def _num_extra_copies(plan: PlacementPlan) -> int:
-    """Return the number of copies beyond those that every expert of the layer has."""
+    """Return the number of copies in excess of the smallest number of copies that an expert has in the layer."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
     return sum(sum(of_layer) - min(of_layer) * len(of_layer) for of_layer in counts)
 
@@ -167,7 +167,7 @@ class _Stage:
     """Whether the non-expert optimizer state is sharded (distributed optimizer)."""
     expert_weights_bytes: int
     expert_state_bytes: int
-    """Moments of one expert, and its master weights if they differ from the compute weights."""
+    """Bytes of the moments of one expert, and of its master weights if they differ from the compute weights."""
     dense_state_bytes: int
     """Bytes of one copy of the optimizer state of all non-expert weights of the stage."""
     copies: StateCopyPlan | None

@@ -42,7 +42,7 @@ class StageRequest:
         """Compute replica counts from ``loads`` [layers][experts] and place the replicas in slots.
 
         Args:
-            previous: experts that the stage's ranks hold before; None if no rank holds any.
+            previous: experts that the stage's ranks already hold; None if they hold none.
 
         Raises:
             ConfigError: loads, slots and failure domains do not fit together.
@@ -93,7 +93,7 @@ class StageRequest:
         return True
 
     def first_loads(self, config: JobConfig, inputs: JobInputs) -> Sequence[Sequence[float]]:
-        """Return the recorded loads [layers][experts] of a stage at the start of a job, or even loads without a record.
+        """Return a stage's first loads [layers][experts]: the recorded loads, or equal loads if none are recorded.
 
         Raises:
             ConfigError: the recorded loads do not fit the model.

@@ -28,7 +28,7 @@ MAX_STATES = 4096
 
 
 class TooManyStates(Exception):
-    """The sets overlap so much that counting would need more than ``MAX_STATES`` states."""
+    """Raised if the sets of domains overlap so much that counting would need more than ``MAX_STATES`` states."""
 
 
 def minimal_masks(masks: Iterable[int]) -> list[int]:
@@ -43,7 +43,7 @@ def minimal_masks(masks: Iterable[int]) -> list[int]:
 def surviving_weights(
     masks: Sequence[int], num_domains: int, max_lost: int, odds: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the total weight of all losses of 0, 1, ... ``max_lost`` domains that every set of ``masks`` survives.
+    """Return, for 0, 1, ... ``max_lost`` lost domains, the total weight of the losses that all of ``masks`` survive.
 
     A set survives if at least one of its domains is not lost. The weight of a loss is the product of the ``odds`` of
     the lost domains; without ``odds`` it is 1, and losses are counted in integers.
@@ -156,7 +156,7 @@ def survival(
     num_samples: int = 200_000,
     seed: int = 0,
 ) -> tuple[Survival, ...]:
-    """Return the survival for each number of lost domains, in ascending order of these numbers.
+    """Return one ``Survival`` for each number in ``lost``, in ascending order of these numbers.
 
     Args:
         holders: domains that hold each piece of state.

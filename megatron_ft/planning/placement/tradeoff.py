@@ -14,15 +14,15 @@ SHARES_OF_SURVIVAL = (0.0, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffPoint:
-    """Figures of one placement."""
+    """Survival and balance of one placement."""
 
     num_slots: int
     """Number of slots of each rank."""
     survival_share: float
     imbalance: float
-    """Tokens of the busiest rank over the mean of ranks, with balanced shares: the mean over layers, by tokens."""
+    """Tokens of the busiest rank divided by the mean of all ranks, in all layers together, with balanced shares."""
     worst_imbalance: float
-    """The same ratio in the layer where it is largest."""
+    """Tokens of the busiest rank divided by the mean of all ranks, in the layer in which this ratio is largest."""
     survival: tuple[Survival, ...]
     """Joint survival of all layers, for each number of lost domains."""
 

@@ -12,7 +12,7 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # One failure can be chance.
 MOST_FAILURES = 2
-"""Number of failures in the newest ``MEMORY`` attempts from which a host is not used if there are enough other hosts.
+"""A host with this many failures in the newest ``MEMORY`` attempts is used only if there are too few other hosts.
 """
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
@@ -22,16 +22,16 @@ class Asked(enum.Enum):
     """Signal that the batch script received."""
 
     TO_GO_ON_LATER = "SIGUSR1"
-    """The time limit is near, or the job is preempted."""
+    """Warning that the time limit is near or the job is preempted; the run can continue in another allocation."""
     TO_END = "SIGTERM"
 
 
 class Next(enum.Enum):
-    """Step after an attempt."""
+    """Action of the batch job after an attempt."""
 
     END = "end"
     AGAIN = "again"
-    """Another attempt in the same allocation."""
+    """Start another attempt in the same allocation."""
     REQUEUE = "requeue"
     """Requeue the job, which gets another allocation."""
 
@@ -57,18 +57,18 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPolicy:
-    """Limits of attempts, and the step if an attempt cannot be repeated in the same allocation."""
+    """Rules by which a batch job decides whether to run its training command again."""
 
     num_nodes: int
     """Smallest number of nodes with which an attempt can start."""
     max_fruitless: int = 3
     """Number of consecutive attempts without progress after which the job ends."""
     on_warning: Next = Next.REQUEUE
-    """Step after ``Asked.TO_GO_ON_LATER`` or with too few usable nodes: ``REQUEUE``, or ``END`` if another job
+    """Action after ``Asked.TO_GO_ON_LATER`` or with too few usable nodes: ``REQUEUE``, or ``END`` if another job
     continues the run."""
 
     def decide(self, attempts: Sequence[Attempt], hosts: Sequence[str]) -> "Verdict":
-        """Decide the step after the last of ``attempts``.
+        """Decide what the batch job does after the last of ``attempts``.
 
         Args:
             hosts: present hosts of the allocation.
@@ -101,7 +101,7 @@ class AttemptPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Step after an attempt and the reason for it."""
+    """Action after an attempt and the reason for it."""
 
     next: Next
     reason: str
@@ -110,7 +110,7 @@ class Verdict:
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
-    """Return the reason to end the job after too many attempts without progress, or None if another one is allowed."""
+    """Return the reason to end the job after too many attempts without progress; None if it may try again."""
     fruitless = _num_fruitless(attempts)
     if fruitless < max_fruitless:
         return None
@@ -119,7 +119,7 @@ def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:
 
 
 def _num_fruitless(attempts: Sequence[Attempt]) -> int:
-    """Count the newest consecutive attempts that did not get beyond the iteration of all attempts before them."""
+    """Count the attempts, from the newest backward, that reached no later iteration than all attempts before them."""
     count, reached = 0, 0
     for attempt in attempts:
         count = 0 if attempt.iteration > reached else count + 1

@@ -15,10 +15,10 @@ from megatron_ft.planning.state.parallel_layout import Group, ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimits:
-    """Numbers of lanes that a job may have."""
+    """Numbers of lanes (model replicas) that a job may have."""
 
     most: int
-    """Largest number of lanes, which is the configured one."""
+    """Largest number of lanes, which is the number in the configuration."""
     multiple: int = 1
     """The number of lanes must be a multiple of this number. Without expert slots, it is the number of lanes that one
     expert-parallel group of Megatron spans."""
@@ -28,7 +28,7 @@ class LaneLimits:
     """EP times expert TP; None if experts are placed in slots. Ranks of a stage hold the same experts if their numbers
     differ by a multiple of this."""
     optimizer_bytes: tuple[int, int] = (1, 1)
-    """Bytes of a stage's optimizer state without experts, and of its experts. Groups choose lanes by their ratio."""
+    """Bytes of a stage's non-expert and expert optimizer state. Lanes are assigned to groups by this ratio."""
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class LaneLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A complete TP·CP group, and the former stage and lane whose state its ranks have; None and -1 without state."""
+    """A complete TP·CP group, with the former stage and lane of its ranks' state; None and -1 if they have no state."""
 
     ranks: Group
     stage: int | None = None
@@ -176,7 +176,7 @@ def _formed(former: ParallelLayout, left: Iterable[int], node_of: Mapping[int, i
 def _arranged(
     former: ParallelLayout, groups: Sequence[_Group], num_lanes: int, limits: LaneLimits, alive: Collection[int]
 ) -> ParallelLayout:
-    """Assign a stage and a lane to each group: its former ones if possible, otherwise a place without a group."""
+    """Assign a stage and a lane to each group: its former ones if possible, otherwise ones that are free."""
     stages: list[list[Group | None]] = []
     pool = [group for group in groups if group.stage is None]
     surplus: list[_Group] = []
@@ -281,7 +281,7 @@ def _shared(part: int, num_parts: int, other: int, num_others: int) -> int:
 
 
 class _PrefixMaximum:
-    """Finds the largest value below a place in O(log n); stored values ascend with their places."""
+    """Finds in O(log n) the largest value at an index below a given one. Stored values ascend with their indices."""
 
     def __init__(self, size: int) -> None:
         self._places: list[int] = []
@@ -289,12 +289,12 @@ class _PrefixMaximum:
         self._size = size
 
     def below(self, place: int) -> tuple[int, int]:
-        """Return the largest value at a place before ``place``, and its source; (0, -1) if there is none."""
+        """Return (largest value, its source) at indices below ``place``; (0, -1) if there are no values."""
         found = bisect_left(self._places, place)
         return self._values[found - 1] if found else (0, -1)
 
     def raise_to(self, place: int, value: int, source: int) -> None:
-        """Set the value of ``place`` if it exceeds all values up to this place; remove smaller values after it."""
+        """Set the value at index ``place`` if it exceeds all values up to there; remove smaller values after it."""
         assert 0 <= place < self._size, f"place {place} of {self._size}"
         at = bisect_left(self._places, place + 1)
         if at and self._values[at - 1][0] >= value:

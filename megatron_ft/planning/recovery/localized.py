@@ -76,7 +76,7 @@ class LocalizedPlan:
         return self.region_of(stage) is not None
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
-        """Return the stage to which ``stage`` sends tensors in each direction."""
+        """Return, for each direction, the stage to which ``stage`` sends tensors."""
         return _neighbours(stage, self.num_stages, self.is_ring)
 
     def serves(self, stage: int) -> tuple[tuple[Direction, int], ...]:

@@ -1,4 +1,4 @@
-"""``LossCost``: the recovery from a loss of nodes, and its cost."""
+"""``LossCost``: the strategy by which a job recovers from a loss of nodes, and the cost of the recovery."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -13,7 +13,7 @@ RUNGS: tuple[Rung, ...] = ("replicas", "localized", "memory", "persisted", "chec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCost:
-    """Recovery after several nodes are lost at the same time, and its cost."""
+    """Strategy by which a job recovers after several nodes are lost at the same time, and the cost of the recovery."""
 
     lost_nodes: tuple[int, ...]
     is_gone: bool
@@ -37,7 +37,7 @@ class LossCost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Restarter of a job that has ended: ``hand`` for the user, or ``Slurm``."""
+    """Agent that starts the job again after its end: ``hand`` (the user) or ``Slurm``."""
     max_windows: int = 2
     """Largest possible number of windows that run again, used if ``max_iterations`` is None."""
 
@@ -68,7 +68,7 @@ class LossCost:
 
     @property
     def source(self) -> str:
-        """Source of the state, as text."""
+        """Return a text that names the state from which the job recovers."""
         if self.rung == "nothing":
             return "starts over" if self.is_automatic else f"starts over, by {self.restarted_by}"
         where = f" (stage {', '.join(map(str, self.stages))})" if self.stages else ""
@@ -76,14 +76,14 @@ class LossCost:
 
     @property
     def iterations(self) -> str:
-        """``max_iterations`` as text."""
+        """Return ``max_iterations`` as text."""
         if self.max_iterations is None:
             return f"<= {self.max_windows} windows"
         return "0" if self.max_iterations == 0 else f"<= {self.max_iterations}"
 
     @property
     def result(self) -> str:
-        """``is_bitwise`` as text."""
+        """Return ``is_bitwise`` as text."""
         return "bitwise" if self.is_bitwise else "tolerance"
 
     def to_json(self) -> dict[str, Any]:

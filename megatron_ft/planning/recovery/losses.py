@@ -32,7 +32,7 @@ class HeldOperator:
 
     operator: OperatorId
     holders: tuple[frozenset[int], ...]
-    """Set of ranks for each part of the state; every rank of the set holds the part."""
+    """Set of the ranks that hold the part, for each part of the state."""
 
     def lives_on(self, ranks: frozenset[int]) -> bool:
         """Whether ``ranks`` together hold every part of the state."""
@@ -104,7 +104,7 @@ class RecoveryMeans:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Properties of the layout that make losses more expensive."""
+        """Return notes about properties of the layout that make losses more expensive."""
         spans = [
             f"node {node} spans pipeline stages {', '.join(map(str, stages))}: its loss affects all of them"
             for node, stages in zip(self.nodes, self.stages, strict=True)
@@ -256,8 +256,8 @@ def _localized(
 
 
 def _has_unusable_windows(means: RecoveryMeans, stored: Stored | None) -> bool:
-    """Whether windows with committed iterations exist, for a restart in which ranks cannot load any state. Such ranks
-    refuse to start at iteration 0 unless ``run.start_over=true``."""
+    """Whether the run may have windows with committed iterations. If so, ranks that cannot load any state refuse to
+    start at iteration 0 unless ``run.start_over=true``."""
     if stored is None:
         return means.takes_snapshots
     return stored.memory_start is not None or stored.persisted_start is not None

@@ -18,8 +18,8 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 
 MAX_PLANNED_NODES = 16
-"""Number of present nodes for whose loss the survivors' placement is planned; for the loss of any further node, the
-bytes that move are not computed."""
+"""The placement after the loss of a node is planned for at most this number of nodes. For the loss of any other node,
+the bytes that move are not computed."""
 
 
 def means_of(
@@ -122,7 +122,7 @@ def costs_of_nodes(config: JobConfig, means: RecoveryMeans, inputs: JobInputs) -
 
 
 def placer(config: JobConfig, inputs: JobInputs, loads: Sequence[Sequence[float]] | None = None) -> Place:
-    """Return a function that plans survivors' placements from ``loads`` [layers][experts]; None for the first loads."""
+    """Return a function that plans survivors' placements from ``loads`` [layers][experts], or from the first loads."""
 
     def place(nodes: tuple[int, ...], held: Holdings) -> PlacementPlan:
         remaining = config_of(config, nodes)

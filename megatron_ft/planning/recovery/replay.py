@@ -82,7 +82,7 @@ class ReplayPlan:
 
         Args:
             votes: logged votes by iteration, for all iterations to run.
-            until: last iteration to run, not before the last iteration of the window; None for the latter.
+            until: last iteration to run, at or after the last iteration of the window, which is the default.
 
         Raises:
             RecoveryError: the vote of an iteration is missing, or ``until`` is before the last iteration of the window.

@@ -58,7 +58,7 @@ def plan_replicas(
         num_slots_per_rank: number of expert slots of a rank in the next membership.
         expert_bytes: bytes of the state of one expert, equal in all layers or one value for each layer.
         owned: experts whose state each rank of the next membership has, ``[layer][rank]``; None if these are the
-            experts of ``plan``. They differ after a migration that was interrupted.
+            experts of ``plan``. The two differ after an interrupted migration.
     """
     if missing := lost_experts(plan, previous_ranks, owned):
         return Declined(rung="replicas", reason=NO_HOLDER, missing=missing)

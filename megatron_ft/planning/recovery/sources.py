@@ -1,4 +1,4 @@
-"""Chooses the state from which a restarted job with the same layout continues: the newest that every rank can load.
+"""Chooses the newest state that every rank can load, so that a restarted job with the same layout continues from it.
 
 Candidates are windows in memory, persisted windows and the newest dense checkpoint. The result also contains the reason
 why each candidate that was tried before the chosen one cannot be used.

@@ -1,4 +1,4 @@
-"""``Demand``: the shards of state that every rank of a job has to capture, and their bytes as [units, ranks]."""
+"""``Demand``: the shards of state that every rank of a job has to capture, and arrays of their bytes [units, ranks]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class UnitBytes:
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Keep one column for all ranks that capture the same number of bytes of every unit."""
+        """Merge the columns of ranks that capture the same number of bytes of every unit into one column."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
@@ -63,7 +63,7 @@ class Demand:
 
     @cached_property
     def rounding_bytes(self) -> Matrix:
-        """Most bytes by which a part of an operator can exceed an equal share of its state, ``[operators, ranks]``.
+        """Largest excess in bytes of a part of an operator over an equal share of its state, ``[operators, ranks]``.
 
         Ranges are rounded to whole elements, and components that are not per element are captured with every part.
         """
@@ -87,7 +87,7 @@ class Demand:
         return UnitBytes(full=full, frozen=frozen)
 
     def _pairs(self, units: Sequence[Unit]) -> tuple[Indices, Indices]:
-        """Return the pairs of a unit's row and a shard of the unit's operator, as two arrays."""
+        """Return all pairs (row of a unit, index of a shard of the unit's operator) as two arrays."""
         row_of = {operator: row for row, operator in enumerate(self.operators)}
         of_unit = np.array([row_of[unit.operator] for unit in units], dtype=np.intp)
         # Without a loop in Python: a large job has millions of pairs of units and shards.
@@ -119,7 +119,8 @@ class _ShardTable:
     operators: Indices
     """Row of each shard's operator, ``[shards]``."""
     values: Matrix
-    """``[shards, 6]``: elements, rank, bytes per element and per shard of the full state, and of compute weights."""
+    """``[shards, 6]``: number of elements, rank, bytes per element and per shard of the full state, and bytes per
+    element and per shard of the compute weights."""
 
 
 def _shard_table(shards_by_rank: Sequence[Sequence[StateShard]], known: Sequence[OperatorId]) -> _ShardTable:

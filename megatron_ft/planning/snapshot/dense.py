@@ -1,4 +1,4 @@
-"""Dense snapshots, which capture the whole state in one slice at an interval; baselines of sparse windows."""
+"""Dense snapshots, which capture the whole state in one slice at an interval; baselines for sparse windows."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ class DenseInterval:
     interval_iterations: int
     """Iterations from one snapshot to the next."""
     replan_drift: float = 0.2
-    """A new plan is made if the bytes of an iteration or of the snapshot change relatively by more than this."""
+    """Relative change of the bytes that an iteration can capture, or of the snapshot's bytes, above which a new plan is
+    made."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -43,7 +44,8 @@ class OverheadBounded:
     max_overhead: float = 0.03
     """Largest share of training time that stalls may take."""
     replan_drift: float = 0.2
-    """A new plan is made if the bytes of an iteration or of the snapshot change relatively by more than this."""
+    """Relative change of the bytes that an iteration can capture, or of the snapshot's bytes, above which a new plan is
+    made."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
@@ -73,7 +75,8 @@ class GeminiStyle:
     mtbf_seconds: float
     """Mean time between failures of the whole job."""
     replan_drift: float = 0.2
-    """A new plan is made if the bytes of an iteration or of the snapshot change relatively by more than this."""
+    """Relative change of the bytes that an iteration can capture, or of the snapshot's bytes, above which a new plan is
+    made."""
     trigger: ClassVar[None] = None
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:

@@ -1,4 +1,4 @@
-"""Decides where windows are stored: nodes with copies of them, buffers of a rank, and host memory of every node."""
+"""Decides where windows are stored: peers that store copies, buffers of each rank, and host memory of each node."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -193,11 +193,11 @@ class BufferStates:
     """Report of the snapshot server about a rank's buffers; it may lag behind the messages that the rank has sent."""
 
     replicated: Mapping[int, int] = field(default_factory=dict)
-    """Start iteration of the replicated window in each buffer."""
+    """Start iteration of each replicated window, by the number of its buffer."""
     given_up: Mapping[int, int] = field(default_factory=dict)
-    """Start iteration of the window in each buffer whose window at least one peer will never receive."""
+    """Start iteration of each window that at least one peer will never receive, by the number of its buffer."""
     pinned: frozenset[int] = frozenset()
-    """Buffers that are being written to storage: they must not be changed or reused."""
+    """Numbers of the buffers that are being written to storage and must not be changed or reused."""
     knows_commits: bool = True
     """Whether the server has processed every commit; a commit that is not processed yet may still pin a buffer."""
 

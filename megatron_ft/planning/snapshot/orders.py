@@ -22,7 +22,7 @@ class OperatorOrder(Protocol):
         """Whether the order depends on activations."""
 
     def order(self, operators: Sequence[OperatorId], activations: Activations | None) -> tuple[OperatorId, ...]:
-        """Return ``operators`` in the order of their capture; without ``activations`` experts are equally popular."""
+        """Return ``operators`` in capture order. Without ``activations``, all experts count as equally popular."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

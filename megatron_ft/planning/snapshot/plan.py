@@ -50,7 +50,7 @@ class Activations:
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
-        """Create activations from records of tokens [layer of the model][expert], oldest first; None without any."""
+        """Create activations from records of tokens [layer of the model][expert], oldest first; None for no record."""
         layers = tuple(number for number in range(1, model.num_layers + 1) if is_moe_layer(model, number))
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None

@@ -22,8 +22,8 @@ Span = tuple[Operator, int, int]
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _MIN_BUCKET = 40_000_000
 _MIN_BUCKET_PER_RANK = 1_000_000
-"""Parameters for each data-parallel rank that a gradient bucket of Megatron has at least, if the reduction overlaps the
-backward pass; ``_MIN_BUCKET`` is the minimum for any number of ranks."""
+"""Megatron's gradient buckets have at least this many parameters times the number of data-parallel ranks, and at least
+``_MIN_BUCKET`` parameters, if the gradient reduction overlaps the backward pass."""
 
 
 def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size: int | None = None) -> Demand:
@@ -184,9 +184,9 @@ class SnapshotReport:
     case ``window_bytes`` and ``nodes`` are those of a dense window."""
     interval_iterations: int | None
     window_bytes: int
-    """Bytes of a window on the rank with the largest one."""
+    """Largest number of bytes that a window has on any rank."""
     dense_bytes: int
-    """Bytes of a dense snapshot on the rank with the largest one."""
+    """Largest number of bytes that a dense snapshot has on any rank."""
     num_peer_copies: int
     peers: tuple[tuple[int, ...], ...]
     """Nodes that store copies of each node's windows."""
@@ -196,7 +196,7 @@ class SnapshotReport:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for windows and peer copies on the node with the most."""
+        """Largest host memory that windows and peer copies need on any node."""
         return max(node.total_bytes for node in self.nodes)
 
     def validate(self) -> None:

@@ -1,1 +1,1 @@
-"""State by element range: which ranks have it, which need it, what moves."""
+"""State as ranges of tensor elements: which ranks have a range, which ranks need it, and which transfers send it."""

@@ -27,14 +27,14 @@ class MissingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """Result of a planner if no plan is possible."""
+    """Result that a planner returns if no plan is possible."""
 
     reason: str
     """Reason as a clause, without a full stop."""
     missing: tuple[MissingState, ...] = ()
 
     def summary(self) -> str:
-        """Return one line for a log."""
+        """Describe the result in one line for a log."""
         if not self.missing:
             return self.reason
         operators = list(dict.fromkeys(str(item.tensor.operator) for item in self.missing))

@@ -107,7 +107,7 @@ class Needs:
         """Check that the elements of every row are inside their tensor and that its rank is at least 0.
 
         Raises:
-            ConfigError: a row violates this; the message names the first such row.
+            ConfigError: elements are outside of their tensor or a rank is negative; the message names the row.
         """
         _check_rows(self, lowest_rank=0)
 
@@ -210,7 +210,7 @@ class Holdings:
         ``Medium.STORAGE`` have the rank ``STORAGE``.
 
         Raises:
-            ConfigError: a row violates this; the message names the first such row.
+            ConfigError: a row violates a condition; the message names the first such row.
         """
         _check_rows(self, lowest_rank=STORAGE)
         wrong = np.flatnonzero((self.rank == STORAGE) != (self.medium == int(Medium.STORAGE)))

@@ -251,7 +251,7 @@ class ModelState:
     """Parameters in the model chunks of every pipeline stage, and the kinds of optimizer state of a parameter."""
 
     chunks: tuple[tuple[tuple[Parameter, ...], ...], ...]
-    """Parameters ``[stage][chunk]`` in the order of the module; a layer lists all of its experts, not one rank's."""
+    """Parameters ``[stage][chunk]`` in the order of the module; layers list all experts, not only those of one rank."""
     num_experts: int
     """Number of experts per layer; 0 for a dense model."""
     tensor_size: int = 1
@@ -325,8 +325,8 @@ class Sharding:
     """Number of elements at which a bucket of the first stage's first chunk is full. Every other chunk has one bucket,
     as in Megatron."""
     padded_for_lanes: tuple[int, ...] = ()
-    """Further numbers of lanes for which buckets are padded, so that a change to such a number leaves buffers as they
-    are."""
+    """Additional numbers of lanes (data-parallel sizes) for which buckets are padded, so that a change to one of them
+    leaves the layout of the buffers unchanged."""
     buffers: Mapping[BufferKey, _BufferLayout] | None = None
     """Buffer layouts that were read from running ranks; the layouts of other buffers are computed."""
     expert_parallel_size: int = 1

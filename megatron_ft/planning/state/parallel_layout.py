@@ -109,12 +109,12 @@ class ParallelLayout:
             raise ConfigError.of("rank", min(twice), "must occur only once in the stages and spares")
 
     def summary(self) -> str:
-        """Return one line for a log."""
+        """Describe the layout in one line for a log."""
         size = f"TP{self.tensor_size} CP{self.context_size} PP{self.num_stages}, lanes: {self.num_lanes}"
         return f"{size}, ranks: {len(self.ranks)}" + (f", hot spares: {len(self.spares)}" if self.spares else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the layout as JSON values."""
         return {
             "tensor_size": self.tensor_size,
             "context_size": self.context_size,

@@ -16,7 +16,7 @@ from megatron_ft.planning.state.intervals import distinct, expand, split, union
 from megatron_ft.planning.state.tensors import Column, TensorIndex
 
 ENOUGH_SENDERS = 64
-"""Size above which a set of possible senders is not extended by further holders of the element."""
+"""A set of possible senders with more ranks than this is not extended by further holders of the element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Pieces:
     medium: Column
     """``Medium`` of the elements; -1 if no rank has them."""
     senders: Column
-    """Possible senders, as a number in ``Matched.sets``; -1 if the rank itself or no rank has the elements."""
+    """Index in ``Matched.sets`` of the possible senders; -1 if the rank itself or no rank has the elements."""
 
     @classmethod
     def of(cls, rank: Column, start: Column, stop: Column, iteration: int, medium: int, senders: Column) -> "Pieces":
@@ -62,7 +62,7 @@ class Matched:
         """Find for every needed element the rank's own holding or, without one, the ranks that can send the element.
 
         Only holdings of the needed iteration are used. A rank's own holdings in memory are used before holdings of
-        other ranks. For these, and for storage, the fastest medium with the element is used.
+        other ranks. Among holdings of other ranks and of storage, those on the fastest medium are used.
         """
         # Positions of two indices are not comparable.
         index = needs.index
@@ -135,7 +135,7 @@ class _Sets:
         return found
 
     def union(self, numbers: tuple[int, ...]) -> int:
-        """Return the number of the union of the sets ``numbers``, or of the largest of them if it has enough ranks."""
+        """Return the number of the union of the sets ``numbers``, or of the largest set if that has enough ranks."""
         largest = max(numbers, key=lambda number: len(self.ranks[number]))
         if len(numbers) == 1 or len(self.ranks[largest]) > ENOUGH_SENDERS:
             return largest

@@ -26,20 +26,20 @@ from megatron_ft.planning.state.tensors import Column, StateTensor, TensorIndex
 # ``(1 + e) * b + t * log(m) / log(1 + e)`` bytes for every ``e > 0``. This also holds with sets of only one rank.
 
 RELATIVE_SLACK = 0.01
-"""Difference between two ranks of a set, as a fraction of the busiest sender's bytes, that is accepted: to reduce it
-further is not worth another pass."""
+"""Accepted difference between the bytes that two ranks of a set send, as a fraction of the busiest sender's bytes. To
+reduce it further is not worth another pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shares:
-    """Bytes that each rank sends for each set."""
+    """Bytes that each rank sends, for each set of possible senders of the same elements."""
 
     senders: tuple[Column, ...]
     """Sending ranks of each set, ascending."""
     amounts: tuple[Column, ...]
     """Bytes that each of these ranks sends, all above 0; their sum is the demand of the set."""
     slack: int
-    """Bytes by which the total of a set's sender may exceed the total of another rank of the set."""
+    """Largest difference in bytes between what a sender and another rank of its set send in total, over all sets."""
 
     @classmethod
     def of(cls, demands: Sequence[int], sets: Sequence[Column], *, min_piece_bytes: int) -> "_Shares":
@@ -47,7 +47,7 @@ class _Shares:
 
         At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
         than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
-        busy ranks of its set. Demands are spread again as long as the totals of a set differ by more than the slack and
+        busy ranks of its set. It is spread again as long as the totals of these ranks differ by more than the slack and
         this lowers the sum of the squared totals. Every pass lowers this integer, so the passes end.
 
         Args:
@@ -139,7 +139,7 @@ def _cut_and_stage(
 
     Args:
         source: sending rank of each transfer; bytes from ``STORAGE`` count only for the target.
-        limit_bytes: most bytes that a rank may send and receive together in one round.
+        limit_bytes: largest number of bytes that a rank may send and receive together in one round.
 
     Returns:
         Four columns with one entry for each piece: the number of its transfer, the first item and the end of the items
@@ -202,7 +202,7 @@ def _all_at_once(source: Column, target: Column, sizes: Column, num_ranks: int) 
 
 
 MIN_PIECE_BYTES = 1 << 20
-"""Fewest bytes for which a further sender is used: for fewer, the additional message costs more than it saves."""
+"""An additional sender is used only if it sends at least this many bytes; a smaller message is not worth its cost."""
 STAGING_BYTES = 256 << 20
 """Default limit of the bytes that a rank sends and receives together in one round."""
 
@@ -260,7 +260,7 @@ class TransferPlan:
     kept: Pieces
     """Needed ranges that ranks already have; ``start`` and ``stop`` are positions in ``index``."""
     limit_bytes: int
-    """Most bytes that a rank sends and receives together in one round."""
+    """Largest number of bytes that a rank sends and receives together in one round."""
     slack_bytes: int
     """Bound of the imbalance: the sender of an element sends in total at most this many bytes more than any other
     possible sender of the element; see ``balance``."""
@@ -344,7 +344,7 @@ class TransferPlan:
         return {self.index.tensors[tensor]: turn for tensor, turn in pairs}  # rounds ascend: the last one remains
 
     def validate(self) -> None:
-        """Assert that rounds ascend, that no rank exceeds ``limit_bytes`` in a round or sends to itself."""
+        """Assert that rounds ascend, and that no rank exceeds ``limit_bytes`` in a round or sends to itself."""
         assert bool((np.diff(self.round) >= 0).all()), "rounds do not ascend"
         assert not bool((self.source == self.target).any()), "a rank sends to itself"
         for turn in range(self.num_rounds):
@@ -355,7 +355,7 @@ class TransferPlan:
             assert max(used.values()) <= self.limit_bytes, f"a rank exceeds {self.limit_bytes} bytes in round {turn}"
 
     def summary(self) -> str:
-        """Return one line for a log."""
+        """Describe the plan in one line for a log."""
         sent = max((size for rank, size in self.sent_bytes().items() if rank != STORAGE), default=0)
         received = max(self.received_bytes().values(), default=0)
         return (
@@ -394,9 +394,9 @@ class TransferPlan:
             holdings: elements that living ranks and storage hold; iterations that ``needs`` does not contain are
                 ignored.
             needs: elements that ranks must have, with the same rank numbers as ``holdings``.
-            limit_bytes: most bytes that a rank may send and receive together in one round; this bounds its staging
-                memory.
-            min_piece_bytes: fewest bytes for which a further sender is used.
+            limit_bytes: largest number of bytes that a rank may send and receive together in one round; this bounds its
+                staging memory.
+            min_piece_bytes: smallest number of bytes for which an additional sender is used.
 
         Raises:
             ConfigError: a row is outside its tensor, or ``limit_bytes`` is less than four times the largest element.

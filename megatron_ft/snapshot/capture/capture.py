@@ -225,7 +225,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Source = Callable[[Piece], torch.Tensor]
-"""Function that returns the present elements of a piece as a contiguous 1-D tensor."""
+"""Function that returns the current elements of a piece as a contiguous 1-D tensor."""
 
 
 @dataclass(kw_only=True)

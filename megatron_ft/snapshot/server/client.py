@@ -41,7 +41,8 @@ client and server would wait for each other."""
 BUFFER_REPLICATED = 9
 BUFFER_GIVEN_UP = BUFFER_REPLICATED + NUM_BUFFERS
 """Index of the first of ``NUM_BUFFERS`` fields, one for each buffer: the start iteration of its window if some peer
-will never have the window, otherwise -1. ``BUFFER_REPLICATED`` is the same for windows that all peers have."""
+will never have the window, otherwise -1. The fields from ``BUFFER_REPLICATED`` on state the same for windows that all
+peers have."""
 
 
 class KeeperRefused(ControlError):
@@ -109,7 +110,7 @@ class KeeperClient:
         self._arena: Arena | None = None
         self._socket_path = socket_path
         self._committed = -1
-        """Start iteration of the newest commit sent since the arena was allocated."""
+        """Start iteration of the newest window that was reported as committed since the arena was allocated."""
         try:
             self._call({**hello, "op": "hello"})
         except BaseException:
@@ -185,7 +186,7 @@ class KeeperClient:
         self._call({"op": "persist", "start_iteration": start_iteration})
 
     def flush(self) -> bool:
-        """Wait until all requested windows are on storage. Return False if they are not within the time limit."""
+        """Wait until all requested windows are on storage. Return False if this exceeds the time limit."""
         return bool(self._call({"op": "flush"}, PATIENT_SECONDS)["done"])
 
     def problems(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from megatron_ft.snapshot.server.wire import GREETING_BYTES, Refused, Wire, is_t
 from megatron_ft.snapshot.window import Slice, Window
 
 MAX_UNAUTHENTICATED = 64
-"""Largest number of open connections that have not presented the token. One more closes the oldest of them."""
+"""Largest number of open connections that have not presented the token. If there is one more, the oldest is closed."""
 GREETING_SECONDS = 10.0
 """Time limit for a connection to present the token; after it the connection is closed, even if bytes still arrive."""
 REPLACE_SECONDS = 10.0
@@ -56,8 +56,8 @@ class PeerSessions:
             self._unauthenticated.pop(session, None)
 
     def expire(self) -> float | None:
-        """Close connections that have not presented the token in time. Return the seconds until the next one is due, or
-        None if there is no such connection."""
+        """Close connections that have not presented the token in time. Return the seconds until the next one must be
+        closed; None if there is no such connection."""
         now = time.monotonic()
         with self._lock:
             late = [session for session, since in self._unauthenticated.items() if now - since >= GREETING_SECONDS]
@@ -69,7 +69,7 @@ class PeerSessions:
         return None if since is None else since + GREETING_SECONDS - now
 
     def replace(self, node: int, session: "_PeerSession") -> None:
-        """End earlier connections of a node, so that only one writes. Raises ControlError if one does not end."""
+        """End earlier connections of a node, so that only ``session`` writes. Raises ControlError if one remains."""
         with self._lock:
             # Include connections that earlier calls could not end: a newer connection must not hide them.
             earlier = [other for other in self._of_node.get(node, ()) if other.is_alive()]
@@ -164,8 +164,8 @@ class _PeerSession(threading.Thread):
     def _slice(self, message: Message) -> None:
         """Receive a slice, compare its hashes with the sender's, and acknowledge it. After an error it is not stored.
 
-        The bytes follow the announcement directly. With ``waits``, memory may have to be allocated first, so the bytes
-        follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
+        The bytes follow the announcement directly. If it has ``waits``, memory may have to be allocated first, so the
+        bytes follow after the message ``go``. The hashes come last, so that the sender can compute them meanwhile.
         """
         index = fields.integer(message, "slice", most=fields.MAX_SLICES)
         window_bytes = fields.integer(message, "window_bytes", least=1, most=fields.MAX_BYTES)

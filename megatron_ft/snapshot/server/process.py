@@ -34,7 +34,7 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeeperSpec:
-    """Settings of a snapshot server. It reads them from standard input, as one line of JSON."""
+    """Settings of a snapshot server. The server reads them from standard input, as one line of JSON."""
 
     socket_path: str
     """Path of the Unix socket for ranks of the node. The directory must have mode 0700."""

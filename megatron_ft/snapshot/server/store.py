@@ -72,7 +72,7 @@ class Memory:
         self._lock = threading.RLock()
 
     def allocate(self, name: str, num_bytes: int) -> Segment:
-        """Allocate a memory file. Raises ControlError if it exceeds the limit or the available memory."""
+        """Allocate a memory file. Raises ControlError if ``num_bytes`` exceeds the limit or the available memory."""
         with self._lock:
             self._check(name, num_bytes)
             self.used_bytes += num_bytes
@@ -405,7 +405,7 @@ class Store:
         """Free memory that has only windows of earlier generations, when all ranks have a window of ``generation``.
 
         Call it only for a commit of a rank of this node. If this node has no rank in ``generation``, it may have the
-        only complete windows for a restart with it, so nothing may be freed. The lock must be held.
+        only complete windows for a restart with this node, so nothing may be freed. The lock must be held.
         """
         for rank, copy in list(self.copies.items()):
             generations = [window.generation for window in copy.windows]

@@ -81,11 +81,11 @@ class OwnWindows:
         return next((window for window in self._order if window.committed), None)
 
     def new_generation(self) -> None:
-        """Begin a new generation. Windows stay until they are overwritten or superseded; commits count from 0."""
+        """Begin a new generation, whose commits count from 0. Windows stay until overwritten or superseded."""
         self._num_commits, self._is_new_commit, self.confirmed = 0, False, None
 
     def begin(self, window: HeldWindow) -> None:
-        """Assign a buffer to a new window. Drop incomplete windows and an uncommitted one of the same iterations.
+        """Assign a buffer to a new window. Drop incomplete windows and an uncommitted window of the same iterations.
 
         Raises:
             ControlError: the buffer is being written to storage, or has the newest window committed in this generation.
@@ -123,7 +123,7 @@ class OwnWindows:
         return next(waiting, None)
 
     def replicated(self, peers: Sequence[int], generation: int) -> dict[int, int]:
-        """Return complete windows of ``generation`` on this node and all ``peers``: buffer to start iteration."""
+        """Return the windows of ``generation`` that this node and all ``peers`` have, as {buffer: start iteration}."""
         return {
             window.buffer: window.start_iteration
             for window in self._of_generation(generation)
@@ -131,7 +131,7 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that some peer will never have completely: buffer to start iteration."""
+        """Return the windows of ``generation`` that some peer will never have, as {buffer: start iteration}."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
@@ -148,7 +148,7 @@ class OwnWindows:
 
         If an earlier generation captured the window (``captured_in``), the call confirms that the job has continued
         from it. Such a call does not count as a commit in ``is_persist_due``, because ranks that continued from another
-        source do not make it. A window that was captured again is another one with separate copies.
+        source do not make it. A window that is captured again is a different window with separate copies.
 
         Raises:
             ControlError: no complete window of that generation starts at ``start_iteration``.
@@ -214,7 +214,7 @@ class CopyWindows:
         return iter([window for window in self.buffers if window is not None])
 
     def expect(self, incoming: HeldWindow, index: int, part: Slice) -> HeldWindow:
-        """Return the window to which an announced slice belongs. Its first slice replaces the window in the buffer.
+        """Return the window to which an announced slice belongs. Its slice 0 replaces the window in the buffer.
 
         Raises:
             ControlError: the buffer has the newest committed window.

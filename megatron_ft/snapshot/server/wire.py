@@ -22,7 +22,7 @@ MAX_TEXT = 4096
 
 
 def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int = MAX_ITERATION) -> int:
-    """Read an integer. Raises ControlError if it is missing, not an integer, or not from ``least`` to ``most``."""
+    """Return ``message[name]``. Raises ControlError unless it is an integer from ``least`` to ``most``."""
     value = message.get(name)
     if type(value) is not int or not least <= value <= most:
         raise ControlError(f"{name}={value!r}: must be a whole number from {least} to {most}")
@@ -30,7 +30,7 @@ def integer(message: Mapping[str, Any], name: str, *, least: int = 0, most: int 
 
 
 def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
-    """Read a string. Raises ControlError if it is missing, empty, too long, or has control characters."""
+    """Return ``message[name]``. Raises ControlError unless it is printable text of 1 to ``most`` characters."""
     value = message.get(name)
     # Texts go into log lines and paths, where control characters could forge others.
     if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
@@ -39,7 +39,7 @@ def text(message: Mapping[str, Any], name: str, *, most: int = MAX_TEXT) -> str:
 
 
 def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ControlError if the field is missing or something else."""
+    """Return ``message[name]``. Raises ControlError unless it is a JSON object."""
     value = message.get(name)
     if not isinstance(value, dict):
         raise ControlError(f"{name}={value!r:.100}: must be an object")
@@ -47,7 +47,7 @@ def mapping(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def items(message: Mapping[str, Any], name: str) -> list[Any]:
-    """Read a list. Raises ControlError if the field is missing or something else."""
+    """Return ``message[name]``. Raises ControlError unless it is a list."""
     value = message.get(name)
     if not isinstance(value, list):
         raise ControlError(f"{name}={value!r:.100}: must be a list")
@@ -120,7 +120,7 @@ class Wire:
         self._stall_seconds = stall_seconds
 
     def send(self, message: Message, *, goes_on: bool = False) -> None:
-        """Send one message. With ``goes_on``, more data follow at once, and the kernel may put both into one packet.
+        """Send one message. With ``goes_on``, the kernel may put the message and the data that follow into one packet.
 
         Raises OSError if the connection is broken or makes no progress.
         """
@@ -184,7 +184,7 @@ class Wire:
         return True
 
     def send_bytes(self, view: memoryview, *, goes_on: bool = False) -> None:
-        """Send raw bytes, from mapped memory as fast as ``sendfile``. ``goes_on`` and errors are those of ``send``."""
+        """Send raw bytes, as fast as ``sendfile`` for mapped memory. ``goes_on`` and errors are as in ``send``."""
         flags = socket.MSG_MORE if goes_on else 0
         while view.nbytes:
             with self._moving():

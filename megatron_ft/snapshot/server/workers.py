@@ -55,7 +55,7 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Content of the peer's buffers by rank: its last list, and what was sent since."""
+        """Content of the peer's buffers by rank, from the peer's last list and from what was sent since then."""
         self._accepted_bytes: dict[int, int] = {}
         """Size of the windows for which the peer has allocated memory, by rank."""
         self._unanswered: deque[_Work] = deque()

@@ -39,7 +39,7 @@ class LocalBackend:
         return str(self.folder / directory / name)
 
     def write(self, directory: str, name: str, chunks: Chunks) -> None:
-        """Write a file. Readers see the new content or the former one. Raises OSError, and errors of ``chunks``."""
+        """Write a file. Readers see the new or the former content. Raises OSError and the errors of ``chunks``."""
         write_atomically(self._make(directory), name, chunks)
 
     def exists(self, directory: str, name: str) -> bool:
@@ -57,12 +57,12 @@ class LocalBackend:
         return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
 
     def move(self, directory: str, target: str) -> None:
-        """Rename a directory. Raises OSError."""
+        """Rename a directory. Raises OSError if this fails."""
         os.rename(self.folder / directory, self.folder / target)
         fsync_directory(self.folder)
 
     def delete(self, directory: str) -> None:
-        """Delete a directory. After a crash, nothing that remains counts as a window. Raises OSError."""
+        """Delete a directory. After a crash, nothing that remains counts as a window. Raises OSError if this fails."""
         # Renamed first, so that a crash leaves no half of it under its name; leftovers of such crashes go too.
         self._empty_trash()
         self.move(directory, TRASH_PREFIX + directory)
@@ -86,7 +86,7 @@ class LocalBackend:
 
 
 class _LocalSource:
-    """A regular file, read by position. Device errors raise OSError, whereas a memory map would get a signal."""
+    """A regular file, read by position. Device errors raise OSError; in a memory map, they would raise a signal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

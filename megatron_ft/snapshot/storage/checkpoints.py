@@ -73,7 +73,7 @@ def is_named(path: Path) -> bool:
 
 
 def list_checkpoints(folder: Path) -> list[_StoredCheckpoint]:
-    """List the checkpoint directories in ``folder``, complete or not, oldest first; none if it is missing."""
+    """List the checkpoint directories in ``folder``, complete or not, oldest first; empty if ``folder`` is missing."""
     if not folder.is_dir():
         return []
     found = []
@@ -158,7 +158,7 @@ def move_latest(folder: Path, path: Path, iteration: int) -> None:
 
 
 def read_latest(folder: Path) -> Path | None:
-    """Return the checkpoint to which ``latest`` points, or None without it. Raises CheckpointError if it is damaged."""
+    """Return the checkpoint to which ``latest`` points; None without ``latest``. Raises CheckpointError if damaged."""
     path = folder / LATEST_NAME
     try:
         name = parse_json(path.read_bytes())["checkpoint"]
@@ -197,7 +197,7 @@ def _move_latest_back(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint. After a crash, no incomplete directory has its name."""
+    """Delete a checkpoint. After a crash during the deletion, no incomplete directory has its name."""
     LocalBackend(path.parent).delete(path.name)
 
 

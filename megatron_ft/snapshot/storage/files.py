@@ -71,7 +71,7 @@ class HashedFile(io.RawIOBase):
         return self.num_bytes
 
     def write(self, data: Any) -> int:
-        """Write all of ``data``, any buffer, or raise OSError."""
+        """Write all bytes of ``data``, which may be any buffer. Raises OSError if this fails."""
         view = memoryview(data).cast("B")
         written = 0
         try:

@@ -47,7 +47,7 @@ class Manifest:
     consumed_samples: int
     """Number of samples read up to that iteration."""
     settings: Settings
-    """Settings of the run's data, model, optimizer and schedule: concern to key to value; empty in format 1."""
+    """Settings of the run as [concern][key]; concerns are data, model, optimizer and schedule. Empty in format 1."""
     software: dict[str, str]
     """Versions of the software that wrote the checkpoint."""
     files: tuple[FileEntry, ...]
@@ -56,7 +56,7 @@ class Manifest:
     """Version of the manifest's format."""
 
     def validate(self) -> None:
-        """Check that names, sizes and checksums are valid. Raises CheckpointError."""
+        """Check that names, sizes and checksums are valid. Raises CheckpointError if not."""
         seen: set[str] = set()
         for entry in self.files:
             _check_name(entry.name)

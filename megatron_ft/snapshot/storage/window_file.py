@@ -31,7 +31,7 @@ _ZEROS = bytes(1 << 16)
 
 
 def window_name(key: WindowKey) -> str:
-    """Return the name of a window's directory. A later generation that captures it again uses another name."""
+    """Return the name of a window's directory. It differs if a later generation captures the same iterations again."""
     return f"window_{key.start_iteration:07d}" + (f".{key.generation}" if key.generation else "")
 
 
@@ -93,7 +93,7 @@ class WindowFile:
         return self._payload_start + self.window.num_bytes
 
     def read_slice(self, index: int, into: memoryview | None = None) -> memoryview:
-        """Read and verify slice ``index``. The bytes are written to ``into``, of the slice's size, or to new memory.
+        """Read and verify slice ``index``. Its bytes are written to ``into``, of the same size, or to new memory.
 
         Raises:
             CheckpointError: a piece is damaged, padding is not zero, or the storage fails. ``into`` may then contain
