@@ -17,8 +17,8 @@ def relative_load(tokens: Sequence[int]) -> list[float]:
 
 
 def max_over_even_share(tokens: Sequence[int]) -> float:
-    """Return the number of tokens of the busiest expert divided by the mean over experts. It is 1 for even load, and the
-    number of experts if one expert has all tokens."""
+    """Return the number of tokens of the busiest expert divided by the mean over experts. It is 1 for even load, and
+    the number of experts if one expert has all tokens."""
     return max(relative_load(tokens), default=0.0)
 
 
@@ -38,8 +38,8 @@ def _herfindahl_over_even(tokens: Sequence[int]) -> float:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the percentile ``percent`` of ``ordered``, whose values are in rising order, with linear interpolation. Return
-    0 if ``ordered`` is empty."""
+    """Return the percentile ``percent`` of ``ordered``, whose values are in rising order, with linear interpolation.
+    Return 0 if ``ordered`` is empty."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100.0

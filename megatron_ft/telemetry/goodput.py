@@ -239,7 +239,7 @@ class GoodputMeter:
         )
 
     def so_far(self) -> Goodput:
-        """Return the figures so far, without the median duration of iterations. The duration of this call is constant."""
+        """Return the figures so far, without the median duration of iterations. This call takes constant time."""
         return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
 
     def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:

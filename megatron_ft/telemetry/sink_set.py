@@ -26,8 +26,8 @@ class SinkSet:
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """Write records to ``sinks`` and close ``sinks`` in the given order. If a sink fails to close, only the sinks after
-        it receive the ``sink_failed`` event."""
+        """Write records to ``sinks`` and close ``sinks`` in the given order. If a sink fails to close, only the sinks
+        after it receive the ``sink_failed`` event."""
         self._sinks = tuple(sinks)
         self._clock = clock
         # The lock is reentrant, because a sink that fails on a record causes an event for the other sinks.

@@ -156,7 +156,7 @@ class Scale:
     """Pixel at which ``high`` is drawn."""
 
     def __call__(self, value: float) -> float:
-        """Return the pixel at which ``value`` is drawn. A value outside the scale is drawn at the nearer end of the scale."""
+        """Return the pixel at which ``value`` is drawn. Values outside the scale are drawn at its nearer end."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 
@@ -169,8 +169,8 @@ class Scale:
         return [number * step for number in range(first, last + 1)]
 
     def y_axis(self, left: float, right: float, *, label: str, most: int = 6) -> Element:
-        """Draw the numbers of the axis left of pixel ``left``, and grid lines from ``left`` to ``right``. ``label`` is written
-        above the axis."""
+        """Draw the numbers of the axis left of pixel ``left``, and grid lines from ``left`` to ``right``. ``label`` is
+        written above the axis."""
         parts = [
             part
             for tick in self.ticks(most)
@@ -212,8 +212,8 @@ def x_axis(
     words: Callable[[float], str] = figure,
     top: float | None = None,
 ) -> Element:
-    """Draw the ticks and numbers of the axis below pixel ``y``. If ``top`` is given, also draw grid lines from ``y`` up to
-    ``top``."""
+    """Draw the ticks and numbers of the axis below pixel ``y``. If ``top`` is given, also draw grid lines from ``y`` up
+    to ``top``."""
     parts = []
     for tick in scale.ticks(most):
         x = scale(tick)

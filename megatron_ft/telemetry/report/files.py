@@ -28,8 +28,8 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Line of ``decisions.jsonl``: a decision of the controller after a loss of nodes, or after a request that nodes join
-    or leave."""
+    """Line of ``decisions.jsonl``: a decision of the controller after a loss of nodes, or after a request that nodes
+    join or leave."""
 
     generation: int
     """Generation of the membership that ended."""

@@ -79,7 +79,7 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Return the name of the lane, e.g. ``rank 3``. If the process is gone, this is its rank before the recovery."""
+        """Return the name of the lane, e.g. ``rank 3``: the rank before the recovery if the process is gone."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property
