@@ -212,7 +212,7 @@ def chosen_algorithm(options: argparse.Namespace, lost: Sequence[int]) -> Placem
 
 
 def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0) -> OverlapSearch:
-    """Return an ``OverlapSearch`` that optimizes survival for the numbers of lost nodes in ``lost``, with equal weights."""
+    """Return an ``OverlapSearch`` that optimizes the survival of each number of lost nodes in ``lost``."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
     objective = SurvivalObjective(lost_weights=weights) if any(weights) else SurvivalObjective()
     return OverlapSearch(objective=objective, survival_share=survival_share)

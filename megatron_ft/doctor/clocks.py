@@ -85,7 +85,7 @@ def _both() -> tuple[float, float]:
 
 
 def _ask_time_service() -> tuple[bool | None, str]:
-    """Ask chrony whether the clock is synchronized. If chrony does not answer, ask timedatectl(1) for the kernel's flag."""
+    """Ask chrony whether the clock is synchronized. If chrony does not answer, ask timedatectl(1)."""
     commands = (["chronyc", "-c", "tracking"], ["timedatectl", "show", "--property=NTPSynchronized", "--value"])
     reasons = []
     for command in commands:
