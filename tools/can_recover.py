@@ -1,5 +1,5 @@
-"""Shows from which state a job could continue if nodes were lost, which operators would survive, and the time it would
-cost.
+"""Shows from which state a job could continue if nodes were lost, which operators would survive, and how much
+time the recovery would cost.
 
     python -m tools.can_recover runs/moe_tiny-001 --lose 2,5
     python -m tools.can_recover --config model=moe_tiny placement=spread launch.num_nodes=4 --lose 1
@@ -61,8 +61,8 @@ class Answer:
     seconds_again: float | None
     """Time for the iterations that would run again, at the measured pace of the run; None if it is not known."""
     seconds_to_continue: float | None
-    """Median duration of earlier changes of membership in the run. None if there were none, or if all ranks would start
-    again."""
+    """Median duration of earlier changes of membership in the run. None if there were no such
+    changes, or if all ranks would start again."""
     notes: tuple[str, ...] = ()
     device: str = "cpu"
     """Device for which the result is valid: ``cpu`` or ``cuda``."""
@@ -216,7 +216,7 @@ def members(config: JobConfig, events: Sequence[Record]) -> tuple[int, ...]:
 
 
 def ask_run(path: Path, lost: Sequence[int], *, is_gone: bool, as_if_running: bool) -> Answer:
-    """Analyse a loss of nodes for the folder of a run. Raise a MegatronFtError if the folder cannot be read or ``lost``
+    """Analyse a loss of nodes for the run in a folder. Raise a MegatronFtError if the folder cannot be read or ``lost``
     is invalid."""
     run = Run.of(path, as_if_running=as_if_running)
     snapshot = SnapshotReport.of(run.config, _VOCABULARY)

@@ -57,7 +57,7 @@ def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str
     """Return lines for pip, each with a package, its version and all its hashes.
 
     Raises:
-        ValueError: the lock does not contain a package, or not its hashes.
+        ValueError: the lock does not contain exactly one version of a package with hashes.
     """
     lines = []
     for name in names:

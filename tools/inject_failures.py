@@ -137,7 +137,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _launch(run_dir: Path) -> dict[str, int]:
-    """Read the numbers of nodes and ranks from the run's configuration. Raises DataError."""
+    """Read the numbers of nodes and ranks from the configuration of a run. Raises DataError."""
     path = run_dir / "config.yaml"
     try:
         config = with_present_keys(yaml.safe_load(path.read_text(encoding="utf-8")))

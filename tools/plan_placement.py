@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MIN_REPLICAS = 2
 MAX_CURVE_NODES = 16
-"""Largest number of nodes for which plots show a whole survival curve. Above it, they show only the requested numbers
-of lost nodes."""
+"""Largest number of nodes for which plots show a whole survival curve. For more nodes, plots show survival only for the
+requested numbers of lost nodes."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -133,7 +133,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the numbers on the command line. Raise a ConfigError for an impossible one."""
+    """Check the numbers on the command line. Raise a ConfigError for an impossible number."""
     for key in ("num_nodes", "slots_per_node", "min_replicas"):
         value = getattr(options, key)
         if value is not None and value < 1:
@@ -155,17 +155,17 @@ def check(options: argparse.Namespace) -> None:
 
 
 def lost_of(options: argparse.Namespace) -> tuple[int, ...]:
-    """Return the numbers of nodes that are lost together."""
+    """Return the numbers of simultaneously lost nodes for which survival is computed."""
     return tuple(dict.fromkeys(options.lost_nodes or [k for k in (1, 2) if k <= options.num_nodes]))
 
 
 def floor_of(options: argparse.Namespace) -> int:
-    """Return the number of replicas that every expert has at least."""
+    """Return the minimum number of replicas of each expert."""
     return min(DEFAULT_MIN_REPLICAS, options.num_nodes) if options.min_replicas is None else int(options.min_replicas)
 
 
 def flag(name: str) -> str:
-    """Return the command-line option of a field."""
+    """Return the command-line option whose value is the field ``name`` of the parsed options."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -204,22 +204,23 @@ def read_loads(options: argparse.Namespace) -> Tokens:
 
 
 def chosen_algorithm(options: argparse.Namespace, lost: Sequence[int]) -> PlacementAlgorithm:
-    """Return the chosen placement algorithm. An algorithm that searches optimizes the requested numbers of lost nodes
-    with equal weights."""
+    """Return the chosen placement algorithm. A search optimizes the survival of each requested number of lost
+    nodes with equal weights."""
     if options.algorithm != "overlap_search":
         return ALGORITHMS[options.algorithm]()
     return search_for(lost, options.num_nodes, options.survival_share or 0.0)
 
 
 def search_for(lost: Sequence[int], num_nodes: int, survival_share: float = 0.0) -> OverlapSearch:
-    """Return an ``OverlapSearch`` for the requested numbers of lost nodes."""
+    """Return an ``OverlapSearch`` that optimizes the survival of each number of lost nodes in ``lost``."""
     weights = tuple(float(k in lost) for k in range(1, num_nodes + 1))
     objective = SurvivalObjective(lost_weights=weights) if any(weights) else SurvivalObjective()
     return OverlapSearch(objective=objective, survival_share=survival_share)
 
 
 def curve(options: argparse.Namespace) -> list[TradeoffPoint]:
-    """Measure survival and balance from the fewest slots that hold the minimum of replicas to the requested ones."""
+    """Measure survival and balance for each number of slots per node, from the smallest number with space for the
+    minimum of replicas to ``--slots-per-node``."""
     check(options)
     lost, loads = lost_of(options), read_loads(options).tolist()
     fewest = min(-(-floor_of(options) * len(loads[0]) // options.num_nodes), options.slots_per_node)

@@ -109,7 +109,7 @@ def _draw_loss(panel: Any, metrics: Sequence[Metrics], events: Sequence[Record])
 
 
 def _draw_expert_load(figure: Any, loads: Sequence[ExpertLoad]) -> None:
-    """Draw a heat map for each MoE layer: experts upwards, iterations to the right. White is the mean over experts."""
+    """Draw a heat map for each MoE layer: experts upwards, iterations to the right. White means the mean."""
     layers = list(zip(*(load.layers for load in loads), strict=True))
     numbers = loads[0].layer_numbers or tuple(range(1, len(layers) + 1))
     count = min(MAX_LAYERS, len(layers))

@@ -24,7 +24,7 @@ class ClockFacts:
     wall_unix_seconds: float
     elapsed_monotonic_seconds: float
     elapsed_wall_seconds: float
-    """Seconds of the same observation on the wall clock."""
+    """Seconds that passed on the wall clock during the observation."""
     is_synchronized: bool | None
     """Whether the time service reports the clock as synchronized; None if no service answers."""
     source: str
@@ -85,7 +85,7 @@ def _both() -> tuple[float, float]:
 
 
 def _ask_time_service() -> tuple[bool | None, str]:
-    """Ask chrony whether the clock is synchronized; without an answer, ask timedatectl(1) for the kernel's flag."""
+    """Ask chrony whether the clock is synchronized. If chrony does not answer, ask timedatectl(1)."""
     commands = (["chronyc", "-c", "tracking"], ["timedatectl", "show", "--property=NTPSynchronized", "--value"])
     reasons = []
     for command in commands:

@@ -22,7 +22,7 @@ def observe_devices(visible: str | None, root: Path = Path("/"), *, asks_memory:
     Args:
         visible: value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
         root: parent of ``proc`` and ``dev``.
-        asks_memory: whether to run ``nvidia-smi`` for the memory of GPUs, if there is a driver.
+        asks_memory: whether to run ``nvidia-smi``, which reports the memory of each GPU, if a driver is installed.
     """
     version = root / "proc/driver/nvidia/version"
     words = version.read_text(encoding="utf-8").splitlines()[0].split() if version.exists() else []
@@ -97,7 +97,8 @@ def check_devices(facts: DeviceFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def check_environment(variables: Mapping[str, str], needs: JobNeeds) -> list[Finding]:
-    """List environment variables that the job sets for ranks on CUDA; report those with another value here.
+    """List the environment variables that the job sets for ranks on CUDA. Warn about each that already has another
+    value.
 
     Args:
         variables: environment in which the job is started.

@@ -1,4 +1,4 @@
-"""Findings of the checks. A finding has one sentence with an observation, and one with a fix if it is a problem."""
+"""Findings of the checks. A finding states an observation and, if the observation is a problem, how to fix it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

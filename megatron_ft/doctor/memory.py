@@ -19,7 +19,7 @@ NCCL_SHARED_BYTES = 1 << 30
 """Size of ``/dev/shm`` that NVIDIA recommends for containers in which NCCL connects several GPUs: ``--shm-size=1g
 --ulimit memlock=-1``. Source: NCCL user guide, "Troubleshooting", "Shared memory"."""
 SPARE_DESCRIPTORS = 256
-"""Number of files, pipes and connections that a rank has besides its connections to other ranks."""
+"""Estimated number of descriptors that a rank uses for other purposes than connections to other ranks."""
 GLOO_GROUPS = 25
 """Largest number of process groups of a rank on CPU. In each group a rank has a connection to every other member.
 Megatron-Core creates about this many groups, most of them with few ranks."""
@@ -162,7 +162,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return the command that raises a limit. If the hard limit is too low, also name who can raise it."""
+    """Return the command that raises a limit. If the hard limit is too low, also name who can raise the hard limit."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
     return f"{command} exceeds the hard limit: ask the administrator (/etc/security/limits.conf, or slurmd's service)"

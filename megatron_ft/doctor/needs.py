@@ -31,9 +31,9 @@ class JobNeeds:
     world_size: int
     """Largest number of ranks that can train together."""
     device: str
-    """Device on which the plan lets ranks train: ``cpu`` or ``cuda``."""
+    """Device on which ranks train according to the plan: ``cpu`` or ``cuda``."""
     device_reason: str
-    """Reason why the plan has this device."""
+    """Reason why the plan chose ``device``."""
     uses_transformer_engine: bool
     host_bytes: int
     """Host memory of one node, including windows and copies for peers."""
@@ -50,11 +50,11 @@ class JobNeeds:
     device_bytes: int = 0
     """Device memory of the rank with the largest need."""
     gpu_memory_bytes: int | None = None
-    """``limits.gpu_memory_bytes``, with which the plan was already compared."""
+    """Value of ``limits.gpu_memory_bytes``, with which the plan was already compared; None if the key is not set."""
     other_device: str = ""
-    """Text about ranks that would run on the other device; empty if they all run on ``device``."""
+    """Note about ranks that may train on another device than ``device``; empty if all ranks train on ``device``."""
     is_refused_there: bool = False
-    """Whether the job cannot run on the other device."""
+    """Whether the job would be refused on the device that ``other_device`` describes."""
     starts_elsewhere: bool = False
     """Whether nodes run on other machines than the machine that starts the job."""
     is_batch_job: bool = False

@@ -16,9 +16,10 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 environment variables"; NCCL user guide, "Environment variables". In NCCL's variable, ``=`` before the list demands
 exact names, ``^`` excludes interfaces, and otherwise a name also matches interfaces that begin with it."""
 PORTS_PER_RANK = 64
-"""Estimated most ports that a rank needs for listening and connections to a peer: about 25 groups, twice."""
+"""Estimated largest number of ports that a rank needs. In each of its about 25 process groups it needs one port to
+listen, and one to connect to a peer."""
 SPARE_PORTS = 1000
-"""Number of ephemeral ports that remain for other programs of the machine."""
+"""Number of ephemeral ports that the estimate leaves to other programs of the machine."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 
@@ -40,9 +41,10 @@ class NetworkFacts:
     resolved: tuple[str, ...]
     """IP addresses to which ``control.interface`` resolves; empty if it does not resolve."""
     bind_error: str | None
-    """Error of listening on ``launch.master_port``, or any port if 0, at ``control.interface``; None if it works."""
+    """Error that occurred when listening at ``control.interface`` on ``launch.master_port``, or on any port if the
+    key is 0. None if there was no error."""
     port_is_taken: bool = False
-    """Whether the error is that another process uses the port."""
+    """Whether ``bind_error`` occurred because another process uses the port."""
     ephemeral: tuple[int, int] | None = None
     """First and last port for outgoing connections (ephemeral ports); None if the system does not report them."""
     reserved: tuple[tuple[int, int], ...] = ()
@@ -59,7 +61,7 @@ class NetworkFacts:
 
     @classmethod
     def observe(cls, needs: JobNeeds) -> "NetworkFacts":
-        """Observe the network. ``launch.master_port`` is in use for a moment."""
+        """Observe the network. This function listens on ``launch.master_port`` for a moment."""
         interfaces = _interfaces()
         if needs.is_batch_job and needs.interface in interfaces:
             # IPv4 first, as the launcher chooses.

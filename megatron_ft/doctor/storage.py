@@ -1,4 +1,5 @@
-"""Checks of the run folder's file system: can files be written, locked and synced, how fast, and free space."""
+"""Checks of the run folder's file system: whether files can be written, locked and synced, the duration of a sync, and
+the free space."""
 
 import fcntl
 import os
@@ -37,7 +38,7 @@ class StorageFacts:
     """Duration of each write of 4096 bytes with its fsync, in seconds."""
     failure: str | None = None
     """Operation that failed (create, write, fsync, lock, rename or fsync of the folder), with its error; None if all
-    worked. Operations after it were not tried."""
+    worked. Operations after the failed one were not tried."""
     preloaded: str = ""
     """Value of the environment variable ``LD_PRELOAD``."""
 

@@ -24,7 +24,7 @@ class Package:
 TORCH = Package(
     name="torch", versions=">=2.6", breaks=True, install="install a build for your CUDA, then run make train TORCH=skip"
 )
-"""Version 2.13.0 was tested; Megatron-Core 0.16.1 requires at least 2.6."""
+"""PyTorch. Version 2.13.0 was tested; Megatron-Core 0.16.1 requires at least version 2.6."""
 TRANSFORMER_ENGINE = Package(
     name="transformer-engine",
     versions=">=2.9,<2.12",
@@ -32,12 +32,14 @@ TRANSFORMER_ENGINE = Package(
     breaks=True,
     install="pip install --no-build-isolation -r requirements/gpu.txt",
 )
-"""Versions in Megatron-Core 0.16.1's extra ``dev``. Later ones write empty extra state (docs/dependencies.md)."""
+"""Transformer Engine. Megatron-Core 0.16.1's extra ``dev`` requires these versions; later versions write empty extra
+state (docs/dependencies.md)."""
 TRANSFORMER_ENGINE_CORES = ("transformer-engine-cu12", "transformer-engine-cu13")
 TRANSFORMER_ENGINE_TORCH = "transformer-engine-torch"
-"""Part of Transformer Engine for torch. It and a part with the library must be present, all in the same version."""
+"""Package that connects Transformer Engine to torch. A package with Transformer Engine's library is required too. All
+must have the same version."""
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""Wheels with NCCL. The version that the installed torch requires is supported."""
+"""Names of the packages that contain NCCL. The supported version is the one that the installed torch requires."""
 
 PACKAGES = (
     TORCH,

@@ -17,16 +17,15 @@ def relative_load(tokens: Sequence[int]) -> list[float]:
 
 
 def max_over_even_share(tokens: Sequence[int]) -> float:
-    """Return the tokens of the busiest expert divided by the mean: 1 for even load, the number of experts if one expert
-    has all tokens."""
+    """Return the number of tokens of the busiest expert divided by the mean over experts. It is 1 for even load, and
+    the number of experts if one expert has all tokens."""
     return max(relative_load(tokens), default=0.0)
 
 
 def herfindahl(tokens: Sequence[int]) -> float:
-    """Return the Herfindahl-Hirschman index (HHI), the sum of squared shares of tokens: 1 / experts for even load, 1 if
-    one expert has all tokens.
+    """Return the Herfindahl-Hirschman index (HHI), which is the sum over experts of the squared share of tokens.
 
-    It is 0 if there are no tokens.
+    With E experts, it is 1 / E for even load and 1 if one expert has all tokens. It is 0 if there are no tokens.
     """
     total = sum(tokens)
     return sum((count / total) ** 2 for count in tokens) if total else 0.0
@@ -39,8 +38,8 @@ def _herfindahl_over_even(tokens: Sequence[int]) -> float:
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of values that are sorted in rising order, with linear interpolation, or 0 if there are no
-    values."""
+    """Return the percentile ``percent`` of ``ordered``, whose values are in rising order, with linear interpolation.
+    Return 0 if ``ordered`` is empty."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100.0

@@ -16,7 +16,7 @@ from megatron_ft.planning.cost.training_time import checkpoint_overhead, effecti
 
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
-"""Limit of the number of iterations of a run and of the tokens of an iteration; larger figures are ignored."""
+"""Largest accepted number of an iteration, and largest accepted number of tokens. Larger numbers are ignored."""
 # Valid times are in the years 2001 to 5138. A clock that was never set begins in 1970 and would add decades to the wall
 # time.
 _EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
@@ -24,12 +24,12 @@ _LONGEST_SECONDS = 1e9
 
 
 def instant(seconds: float | None) -> float | None:
-    """Return ``seconds`` as a time since 1970, or None if it is missing or impossible."""
+    """Return ``seconds`` if it is a plausible time in seconds since 1970, otherwise None."""
     return seconds if seconds is not None and _EARLIEST_SECONDS <= seconds <= _LATEST_SECONDS else None
 
 
 def duration(seconds: float | None) -> float | None:
-    """Return ``seconds`` as a duration, or None if it is missing or impossible."""
+    """Return ``seconds`` if it is a plausible duration in seconds, otherwise None."""
     return seconds if seconds is not None and 0.0 <= seconds <= _LONGEST_SECONDS else None
 
 
@@ -85,7 +85,7 @@ class Goodput:
     @property
     def mtbf_seconds(self) -> float:
         """Return the mean time between interruptions, without the time in which training was interrupted; infinite if
-        there were none."""
+        there were no interruptions."""
         up_seconds = self.wall_seconds - self.recovery_seconds - self.between_jobs_seconds
         return up_seconds / self.num_interruptions if self.num_interruptions else math.inf
 
@@ -137,7 +137,7 @@ class _Gap:
     fails: bool = False
     continues: bool = False
     source: int | None = None
-    """Newest iteration in the state from which ranks continued."""
+    """Newest iteration that is part of the state from which ranks continued."""
     between_jobs_seconds: float = 0.0
     ended: float | None = None
     """Time at which a job ended; None while a job runs."""
@@ -147,7 +147,7 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Move on to a record that was written at time ``at``."""
+        """Add a record that was written at time ``at``. ``ends_job`` tells whether the record ends a job."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None
@@ -159,7 +159,8 @@ class _Gap:
 
 @dataclass(slots=True)
 class _Counted:
-    """Useful iterations so far. One entry per report also covers the unreported iterations before the reported one."""
+    """Useful iterations so far. The lists have one entry for each report, which includes the iterations that were not
+    reported before it."""
 
     newest: "array[int]" = field(default_factory=lambda: array("q"))
     counts: "array[int]" = field(default_factory=lambda: array("q"))
@@ -238,7 +239,7 @@ class GoodputMeter:
         )
 
     def so_far(self) -> Goodput:
-        """Return the figures so far without the median duration, in constant time."""
+        """Return the figures so far, without the median duration of iterations. This call takes constant time."""
         return self._shares(self._counted.total_nanoseconds / 1e9, self._counted.total_tokens, None)
 
     def _shares(self, counted: float, num_tokens: float, iteration_seconds: float | None) -> Goodput:

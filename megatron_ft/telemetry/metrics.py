@@ -161,7 +161,7 @@ FROM_EVENTS: Mapping[str, _Metric] = MappingProxyType({metric.name: metric for m
 
 
 def check_metrics(values: Mapping[str, float]) -> None:
-    """Check that ``METRICS`` lists every name, and that no required metric is missing.
+    """Check that ``METRICS`` lists every name in ``values``, and that ``values`` has every required metric.
 
     Raises:
         ValueError: a metric is not listed, or a required one is missing; the message names it.

@@ -35,10 +35,10 @@ def newest_of_each(metrics: Iterable[Metrics]) -> list[Metrics]:
 
 
 def first_metrics(run_dir: Path) -> Metrics | None:
-    """Return the first metrics of the run; ``None`` if there are none yet.
+    """Return the first metrics of the run, or None if the run has not reported any metrics.
 
     Raises:
-        ValueError: the line is damaged.
+        ValueError: the first line of ``metrics.jsonl`` is damaged.
     """
     return next(read_lines(run_dir / METRICS_FILE, to_metrics), None)
 

@@ -26,8 +26,8 @@ class SinkSet:
     """
 
     def __init__(self, sinks: Sequence[Sink], *, clock: Clock) -> None:
-        """Store ``sinks`` in the order in which they are written and closed. If a sink fails to close, only sinks after
-        it receive the event."""
+        """Write records to ``sinks`` and close ``sinks`` in the given order. If a sink fails to close, only the sinks
+        after it receive the ``sink_failed`` event."""
         self._sinks = tuple(sinks)
         self._clock = clock
         # The lock is reentrant, because a sink that fails on a record causes an event for the other sinks.
@@ -128,7 +128,8 @@ def open_sinks(
     """Open the sinks of ``telemetry.sinks`` for a run in ``run_dir``. The terminal sink writes to ``stream``.
 
     Raises:
-        ConfigError: ``_target_`` is no subclass of ``Sink``, or its ``open`` does not accept the other keys.
+        ConfigError: ``_target_`` names no subclass of ``Sink``, or the ``open`` of this subclass does not accept the
+            other keys.
         OSError: a log file of the run cannot be opened; in this case nothing has been written.
     """
     run_dir.mkdir(parents=True, exist_ok=True)

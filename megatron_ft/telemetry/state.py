@@ -53,7 +53,7 @@ class RunState:
     failed_sinks: dict[str, str] = field(default_factory=dict)
     """Sinks that currently accept no records, each with the reason."""
     num_refused_records: int = 0
-    """Number of records of this attempt that were refused because they are invalid."""
+    """Number of records of this attempt that were refused because they were invalid."""
     run: RunFigures = field(default_factory=RunFigures)
     """Goodput of this attempt, and probability that the run survives a loss."""
     _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT_ITERATIONS + 1))

@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 0.005
 
 
 def run(day: Day) -> None:
-    """Run all trials: each way to lose a rank."""
+    """Run a trial for each way to lose a rank."""
     transport, ours = find_transport(day), surviving()
     for how in SIGNALS:
         with day.part(how):
@@ -55,7 +55,7 @@ def surviving() -> dict[str, str]:
 
 def _record_defaults(day: Day, transport: Transport) -> None:
     """Record what happens to the other ranks with torch's default settings. These figures are not judged; they show why
-    other settings are needed."""
+    ``surviving`` sets other values."""
     try:
         report: Any = run_trial(day, transport, "killed", {}, judged=False)
     except RuntimeError as error:

@@ -16,7 +16,7 @@ RESERVE_SECONDS = 15.0
 
 
 def run(day: Day) -> None:
-    """Measure the claim that has the stage's name."""
+    """Measure the claim that has the same name as the stage."""
     claim = load_claims()[day.folder.name]
     if day.has_gpu:
         seconds = min(claim.timeout_seconds, day.remaining_seconds - RESERVE_SECONDS)

@@ -86,7 +86,7 @@ def _all_gather(place: ranks.Place, device: Any) -> bool:
 
 
 def _all_to_all(place: ranks.Place, device: Any) -> bool:
-    """Return whether an all-to-all is correct in which rank i sends j + 1 rows with the value i to rank j."""
+    """Run an all-to-all in which rank i sends j + 1 rows with the value i to rank j. Return whether it is correct."""
     import torch
     import torch.distributed as dist
 

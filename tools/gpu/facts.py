@@ -1,5 +1,5 @@
-"""Stage ``facts`` of a GPU day: reports software versions and import times, and measures the upper limits for all other
-figures."""
+"""Stage ``facts`` of a GPU day: reports software versions and import times, and measures the speeds that limit the
+figures of other stages."""
 
 import mmap
 import os
@@ -28,7 +28,7 @@ _TICK_SECONDS = 0.001
 
 
 def run(day: Day) -> None:
-    """Report versions and imports, and measure the upper limits."""
+    """Report versions and the duration of imports, and measure the speeds that limit the figures of other stages."""
     day.record(hardware=hardware.describe(), software=_software(), limits=_limits())
     with day.part("imports"):
         _imports(day)

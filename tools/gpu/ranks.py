@@ -41,7 +41,7 @@ class Place:
     rank: int
     world_size: int
     port: int
-    """Port of the store that rank 0 serves."""
+    """Port of the rendezvous store, which runs in the process of rank 0."""
 
 
 class RankProcess:
@@ -249,7 +249,7 @@ def train(place: Place, pipe: Connection, *, config: dict[str, Any]) -> dict[str
 
 
 def bits(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a result that must be equal in two runs with the same bits."""
+    """Return the figures of a result that must be equal in every bit if the same job runs twice."""
     return {name: result[name] for name in ("losses", "grad_norms", "aux_losses", "load", "evaluation", "digest")}
 
 

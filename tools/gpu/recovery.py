@@ -28,7 +28,8 @@ SHORT_KILLS = (("backward", 6), ("forward", 7))
 MIN_WINDOW_ITERATIONS = 3
 _POLICY = "{_target_:megatron_ft.planning.snapshot.sparse_window.SparseWindow}"
 SLICE_BYTES = 700_000
-"""Number of bytes that each iteration captures of ``moe_micro``: so few that a window has several iterations."""
+"""Number of bytes that each iteration captures of ``moe_micro``. It is so small that a window has several
+iterations."""
 _JOB = (
     "model=moe_micro",
     "model.num_layers=2",
@@ -44,7 +45,7 @@ _JOB = (
     "launch.ranks_per_node=1",
 )
 Kills = Sequence[tuple[str, int]]
-"""Phase and iteration of each kill, in order."""
+"""Phase and iteration of each kill, in the order of the kills."""
 
 
 def run(day: Day) -> None:
@@ -54,8 +55,8 @@ def run(day: Day) -> None:
 
 
 def run_kills(day: Day, kills: Kills, *, num_iterations: int, also_stops: bool = False) -> None:
-    """Compare a job whose rank is killed with an undisturbed one. If ``also_stops``, compare also a job that is stopped
-    and resumed."""
+    """Compare a job whose rank is killed with an undisturbed job. If ``also_stops`` is true, also compare a job that is
+    stopped and resumed."""
     with rank_server(day.device_type) as socket, ThreadPoolExecutor(2) as pool:
         jobs = Jobs(day, socket, num_iterations)
         left_alone = pool.submit(jobs.run, "left-alone", [])

@@ -1,5 +1,5 @@
-"""Stores the results of a call of a GPU day: one line per stage at once, later one record, an archive of logs and a
-table."""
+"""Stores the results of a call of a GPU day: a line for each stage when the stage ends, and at the end of the call a
+record, an archive of logs and a table."""
 
 import datetime
 import io

@@ -14,7 +14,7 @@ class Stage:
     seconds: float
     """Time limit in seconds."""
     about: str
-    """Question that the stage answers, shown in the table of results."""
+    """Text about what the stage checks or measures, shown in the table of results."""
 
 
 _FIRST = (

@@ -26,7 +26,8 @@ def run_snapshots(day: Day) -> None:
 
 
 def run_engine(day: Day) -> None:
-    """Run the tests of Transformer Engine. Without a GPU, run the tests of the check whether it is installed."""
+    """Run the tests of Transformer Engine. Without a GPU, run the tests of the function that checks whether it is
+    installed."""
     run_tests(day, (ENGINE,) if day.has_gpu else ("tests/unit/mcore/device/test_software.py",))
 
 

@@ -22,7 +22,7 @@ SOCKETS_ONLY = {
     "NCCL_PROTO": "Simple",
 }
 PROBE_SECONDS = 30.0
-"""Time limit of one attempt, so that time remains to report after three attempts that hang."""
+"""Time limit of one attempt. It is so short that time for the report remains after three attempts that hang."""
 TIMEOUT_SECONDS = 60.0
 """Timeout of process groups."""
 _FILE = "transport.json"

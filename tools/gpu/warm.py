@@ -1,7 +1,7 @@
 """Imports once, in the fork server, all packages that stages need.
 
 Importing this module imports those packages, because a fork server of ``multiprocessing`` can only preload modules.
-``problem`` describes the import that failed; a stage that needs the package then fails itself. ``device_type`` is set
+If an import fails, ``problem`` describes it, and each stage that needs the package fails. ``device_type`` is set
 before Megatron's layer for CPUs is installed, because that layer changes the device that torch reports.
 """
 

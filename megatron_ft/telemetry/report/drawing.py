@@ -156,12 +156,12 @@ class Scale:
     """Pixel at which ``high`` is drawn."""
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of ``value``; values outside the scale are drawn at its nearer end."""
+        """Return the pixel at which ``value`` is drawn. Values outside the scale are drawn at its nearer end."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 
     def ticks(self, most: int) -> list[float]:
-        """Return at most ``most`` round figures inside the scale."""
+        """Return at most ``most`` round numbers inside the scale, at which ticks are drawn."""
         step = _round_step((self.high - self.low) / max(1, most))
         if step is None:
             return [self.low]
@@ -169,7 +169,8 @@ class Scale:
         return [number * step for number in range(first, last + 1)]
 
     def y_axis(self, left: float, right: float, *, label: str, most: int = 6) -> Element:
-        """Draw figures left of ``left`` and grid lines to ``right``. ``label`` is written above the axis."""
+        """Draw the numbers of the axis left of pixel ``left``, and grid lines from ``left`` to ``right``. ``label`` is
+        written above the axis."""
         parts = [
             part
             for tick in self.ticks(most)
@@ -191,7 +192,7 @@ def _round_step(least: float) -> float | None:
 
 
 def figure(value: float) -> str:
-    """Format a figure of an axis or a table: ``0.25``, ``1,200``, ``3e+06``."""
+    """Format a number for an axis or a table, e.g. ``0.25``, ``1,200`` or ``3e+06``."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}"
@@ -211,7 +212,8 @@ def x_axis(
     words: Callable[[float], str] = figure,
     top: float | None = None,
 ) -> Element:
-    """Draw ticks and figures below ``y``. Also draw grid lines up to ``top`` if it is given."""
+    """Draw the ticks and numbers of the axis below pixel ``y``. If ``top`` is given, also draw grid lines from ``y`` up
+    to ``top``."""
     parts = []
     for tick in scale.ticks(most):
         x = scale(tick)

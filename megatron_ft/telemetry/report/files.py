@@ -15,12 +15,12 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE, read_lines, to
 DECISIONS_FILE = "decisions.jsonl"
 PLACEMENTS_FOLDER = "placements"
 MAX_PLAN_BYTES = 64 * 2**20
-"""Limit of the size of a placement file. The files of real runs are smaller."""
+"""Largest accepted size of a placement file in bytes. The files of real runs are smaller."""
 MAX_EXPERTS = 2**16
 POLL_SECONDS = 0.5
 """Interval between checks whether the run's files have grown."""
 MAX_SHARE = 0.1
-"""Limit of the share of time spent on writing pages."""
+"""Largest share of the time that may be spent on writing pages."""
 _LARGEST = 2**63 - 1
 
 _Parsed = TypeVar("_Parsed")
@@ -28,7 +28,8 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Decision of the controller after a loss, or after a request to join or leave: a line of ``decisions.jsonl``."""
+    """Line of ``decisions.jsonl``: a decision of the controller after a loss of nodes, or after a request that nodes
+    join or leave."""
 
     generation: int
     """Generation of the membership that ended."""
@@ -163,7 +164,7 @@ def follow(
 
     Args:
         write: Writes the page and returns whether the run has ended.
-        every_seconds: Shortest time between two pages.
+        every_seconds: Shortest time between two calls of ``write``.
         patience_seconds: Time without a new record after which the function stops and returns False.
     """
     while True:

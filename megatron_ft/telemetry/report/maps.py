@@ -27,7 +27,7 @@ class _Panel:
     num_rows: int
     num_columns: int
     runs: tuple[tuple[str, int, int, int], ...]
-    """Runs of equal neighbouring cells: class, row, first column and number of columns of each run."""
+    """Neighbouring cells with the same CSS class, merged: (class, row, first column, number of columns)."""
     rows: tuple[str, str]
     """Labels of the first and the last row."""
     columns: tuple[str, str]
@@ -102,11 +102,11 @@ def _panel(panel: _Panel, left: float, top: float) -> Iterator[Element]:
 
 
 MAX_COLUMNS = 60
-"""Limit of the columns of a map. If there are more iterations, a column is the sum of neighbouring ones."""
+"""Largest number of columns of a map. If there are more iterations, a column shows a sum over several iterations."""
 MAX_ROWS = 64
-"""Limit of the rows of a map. If there are more experts, a row shows the busiest of a group of neighbours."""
+"""Largest number of rows of a map. If there are more experts, a row shows the busiest expert of several neighbours."""
 MAX_CELLS = 60_000
-"""Limit of the cells of all layers together. If there would be more, maps have fewer columns."""
+"""Largest number of cells of all layers together. If there would be more cells, maps have fewer columns."""
 _MIN_COLUMNS = 10
 
 
@@ -121,17 +121,17 @@ class _LayerLoads:
     busiest: int
     """Expert with the most tokens in the newest column of iterations."""
     max_over_even: float
-    """Tokens of the busiest expert divided by the mean."""
+    """Tokens of the busiest expert divided by the mean over experts, in the newest column of iterations."""
     min_over_even: float
-    """Tokens of the least busy expert divided by the mean."""
+    """Tokens of the least busy expert divided by the mean over experts, in the newest column of iterations."""
     herfindahl: float
     """Herfindahl-Hirschman index (HHI), the sum of squared shares, in the newest column of iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """Loads of the experts of all MoE layers. Records whose layers or experts differ from the newest record are left
-    out."""
+    """Loads of the experts of all MoE layers. Records whose layers or experts differ from those of the newest record
+    are left out."""
 
     num_experts: int
     experts_per_row: int

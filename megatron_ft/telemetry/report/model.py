@@ -16,7 +16,7 @@ from megatron_ft.telemetry.report.maps import ExpertLoads
 from megatron_ft.telemetry.report.recoveries import Recovery
 
 _HIGHEST = 1e30
-"""Limit of the losses that are drawn."""
+"""Largest loss that is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,13 @@ class _Outcome:
     """Outcome of the run according to its records."""
 
     level: str
-    """``good``, ``bad`` or ``open``."""
+    """``good`` if the run finished, ``bad`` if it stopped early, ``open`` if it has not reported its end."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Failure, recovery or change at an iteration of the loss curve."""
+    """Mark on the loss curve at the iteration of a failure, a recovery or a change of membership."""
 
     iteration: int
     kind: str
@@ -56,12 +56,12 @@ class RunReport:
     loss: tuple[tuple[int, float], ...]
     """(iteration, loss in nats per token) of each iteration once. Losses that are not finite are left out."""
     evaluations: tuple[tuple[int, float], ...]
-    """(iteration, validation loss in nats per token)."""
+    """(iteration, validation loss in nats per token) of each evaluation."""
     marks: tuple[Mark, ...]
     recoveries: tuple[Recovery, ...]
     alerts: tuple[events.AlertRaised | events.AlertCleared, ...]
     goodput: Goodput
-    """Parts of the wall time of all jobs."""
+    """Wall time of all jobs of the run, divided into useful time and losses."""
     loads: ExpertLoads | None
     """Load of the experts of each layer; None if no record contains any."""
     placements: tuple[events.PlacementInForce, ...]

@@ -19,8 +19,8 @@ from megatron_ft.telemetry.report.timeline import timelines
 WIDTH, HEIGHT = 1000, 330
 LEFT, RIGHT, TOP, BOTTOM = 64, 984, 54, 280
 MAX_POINTS = 900
-"""Limit of drawn iterations. In a longer run, each group of neighbouring iterations is drawn by its lowest and its
-highest loss."""
+"""Largest number of iterations that are drawn one by one. In a longer run, only the lowest and the highest loss of each
+group of neighbouring iterations are drawn."""
 
 
 def _loss_plot(report: RunReport) -> Element:
@@ -99,7 +99,7 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
 
 def _badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
     """Merge numbered marks that would overlap. ``places`` has (pixel, number) of each mark; the result has (numbers,
-    pixel) of each merged one."""
+    pixel) of each merged mark."""
     found: list[tuple[tuple[int, ...], float]] = []
     for at, number in sorted(places):
         numbers: tuple[int, ...] = (number,)

@@ -1,4 +1,4 @@
-"""Finds the recoveries of a run, and for each its records, its begin and end, and its cost."""
+"""Finds the recoveries of a run. Determines the records, the begin, the end and the cost of each recovery."""
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +20,10 @@ NUM_AROUND = 3
 _NEVER = float("inf")
 
 _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipChanged | events.StageRecovery
-"""Records that contain the number of the generation that they begin."""
+"""Records that begin a generation, and contain the number of this generation."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
-"""Records about the state that ranks continue from. They do not identify their recovery."""
+"""Records about the state that ranks continue from. They do not say to which recovery they belong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class Course:
     ready: float
     """Time at which the last record of the recovery ended."""
     before: tuple[Metrics, ...] = ()
-    """Newest iterations before the recovery, in rising order; empty if nothing was trained since the previous
-    recovery."""
+    """Metrics of the newest iterations before the recovery, in rising order; empty if nothing was trained since the
+    previous recovery."""
     after: tuple[Metrics, ...] = ()
-    """First iterations after the recovery."""
+    """Metrics of the first iterations after the recovery."""
 
     @property
     def pause_seconds(self) -> float | None:
@@ -54,7 +54,7 @@ class Recovery:
     """One recovery, or one requested change of membership, with all records that belong to it."""
 
     job: int
-    """Number of the job in this run, from 0."""
+    """Index of the job among the jobs of this run, counted from 0."""
     generation: int
     """Generation that begins with the recovery; 0 if a later job continues the run."""
     nodes_before: tuple[int | None, ...]
@@ -62,7 +62,7 @@ class Recovery:
     nodes_after: tuple[int | None, ...]
     """Node of each rank after the recovery."""
     number: int = 0
-    """Number of the recovery in the run, counted from 1."""
+    """Index of the recovery among the recoveries of the run, counted from 1."""
     records: list[Record] = field(default_factory=list)
     """Records in the order of writing."""
     decision: Decision | None = None
@@ -92,8 +92,8 @@ class Recovery:
 
     @property
     def is_failure(self) -> bool:
-        """Return whether something was lost. False if nodes joined or left on request, or if another job continued the
-        run."""
+        """Return whether the recovery follows a loss of ranks or nodes. It does not if nodes joined or left on request,
+        or if another job continued the run."""
         if self.is_new_job or self.every(events.RankFailed):
             return bool(self.every(events.RankFailed))
         lost = self.decision is not None and bool(self.decision.lost_nodes)

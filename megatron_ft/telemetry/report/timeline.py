@@ -24,7 +24,7 @@ KINDS = {
 }
 """Activities of a rank, with the descriptions that the legend shows."""
 FAILURE = "failure"
-"""Name of the moment of the first failure. The times of a recovery count from this moment."""
+"""Name of the moment of the first failure in a recovery. Times in the timeline are measured from this moment."""
 NUM_OPEN = 12
 """Largest number of recoveries that the page shows unfolded. If there are more, all are folded."""
 MAX_STEPS = 200
@@ -65,7 +65,7 @@ class Lane:
     rank: int | None
     """Rank after the recovery; None if the process is gone."""
     previous: int | None
-    """Rank before the recovery; None for a new process in a place that did not exist before."""
+    """Rank before the recovery; None for a new process in a place that no process had before."""
     node: int | None
     stage: int | None
     """Pipeline stage; None if no record names it."""
@@ -79,7 +79,7 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Return ``rank 3``. If the process is gone, the number is its rank before the recovery."""
+        """Return the name of the lane, e.g. ``rank 3``: the rank before the recovery if the process is gone."""
         return f"rank {self.previous if self.rank is None else self.rank}"
 
     @property
@@ -99,18 +99,19 @@ class _Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Content of the drawing of a recovery. Times are in seconds after the first failure, or after the request."""
+    """Content of the drawing of a recovery. Times are in seconds after the first failure, or after the request for
+    a change of membership."""
 
     begin: float
     end: float
     lanes: tuple[Lane, ...]
     """Lanes ordered by stage, then by rank. Processes that are gone come last."""
     instants: tuple[_Instant, ...]
-    """Marked moments. The first one is the moment from which times count."""
+    """Marked moments. Times are measured from the first of them."""
 
     @property
     def zero(self) -> str:
-        """Name the moment from which times count."""
+        """Return the name of the moment from which times are measured."""
         return "the failure" if self.instants[0].words == FAILURE else "it was requested"
 
     @property
@@ -242,7 +243,7 @@ def _training(metrics: Sequence[Metrics], from_seconds: float, zero: float) -> l
     """Return the trained iterations as spans. No span begins before ``from_seconds`` or before the previous one ends.
 
     Args:
-        zero: Time from which the times of spans count.
+        zero: Time from which the times of spans are measured.
     """
     spans: list[_Span] = []
     free_from = from_seconds

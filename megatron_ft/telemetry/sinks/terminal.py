@@ -332,8 +332,8 @@ class TerminalSink(Sink):
         clock: Clock = time.time,
         stream: TextIO | None = None,
     ) -> None:
-        """Choose the display by ``progress``: ``live``, ``plain``, or ``auto`` for ``live`` if ``stream`` is a
-        terminal."""
+        """Choose the display by ``progress``: ``live``, ``plain``, or ``auto``, which is ``live`` if ``stream`` is a
+        terminal and ``plain`` otherwise."""
         self._stream = stream if stream is not None else sys.stdout
         self._state = state
         self._clock = clock

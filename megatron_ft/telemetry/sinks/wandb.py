@@ -87,8 +87,8 @@ class WandbSink(Sink):
 
         Raises:
             Exception: any exception that wandb has raised.
-            TimeoutError: wandb did not finish within ``CLOSE_SECONDS``. In offline mode, its folder contains what it
-                accepted.
+            TimeoutError: wandb did not finish within ``CLOSE_SECONDS``. In offline mode, wandb's folder contains the
+                records that wandb accepted.
         """
         if self._error is None:
             self._queue.put(outcome, timeout=CLOSE_SECONDS)
@@ -185,7 +185,7 @@ class _Step:
 class _Steps:
     """Groups records into steps, oldest first. A step is complete when the next iteration is reported.
 
-    An iteration that is reported again replaces its earlier report, unless ``sent`` was called for that iteration.
+    If an iteration is reported again, the new report replaces the earlier one, unless ``sent`` was called for it.
     """
 
     def __init__(self, *, sent: int) -> None:
