@@ -82,11 +82,11 @@ EXIT_CODES: dict[int, str] = {
     ConfigError.exit_code: "the configuration cannot run; nothing was started",
     DataError.exit_code: "an input file is missing, damaged or empty; nothing was started",
     SoftwareError.exit_code: "the installed software cannot run this configuration",
-    CheckpointError.exit_code: "a checkpoint is damaged, foreign or missing",
+    CheckpointError.exit_code: "a checkpoint is missing, damaged, or of another run",
     TrainingStopped.exit_code: "a policy stopped the run (non-finite values, loss spike)",
-    RankFailed.exit_code: "a rank died; the first one and its traceback are in the output",
-    ControlError.exit_code: "the control plane rejected or lost a peer",
-    RecoveryError.exit_code: "state after a failure could not be rebuilt exactly",
+    RankFailed.exit_code: "a rank died; the output names the first failed rank and shows its traceback",
+    ControlError.exit_code: "a process of the control plane rejected another process or lost its connection",
+    RecoveryError.exit_code: "the state before a failure could not be restored exactly",
     EXIT_INTERRUPTED: "stopped by Ctrl-C or SIGTERM; resume with run.resume=must",
 }
 """Exit codes of ``pretrain_moe.py`` and their meanings."""

@@ -65,7 +65,7 @@ class Difference:
                     key=key,
                     stored=before.get(key),
                     present=now.get(key),
-                    advice=f"{key}={before.get(key)} keeps the earlier value" if key in _DERIVED else "",
+                    advice=f"set {key}={before.get(key)} to keep the earlier value" if key in _DERIVED else "",
                 )
                 for key in sorted({*before, *now})
                 if before.get(key) != now.get(key)

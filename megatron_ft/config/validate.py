@@ -45,13 +45,15 @@ def _check_failpoints(config: JobConfig) -> None:
         if generation < 0 or (last_generation is not None and generation > last_generation):
             constraint = (
                 f"must name a generation that can occur with recovery.max_restarts={config.recovery.max_restarts} and "
-                f"recovery.min_nodes={show(config.recovery.min_nodes)}, or no fault is injected"
+                f"recovery.min_nodes={show(config.recovery.min_nodes)}; otherwise the fault is never injected"
             )
             raise ConfigError.of("testing.failpoints", text, constraint)
         last = config.training.train_iterations
         # A test with a fault that never happens would pass without testing anything.
         if failpoint.at_iteration is not None and not 0 <= failpoint.at_iteration <= last:
-            constraint = f"must name an iteration in 0..training.train_iterations={last}, or no fault is injected"
+            constraint = (
+                f"must name an iteration in 0..training.train_iterations={last}; otherwise the fault is never injected"
+            )
             raise ConfigError.of("testing.failpoints", text, constraint)
 
 

@@ -115,5 +115,5 @@ class AdminClient:
             note = "" if method == "status" else "; the request may still take effect, see tools/status.py"
             raise JobNotRunning(
                 f"run_dir={self._run_dir}: the job's controller does not answer{note}; "
-                f"if no job runs there, its {CONTROLLER_FILE} was left behind ({error})"
+                f"if no job runs there, {CONTROLLER_FILE} remains from an earlier job ({error})"
             ) from None

@@ -144,7 +144,11 @@ def _clock(details: Message) -> str:
 def _indent(text: str) -> str:
     lines = [line for line in text.rstrip().splitlines() if line.strip(" ~^") or not line.strip()]
     if len(lines) > _MAX_LINES:
-        lines = [*lines[: _MAX_LINES // 3], f"... {len(lines) - _MAX_LINES} lines ...", *lines[-2 * _MAX_LINES // 3 :]]
+        lines = [
+            *lines[: _MAX_LINES // 3],
+            f"... {len(lines) - _MAX_LINES} lines left out ...",
+            *lines[-2 * _MAX_LINES // 3 :],
+        ]
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -157,7 +161,7 @@ def _others(end: JobResult, first: int | None) -> str:
     delays.sort(key=lambda entry: entry[:2])
     lines = [f"  rank {_number(rank, about)}, {delay:.3f} s later: {_how(about)}" for delay, rank, about in delays[:8]]
     if len(failed) > 8:
-        lines.append(f"  and {len(failed) - 8} more")
+        lines.append(f"  and {len(failed) - 8} more failed ranks")
     ours = {rank: about for rank, about in end.details.items() if about["caused_by_us"] and rank != first}
     ended = sorted(_number(rank, about) for rank, about in ours.items())
     if ended:

@@ -270,7 +270,7 @@ class ControllerClient:
         if epoch < newest:
             message = (
                 f"Controller.{method} at {self._client.address}: answered by the controller of epoch {epoch}, "
-                f"which epoch {newest} has replaced"
+                f"which the controller of epoch {newest} has replaced"
             )
             raise RpcError(message, refused=False)
         return answer

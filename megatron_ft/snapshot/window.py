@@ -261,7 +261,7 @@ class Window(Origin):
             _check_integer(name, getattr(self, name))
         if not max(1, len(self.slices)) <= self.num_slices:
             raise CheckpointError(
-                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, the slices that exist"
+                f"num_slices={self.num_slices}: must be at least {max(1, len(self.slices))}, for the existing slices"
             )
         position = 0
         for index, part in enumerate(self.slices):
@@ -279,7 +279,9 @@ class Window(Origin):
             CheckpointError: ``part`` is not the next slice, or its position is wrong.
         """
         if index != len(self.slices) or self.captured:
-            raise CheckpointError(f"slice {index}: must be the next one, {len(self.slices)} of {self.num_slices}")
+            raise CheckpointError(
+                f"slice {index}: must be the next; the window has {len(self.slices)} of {self.num_slices} slices"
+            )
         self._check_position(index, part, self.num_bytes)
         if part.end > window_bytes:
             raise CheckpointError(f"slice {index}: ends at byte {part.end}: the buffer has only {window_bytes} bytes")

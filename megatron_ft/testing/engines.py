@@ -237,7 +237,7 @@ def _run_scenario(entry: str, world_size: int, arguments: dict[str, Any]) -> lis
                 process.kill()
                 process.join()
             file = Path(folder, f"{rank}.json")
-            missing = {"error": f"rank {rank} ended with {process.exitcode} and left no result"}
+            missing = {"error": f"rank {rank} ended with exit code {process.exitcode} and returned no result"}
             outcome.append(json.loads(file.read_text()) if file.exists() else missing)
     return outcome
 

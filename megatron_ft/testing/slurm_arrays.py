@@ -56,7 +56,7 @@ class SlurmArray(SlurmJob):
 
     def end(self, *, seconds: float = SLOW_SECONDS) -> dict[str, Any]:
         """Wait until the array has left Slurm's queue. Return the content of the file that marks the job's end."""
-        wait_until(f"array {self.number} is over\n{self.words()}", lambda: not self.tasks(), seconds=seconds)
+        wait_until(f"array {self.number} has ended\n{self.words()}", lambda: not self.tasks(), seconds=seconds)
         assert self.marker.exists(), self.words()
         return dict(json.loads(self.marker.read_text()))
 

@@ -104,7 +104,7 @@ def wait_until(what: str, condition: Callable[[], object], *, seconds: float = D
     """
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"timed out after {seconds:g} s waiting until: {what}"
         time.sleep(_PAUSE_SECONDS)
 
 

@@ -77,7 +77,7 @@ class Cluster:
         process.stdin.write(json.dumps(content).encode() + b"\n")
         process.stdin.flush()
         line = process.stdout.readline()
-        assert line, f"snapshot server {number} ended with {process.wait(WAIT_SECONDS)}"
+        assert line, f"snapshot server {number} ended with exit code {process.wait(WAIT_SECONDS)}"
         self.nodes[number] = Node(number, path, process, json.loads(line)["address"])
         return self.nodes[number]
 

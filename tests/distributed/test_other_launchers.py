@@ -98,7 +98,7 @@ def test_a_start_that_would_not_find_its_run_again_is_refused(tmp_path: Path) ->
     job = begin(LAUNCHERS["ft_launcher"], tmp_path, "training.train_iterations=2", max_restarts=1)
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode != 0, output
-    assert "error: run.name=null: must be given, with run.resume=auto: ft_launcher" in output, output
+    assert "error: run.name=null: must be given together with run.resume=auto: ft_launcher" in output, output
 
 
 def test_what_there_is_no_control_plane_for_is_refused(launcher: str, tmp_path: Path) -> None:

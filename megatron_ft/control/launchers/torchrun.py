@@ -77,12 +77,12 @@ class RankEnvironment:
             return
         reason = (
             f"{self.program} may restart the ranks (restarts: {self.attempt}, limit: "
-            f"{self.max_restarts}), and its store does not keep the run's name until then"
+            f"{self.max_restarts}), and its store does not keep the run's name for the restarted ranks"
         )
         if run.name is None:
-            raise ConfigError.of("run.name", "null", f"must be given, with run.resume=auto: {reason}")
+            raise ConfigError.of("run.name", "null", f"must be given together with run.resume=auto: {reason}")
         if run.resume == "never":
-            raise ConfigError.of("run.resume", run.resume, f"must be auto or must: {reason}")
+            raise ConfigError.of("run.resume", run.resume, f"must be 'auto' or 'must': {reason}")
 
     @classmethod
     def read(cls, mode: str, variables: Mapping[str, str], *, master_port: int = 0) -> "RankEnvironment":
@@ -174,7 +174,7 @@ def _check(environment: RankEnvironment) -> None:
         # ``node`` divides the rank by the ranks per node, which is wrong for tasks that are dealt cyclically.
         rank % local == environment.local_rank,
         f"rank {rank} has local rank {environment.local_rank}: the launcher must number ranks node by node (block "
-        f"distribution), {local} on each",
+        f"distribution), {local} on each node",
     )
 
 

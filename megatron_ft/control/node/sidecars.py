@@ -130,7 +130,7 @@ class Sidecars:
         """
         if self.seconds_left() == 0.0:
             silent = ", ".join(f"{service.name} (log: {service.log})" for service in self._all if not service.address)
-            raise ControlError(f"sidecars did not report their address within {self._start_seconds:g} s: {silent}")
+            raise ControlError(f"sidecars did not report their addresses within {self._start_seconds:g} s: {silent}")
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
         """Register callbacks in ``selector`` for the output and the end of each sidecar. ``on_ready`` is called once,

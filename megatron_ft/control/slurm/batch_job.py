@@ -119,7 +119,7 @@ class _BatchJob:
         run_dir, name = self._value("run.dir"), self._value("run.name")
         if run_dir is None or name is None:
             raise ConfigError.of(
-                "run.name", name, "must be given, and so must run.dir: a requeued job finds its run by them"
+                "run.name", name, "must be given together with run.dir: a requeued job finds its run by both keys"
             )
         self._run_dir = Path(run_dir) / name
         self._num_nodes = self._count("launch.num_nodes", len(site.hosts) - site.num_spares)
@@ -268,7 +268,7 @@ class _BatchJob:
 
     def _was_requeued(self, attempt: Attempt) -> int:
         # End after Slurm requeued the job for another reason: the job has not ended, so no marker is written.
-        print(f"job {self._site.job_id}: an operator or Slurm has requeued it", file=sys.stderr, flush=True)
+        print(f"job {self._site.job_id}: an administrator or Slurm has requeued the job", file=sys.stderr, flush=True)
         return _as_exit_code(attempt)
 
     def _requeue(self, exclude: Sequence[str]) -> Verdict:

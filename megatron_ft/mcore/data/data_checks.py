@@ -34,7 +34,9 @@ class Samples:
         self._datasets = [IndexedDataset(span.prefix, mmap=mmap) for span in plan.spans]
         for span, dataset in zip(plan.spans, self._datasets, strict=True):
             total = int(dataset.sequence_lengths.sum(dtype=np.int64))
-            assert total >= span.first_token + span.num_tokens, f"{span.prefix} became shorter since it was planned"
+            assert total >= span.first_token + span.num_tokens, (
+                f"{span.prefix} has become shorter since its samples were planned"
+            )
 
     def sample(self, index: int) -> np.ndarray:
         """Return the tokens of sample ``index`` (at least 0) as a new int64 array [seq_length + 1].

@@ -158,7 +158,7 @@ class _Region:
 
     def _find(self) -> LocalWindow:
         kept = self._plan.window
-        assert kept is not None, "the plan names no window"
+        assert kept is not None, "the recovery plan names no window to replay"
         restorer = self._open_restorer(self._collectives)
         window = restorer.find(None, only=kept)
         if window is None:

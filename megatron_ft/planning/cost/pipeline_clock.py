@@ -75,7 +75,9 @@ class IterationSeconds:
             send_seconds: time from the end of a pass until its tensor arrives, and time between two tensors of a log.
         """
         own = sorted(range(shape.num_stages) if replayed is None else set(replayed))
-        assert own and own[0] >= 0 and own[-1] < shape.num_stages, f"replayed={own}: not in {shape.num_stages} stages"
+        assert own and own[0] >= 0 and own[-1] < shape.num_stages, (
+            f"replayed={own}: must be from 0 to {shape.num_stages - 1}"
+        )
         assert len(stages) == shape.num_stages, (
             f"{len(stages)} stages have times, but the pipeline has {shape.num_stages}"
         )

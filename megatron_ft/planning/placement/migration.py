@@ -56,7 +56,9 @@ class MigrationPlan:
             target = (transfer.layer_number, transfer.expert, transfer.target_rank)
             if target not in wanted or target in seen or transfer.source_rank == transfer.target_rank:
                 raise ConfigError.of(
-                    "transfer", transfer, "must be the only one of this expert to this rank, which must need the expert"
+                    "transfer",
+                    transfer,
+                    "must send an expert that the target rank needs, from another rank and only once",
                 )
             seen.add(target)
 

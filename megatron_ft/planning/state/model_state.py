@@ -354,7 +354,7 @@ class _Rows:
             raise ConfigError.of(
                 "layout",
                 layout.summary(),
-                f"must have PP{len(self.model.chunks)} and TP{self.model.tensor_size}, as the model",
+                f"must have PP{len(self.model.chunks)} and TP{self.model.tensor_size}, the sizes of the model",
             )
         num_groups = layout.num_stages * layout.tensor_size
         for stage, chunks in enumerate(self.model.chunks):

@@ -67,7 +67,9 @@ class TensorIndex:
                 )
             if found.setdefault(tensor.key, tensor) != tensor:
                 raise ConfigError.of(
-                    str(tensor), repr(tensor), f"must equal its other description, {found[tensor.key]!r}"
+                    str(tensor),
+                    repr(tensor),
+                    f"must equal the earlier entry for the same tensor, {found[tensor.key]!r}",
                 )
         # Sorted: ranks describe the model in different orders, and numbers must mean the same tensor on all of them.
         return cls(tuple(sorted(found.values(), key=_order)))

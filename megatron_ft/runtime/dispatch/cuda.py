@@ -120,7 +120,9 @@ class CudaDispatch(RowOperations):
 def _argument(value: Argument, device: torch.device) -> ctypes.c_void_p | ctypes.c_int64:
     if isinstance(value, int):
         return ctypes.c_int64(value)
-    assert value is None or value.device == device, f"tensors are on {device} and {value.device}, not on one device"
+    assert value is None or value.device == device, (
+        f"tensors are on {device} and {value.device}: all must be on one device"
+    )
     return ctypes.c_void_p(None if value is None else value.data_ptr())
 
 

@@ -80,7 +80,7 @@ def test_a_longer_run_keeps_its_schedule_only_if_the_key_is_set() -> None:
     every iteration."""
     (found,) = Difference.between(settings(), settings(training={"train_iterations": 100}))
     assert (found.key, found.stored, found.present) == ("optimizer.lr_decay_iterations", 60, 100)
-    assert "optimizer.lr_decay_iterations=60 keeps the earlier value" in str(found)
+    assert "set optimizer.lr_decay_iterations=60 to keep the earlier value" in str(found)
     kept = settings(training={"train_iterations": 100}, optimizer={"lr_decay_iterations": 60})
     assert Difference.between(settings(), kept) == []
     constant = {"lr_decay_style": "constant"}

@@ -186,7 +186,7 @@ def test_an_older_answer_that_another_thread_is_late_with_does_not_undo_the_fenc
     client.call("poll", {}, timeout_seconds=20)
     newer_is_in.set()
     late.join()
-    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced"):
+    with pytest.raises(RpcError, match="of epoch 1, which the controller of epoch 2 has replaced"):
         client.call("join", {}, timeout_seconds=20)
     server.stop()
 
@@ -197,7 +197,7 @@ def test_an_agent_obeys_the_highest_epoch_alone(tmp_path: Path) -> None:
     server.start()
     client = ControllerClient(server.address, token=TOKEN)
     assert client.call("poll", {}, timeout_seconds=5) == {"epoch": 2}
-    with pytest.raises(RpcError, match="of epoch 1, which epoch 2 has replaced") as caught:
+    with pytest.raises(RpcError, match="of epoch 1, which the controller of epoch 2 has replaced") as caught:
         client.call("poll", {}, timeout_seconds=5)
     assert not caught.value.refused, "the right one is asked again"
     assert client.call("poll", {}, timeout_seconds=5) == {"epoch": 3}

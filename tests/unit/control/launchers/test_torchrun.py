@@ -200,7 +200,7 @@ def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variabl
         ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not keep"
     ):
         environment.check_restarts(RunConfig())
-    with pytest.raises(ConfigError, match=r"^run\.resume=never: must be auto or must"):
+    with pytest.raises(ConfigError, match=r"^run\.resume=never: must be 'auto' or 'must'"):
         environment.check_restarts(RunConfig(name="first"))
     environment.check_restarts(RunConfig(name="first", resume="auto"))
 

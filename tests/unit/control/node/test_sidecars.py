@@ -69,7 +69,7 @@ def test_no_service_is_ready_at_once(tmp_path: Path) -> None:
 def test_a_service_that_says_nothing_is_waited_for_in_bounds(start: Callable[..., Sidecars]) -> None:
     sidecars = start("mute", start_seconds=0.3)
     with pytest.raises(
-        ControlError, match=r"did not report their address within 0.3 s: dummy \(log: .*node-003-dummy.log\)"
+        ControlError, match=r"did not report their addresses within 0.3 s: dummy \(log: .*node-003-dummy.log\)"
     ):
         serve(sidecars, lambda: sidecars.ready)
 

@@ -203,7 +203,7 @@ def test_a_job_that_somebody_else_requeues_leaves_no_marker(play: Play) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, play.marker) == (130, None)
-    assert "an operator or Slurm has requeued it" in errors
+    assert "an administrator or Slurm has requeued the job" in errors
 
 
 def test_a_requeued_job_waits_until_the_console_before_has_ended(play: Play) -> None:

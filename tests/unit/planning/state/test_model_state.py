@@ -94,7 +94,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     layout = ParallelLayout.regular(4, tensor_size=1, num_stages=1)
     with pytest.raises(ConfigError, match=r"expert_model_parallel_size=3: must divide the number of experts \(2\)"):
         needs_of(model(), layout, Sharding(expert_parallel_size=3))
-    with pytest.raises(ConfigError, match="must have PP. and TP., as the model"):
+    with pytest.raises(ConfigError, match="must have PP. and TP., the sizes of the model"):
         needs_of(model(num_stages=2), layout, Sharding())
     with pytest.raises(ConfigError, match="num_state_copies=5"):
         needs_of(model(), layout, Sharding(num_state_copies=5))

@@ -204,7 +204,7 @@ def test_rows_outside_of_their_tensors_are_refused() -> None:
 
 
 def test_tensors_are_described_once() -> None:
-    with pytest.raises(ConfigError, match="must equal its other description"):
+    with pytest.raises(ConfigError, match="must equal the earlier entry for the same tensor"):
         TensorIndex.of([MASTER, tensor(num_elements=3)])
     with pytest.raises(ConfigError, match="at least one element"):
         TensorIndex.of([tensor(num_elements=0)])

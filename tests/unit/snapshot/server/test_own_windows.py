@@ -169,7 +169,7 @@ def test_slices_out_of_order_or_place_are_refused(windows: OwnWindows, index: in
 
 def test_no_slice_after_the_last(windows: OwnWindows) -> None:
     full(windows, 0, 0)
-    with pytest.raises(CheckpointError, match="must be the next one"):
+    with pytest.raises(CheckpointError, match="must be the next"):
         windows.capture(0, 2, part(0, 2))
 
 

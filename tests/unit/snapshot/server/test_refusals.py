@@ -142,7 +142,7 @@ def test_a_rank_cannot_announce_a_long_message() -> None:
         ({"num_bytes": 3 * PAGE}, "the buffer has only"),
         ({"num_bytes": 10}, "beyond the slice of 10 bytes"),
         ({"buffer": 2}, "buffer"),
-        ({"slice": 1}, "must be the next one, 0"),
+        ({"slice": 1}, "must be the next; the window has 0"),
         ({"waits": False}, "no memory was requested for copies of windows of 8192 bytes"),
         ({"num_slices": 0}, "num_slices"),
         ({"rank": -1}, "rank"),

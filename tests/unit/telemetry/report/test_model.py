@@ -33,7 +33,7 @@ def test_how_a_run_ended(run: MadeUpRun) -> None:
     run.say(1.0, events.RunStopped(exit_code=9, reason="no state"))
     outcome = run.report().outcome
     assert outcome.level == "bad"
-    assert outcome.text == "stopped: no state (exit code 9, state after a failure could not be rebuilt exactly)"
+    assert outcome.text == "stopped: no state (exit code 9, the state before a failure could not be restored exactly)"
     run.say(2.0, started(resumed_from_iteration=3))
     assert "the run continues" in run.report().outcome.text, "the newest start counts"
 
