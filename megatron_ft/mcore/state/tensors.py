@@ -1,4 +1,4 @@
-"""A rank's tensors by global name: copied, restored, compared by checksums, and moved with experts to other ranks."""
+"""Copies, restores and compares a rank's tensors by global name, and moves the tensors of experts between ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -99,7 +99,7 @@ def _distinct_state(
 
 
 def expert_of(name: str) -> tuple[int, int] | None:
-    """Return (layer number, expert) if ``name`` is a tensor of a routed expert, else None. Layers are numbered from 1."""
+    """Return (layer number from 1, expert) if ``name`` is a tensor of a routed expert, else None."""
     head, found, rest = name.partition(".mlp.experts.local_experts.")
     if not found:
         return None
