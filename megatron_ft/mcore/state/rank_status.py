@@ -120,7 +120,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of the new membership, its rank in the chosen holding; None if it does not have this holding."""
+"""The rank in the chosen holding of each rank of the new membership; None for a rank without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
