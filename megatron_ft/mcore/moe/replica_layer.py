@@ -1,4 +1,4 @@
-"""An MoE layer in which each expert can have any number of copies, and the sum of the copies' gradients.
+"""An MoE layer in which each expert can have any number of copies, and a class that sums the gradients of the copies.
 
 ``Replicas`` is the placement of one pipeline stage in the form in which the model uses it. ``MixtureLayer`` is
 Megatron's own layer with a failpoint.

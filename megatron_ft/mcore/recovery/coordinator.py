@@ -57,7 +57,7 @@ class Coordinator:
             self._form(following)
 
     def _check(self) -> None:
-        """Raise ConfigError if the job may lose nodes and ranks cannot be lost with this device."""
+        """Raise ConfigError if the job may lose nodes, but a job on this device cannot continue after a loss."""
         if self.trainer.device.type != "cpu" and self.trainer.job.may_lose_nodes:
             why, device = self.trainer.job.why_nodes_change, self.trainer.device.type
             raise ConfigError(

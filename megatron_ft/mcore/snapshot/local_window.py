@@ -1,4 +1,4 @@
-"""One rank's part of a window that is restored, and its replay: slices are loaded and iterations run again."""
+"""Loads the slices of one rank's part of a window, and replays the iterations of the window."""
 
 import json
 import time

@@ -1,1 +1,1 @@
-"""The state of a rank between two iterations: captured, passed on to the next membership, compared and restored."""
+"""Captures, compares and restores a rank's state between two iterations, and passes it on to the next membership."""

@@ -76,7 +76,7 @@ Key = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
+    """A record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
     A rank can have several holdings: one of the membership that committed the iteration, one of each later membership
     that failed before it committed another iteration, and one of an evacuation.
@@ -120,7 +120,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of the new membership, its rank in the chosen holding; None if it does not have this holding."""
+"""The rank in the chosen holding of each rank of the new membership; None for a rank without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

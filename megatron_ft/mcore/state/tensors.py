@@ -1,4 +1,4 @@
-"""A rank's tensors by global name: copied, restored, compared by checksums, and moved with experts to other ranks."""
+"""Copies, restores and compares a rank's tensors by global name, and moves the tensors of experts between ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 

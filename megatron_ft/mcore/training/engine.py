@@ -181,7 +181,7 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def use(self, config: JobConfig) -> None:
-        """From the next ``build`` on, use ``config``, which is the configuration for another set of nodes."""
+        """Use ``config``, the configuration for another set of nodes, from the next ``build`` on."""
         self.config = config
 
     def build(self, groups: Groups, replicas: Replicas | None = None) -> None:
