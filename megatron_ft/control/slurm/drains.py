@@ -23,8 +23,8 @@ _Hosts = Callable[[], Mapping[int, str]]
 
 @contextlib.contextmanager
 def watch_drains(run_dir: Path, hosts: Sequence[str], *, poll_seconds: float) -> Iterator[None]:
-    """Run a thread during the ``with`` block. The thread queries Slurm for drained nodes, and asks the controller to let
-    each of these nodes leave.
+    """Run a thread during the ``with`` block. The thread queries Slurm for drained nodes, and asks the controller to
+    let each of these nodes leave.
 
     The end of the block waits up to ``CALL_SECONDS`` for a query in progress. A thread that has not ended by
     then is abandoned, with a message; it makes no further calls to the controller.
