@@ -95,8 +95,8 @@ def compose(overrides: list[str]) -> tuple[JobConfig, str]:
 
 
 def _compose(overrides: list[str], fields: dict[str, Any]) -> tuple[JobConfig, str]:
-    """Compose the configuration from ``overrides``, then set ``fields``. These belong to mappings with free keys, which
-    Hydra does not extend."""
+    """Compose the configuration from ``overrides``, then set ``fields``. The fields belong to mappings with free keys,
+    which Hydra does not extend."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf

@@ -23,7 +23,7 @@ class SnapshotPlanned(Record):
     host_bytes: int
     """Host memory for windows and peer copies on the node with the largest need."""
     reason: str
-    """Reason for the size of the window and the order of operators in it."""
+    """Reason for the size of the window and the order of operators in the window."""
 
     def describe(self) -> Note:
         largest = f"at most {size(self.window_bytes)} per rank"

@@ -180,7 +180,7 @@ class TrainingConfig:
     max_consecutive_skips: int = 10
     """Largest number of updates that may be skipped in a row; one more stops the run."""
     loss_spike_factor: float | None = None
-    """Factor above which a loss is a spike: a spike exceeds this factor times the median of the last
+    """A loss is a spike if it exceeds this factor times the median of the last
     ``loss_spike_window`` committed losses. null turns the check off."""
     loss_spike_window: int = 50
     """Number of newest committed losses, with whose median a new loss is compared. The check starts when half as many
@@ -235,7 +235,7 @@ class NodesConfig:
     num_spare_nodes: int = 0
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
     join_window_seconds: float = 5.0
-    """Time that the job waits after a node is ready to join, so that other nodes can join with it."""
+    """Time that the job waits after a node is ready to join, so that other nodes can join at the same time."""
     max_node_restarts: int = 3
     """Largest number of failed restarts of a lost node in a row. A restart fails if the node does not start, or ends
     within ten iterations."""
@@ -332,7 +332,7 @@ class CheckpointConfig:
     """Also keep every checkpoint whose iteration is a multiple of this number; 0 keeps only the newest."""
     load: str | None = None
     """Checkpoint directory from which a new run starts. Weights, optimizer state and data position are loaded;
-    differences between its configuration and this one are printed. The checkpoint may belong to another run. null
+    differences between its configuration and the job's are printed. The checkpoint may belong to another run. null
     starts without a checkpoint."""
     trust: bool = False
     """Allow ``checkpoint.load`` to name a checkpoint without this project's manifest. Loading unpickles its metadata,

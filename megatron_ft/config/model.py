@@ -102,7 +102,7 @@ class ModelConfig:
     moe_router_bias_update_rate: float = 0.001
     """Amount by which an expert's bias changes in each iteration."""
     moe_expert_capacity_factor: float | None = None
-    """Capacity of an expert divided by its even share of tokens; null never drops tokens."""
+    """Capacity of an expert, as a multiple of the mean number of tokens per expert; null never drops tokens."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: str = "probs"

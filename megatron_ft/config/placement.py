@@ -42,7 +42,7 @@ class PlacementConfig:
     """Backend that sends tokens to experts: ``reference`` (PyTorch operators, on any device), ``cpp``, ``cuda`` or
     ``auto`` (``cuda`` on CUDA, ``cpp`` on CPU). All backends compute the same bits."""
     shares: str = BALANCED
-    """Division of an expert's tokens among its replicas. ``balanced``: the rank with most tokens gets as few as
+    """Division of an expert's tokens among its replicas. ``balanced``: the most loaded rank gets as few as
     possible. ``even``: all replicas get the same number (Lazarus, algorithm 1)."""
     schedule: list[str] = field(default_factory=list)
     """Scheduled placements. An entry ``ITERATION:FILE`` uses the placement in FILE from ITERATION on. Tests compare

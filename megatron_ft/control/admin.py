@@ -1,4 +1,4 @@
-"""Client for administrators of a running job: reads its status, lets nodes leave or join.
+"""Client with which administrators read the status of a running job and let nodes leave or join.
 
 The folder of a running job contains ``controller.json`` (mode 0600), with the address and token of its controller.
 """

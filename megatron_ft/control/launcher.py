@@ -86,7 +86,7 @@ def launch(
             default: the entry that trains the model.
         preload: modules to import, or ``module:function`` to call, before ranks are forked; default: depends on device.
         command: the user's command, shown in the advice on how to resume; default: the command of this process.
-        sidecars: maps names to modules of the processes beside the ranks of every node, see ``node/sidecars.py``.
+        sidecars: maps the name of each sidecar that nodes run to its module, see ``node/sidecars.py``.
 
     Raises:
         ConfigError: the run folder, the interface or the launcher cannot be used. Nothing was started.

@@ -147,7 +147,7 @@ class EndReport(Report):
     error: str | None = None
     traceback: str | None = None
     exit_code: Integer | None = None
-    """Exit code of an error of this project that the rank raised; null for other errors."""
+    """Exit code of the raised error's class if this project defines the class; null for other errors."""
     log: str | None = None
     log_tail: str | None = None
 

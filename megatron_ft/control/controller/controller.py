@@ -65,7 +65,7 @@ class Controller:
             journal: inputs of the job's earlier controllers, which are processed again; None keeps no journal.
             epoch: number of this controller, higher than that of every earlier controller; every answer contains it.
             port: port of the service; 0 chooses a free one.
-            certificates: for the encrypted channel to agents; None does not encrypt it.
+            certificates: certificates for the channel to agents; with None, the channel is not encrypted.
             clock: monotonic clock, which continues from the last time in ``journal``.
         """
         self._policy = policy
@@ -77,7 +77,7 @@ class Controller:
         """Number of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
         self._unix_seconds = 0.0
-        """Arrival time of the event that is being processed."""
+        """Arrival time of the event that is being processed, in seconds since 1970."""
         self._launch_spec = launch_spec
         self._record_decision = record_decision
         # Deadlines of the start count from the same moment in every reading of the journal.

@@ -270,7 +270,7 @@ class AgentClient:
 
         Args:
             error: last line of the traceback.
-            exit_code: exit code of an error of this project, otherwise ``None``.
+            exit_code: exit code of the error's class if this project defines the class, otherwise None.
         """
         self._send({"op": "raised", **_failure(traceback, error, exit_code)})
 

@@ -149,7 +149,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
     """Run a command of Slurm, and return its result for any exit code.
 
     Args:
-        environment: environment of the command; None for that of this process.
+        environment: environment of the command; None uses the environment of this process.
 
     Raises:
         SlurmError: the command cannot be run, or does not end in time.
