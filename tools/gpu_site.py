@@ -73,7 +73,7 @@ def requirements(names: Sequence[str], pins: Mapping[Pin, Sequence[str]]) -> str
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> int:
-    """Replace the content of the folder by that of the wheels. Return the number of wheels."""
+    """Replace the content of ``folder`` by the content of ``wheels``. Return the number of wheels."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for wheel in wheels:

@@ -147,7 +147,7 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Add a record that was written at time ``at``. ``ends_job`` tells whether the record ends a job."""
+        """Add a record that was written at time ``at``. ``ends_job`` is true if the record ends a job."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None

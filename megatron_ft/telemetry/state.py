@@ -21,7 +21,7 @@ from megatron_ft.telemetry.run_figures import RunFigures
 NUM_RECENT_ITERATIONS = 20
 """Number of newest metrics records from which the pace is computed."""
 MAX_CURVE_BINS = 480
-"""Limit of the number of points of the loss curve in memory."""
+"""Largest number of points of the loss curve that are stored in memory."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Stages ``dispatch``, ``snapshots`` and ``engine`` of a GPU day: run the tests that need a GPU with pytest in the
-stage's process.
+"""Stages ``dispatch``, ``snapshots`` and ``engine`` of a GPU day: run the tests that need a GPU. Pytest runs in
+the stage's process.
 
 Without a GPU these tests are skipped. A few tests that can run on a CPU run instead.
 """

@@ -70,5 +70,5 @@ def _job(device_type: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the overrides with which the CPU trains a variant: the same, but in fp32."""
+    """Return ``overrides`` without ``precision.params_dtype``, so that the CPU trains the variant in fp32."""
     return {key: value for key, value in overrides.items() if key != "precision.params_dtype"}

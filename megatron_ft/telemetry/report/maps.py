@@ -271,7 +271,7 @@ def _load_panel(loads: ExpertLoads, layer: _LayerLoads) -> _Panel:
 
 
 MAX_PLACEMENT_CELLS = 200_000
-"""Limit of experts times ranks, summed over all layers. Larger placements are not drawn."""
+"""Largest product of the numbers of experts and ranks, summed over all layers. Larger placements are not drawn."""
 MAX_CHANGES = 40
 _PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
 _PLACEMENT_LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one set of weights, more tokens"))

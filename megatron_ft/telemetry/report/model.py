@@ -37,7 +37,7 @@ class Mark:
     """``failure``, ``recovery`` or ``change``."""
     words: str
     number: int | None = None
-    """Number of the recovery; None for a failure."""
+    """Index of the recovery, counted from 1; None for a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

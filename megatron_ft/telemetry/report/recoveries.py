@@ -14,7 +14,7 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 # Records come from files. A damaged record may name any number of ranks, each of which would need memory.
 MAX_RANKS = 4096
-"""Limit of the ranks of a membership that the page lists one by one."""
+"""Largest number of ranks of a membership for which the page lists each rank."""
 NUM_AROUND = 3
 """Number of iterations that the page shows before and after a recovery."""
 _NEVER = float("inf")

@@ -29,7 +29,7 @@ NUM_OPEN = 12
 """Largest number of recoveries that the page shows unfolded. If there are more, all are folded."""
 MAX_STEPS = 200
 MAX_LANES = 512
-"""Limit of the number of ranks in the drawing and in the table."""
+"""Largest number of ranks that the drawing and the table show."""
 WIDTH = 1000
 TOP, LANE, GAP, GROUP = 34, 22, 4, 12
 LEFT, RIGHT = 196, 984

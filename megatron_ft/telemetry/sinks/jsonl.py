@@ -11,8 +11,8 @@ from megatron_ft.telemetry.read import EVENTS_FILE, METRICS_FILE
 from megatron_ft.telemetry.sinks.base import Outcome, Sink, SinkContext
 
 MAX_PENDING_LINES = 20_000
-"""Limit of the lines in memory while the disk does not accept them. Above it, the oldest lines are dropped and
-counted."""
+"""Largest number of lines that are stored in memory while the disk does not accept them. If there are more lines, the
+oldest are dropped and counted."""
 
 
 class JsonlSink(Sink):

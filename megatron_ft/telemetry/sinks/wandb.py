@@ -33,7 +33,7 @@ ID_FILE = "wandb_run_id"
 MAX_QUEUED_RECORDS = 100_000
 INSPECT_TIMEOUT_SECONDS = 60.0
 CLOSE_SECONDS = 60.0
-"""Limit of the time that the end of the run waits for wandb."""
+"""Longest time that the end of the run waits for wandb."""
 
 _ALPHABET = string.ascii_lowercase + string.digits
 
