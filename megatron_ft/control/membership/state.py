@@ -484,7 +484,7 @@ class Reform:
     """Position of each rank that has reported, in rank order."""
     target: Target
     previous_ranks: tuple[int | None, ...]
-    """For each rank of the next membership, its number in the previous one; None for a rank of a joining node."""
+    """Number in the previous membership of each rank of the next one; None for a rank of a joining node."""
     nodes: tuple[int, ...]
     """Node of each rank of the next membership."""
 
