@@ -176,7 +176,7 @@ class _Rank:
             ordered.append(time.monotonic())
             transports.hang_up(reason)
 
-        self._worker.on_break(abort)
+        self._worker.on_break(hang_up)
         began, received = time.monotonic(), 0
         operation = payloads.all_reduce
         try:
