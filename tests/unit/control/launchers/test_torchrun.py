@@ -197,7 +197,7 @@ REQUEUED = {**SRUN, "SLURM_RESTART_COUNT": "1"}
 def test_a_start_that_could_not_find_its_run_again_is_refused(mode: str, variables: dict[str, str]) -> None:
     environment = RankEnvironment.read(mode, variables)
     with pytest.raises(
-        ConfigError, match=r"^run\.name=null: must be given, with run\.resume=auto: .* its store does not keep"
+        ConfigError, match=r"^run\.name=null: must be given together with run\.resume=auto: .* its store does not keep"
     ):
         environment.check_restarts(RunConfig())
     with pytest.raises(ConfigError, match=r"^run\.resume=never: must be 'auto' or 'must'"):
