@@ -127,8 +127,8 @@ class RankContext:
     (``generation`` > 0); None if training begins at iteration 0 or from ``checkpoint.load``."""
     worker: WorkerClient
     sidecars: Mapping[str, Any] = field(default_factory=dict)
-    """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses`` (node number as text
-    to ``host:port``)."""
+    """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses`` (node number as
+    text to ``host:port``)."""
     nodes: tuple[int, ...] = ()
     """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
     under torchrun."""
