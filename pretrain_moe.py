@@ -286,8 +286,8 @@ def _environment(config: JobConfig, overrides: list[str]) -> "RankEnvironment | 
 
 
 def _adopt(config: JobConfig, environment: "RankEnvironment", overrides: list[str]) -> JobConfig:
-    """Set launch mode and counts to those of the launcher that started this process. If they are on the command line,
-    they must be the same."""
+    """Set the launch mode and the numbers of nodes and ranks to the values of the launcher that started this process.
+    Values on the command line must equal these values."""
     mode, num_nodes, per_node = environment.launcher, environment.num_nodes, environment.local_world_size
     found: dict[str, Any] = {"mode": mode, "num_nodes": num_nodes, "ranks_per_node": per_node}
     for name, value in found.items():

@@ -341,7 +341,7 @@ class AlertRaised(Record):
     iteration: int
     """Newest iteration of the run."""
     rank: int | None = None
-    """Rank with the measured value, numbered among the ranks that train now; absent if the value is not of one rank."""
+    """Rank with the measured value, numbered among the ranks that train now; absent if it concerns no single rank."""
     node: int | None = None
     """Node of ``rank``; the number of a node never changes."""
 

@@ -79,7 +79,7 @@ def num_parameters(operators: tuple[Operator, ...]) -> int:
 
 
 def num_active_parameters(model: ModelConfig, operators: tuple[Operator, ...]) -> int:
-    """Return the number of parameters used for one token: all except experts that the router does not choose."""
+    """Return the number of parameters used for one token, i.e. without experts that the router does not choose."""
     topk = model.moe_router_topk
     # All experts of a layer have equal size: any ``topk`` of them stand for those chosen.
     chosen = (o for o in operators if o.id.expert is None or o.id.expert < topk)

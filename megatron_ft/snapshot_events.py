@@ -110,7 +110,7 @@ class UpstreamLogFull(Record):
     """
 
     iteration: int
-    """First iteration that is missing from the log; later ones may also be missing."""
+    """First iteration that is missing from the log; later iterations may also be missing."""
     iterations_kept: int
     """Number of iterations whose tensors are in the log."""
 

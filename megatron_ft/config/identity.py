@@ -87,7 +87,7 @@ class JobIdentity:
     """Whether files of format 1 can belong to the run, because the run began before runs had a ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
-        """Compare the run that wrote a checkpoint or window with this one. Return None if they are the same, otherwise
+        """Compare the run that wrote a checkpoint or window with this run. Return None if it is this run, otherwise
         a description of the difference.
 
         Args:

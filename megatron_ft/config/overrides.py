@@ -19,7 +19,7 @@ def group_options(conf: Path) -> dict[str, list[str]]:
 
 
 def check_moved(overrides: Iterable[tuple[str, str]]) -> None:
-    """Refuse keys that were moved to another group. One message names the overrides to write instead.
+    """Refuse keys that were moved to another group. The error message names the overrides to write instead.
 
     Args:
         overrides: key and text of each override, e.g. ``("launch.interface", "launch.interface=lo")``.

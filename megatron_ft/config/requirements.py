@@ -85,7 +85,7 @@ KEPT_LAYOUT: tuple[Requirement, ...] = (
     ),
     _NO_CUDA,
 )
-"""Requirements for continuing in the same layout, in which other nodes replace lost ones and their stages replay."""
+"""Requirements for continuing in the same layout: other nodes replace lost nodes, whose pipeline stages replay."""
 
 
 def value_of(config: JobConfig, key: str) -> Any:

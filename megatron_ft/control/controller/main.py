@@ -89,7 +89,7 @@ _MAX_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """Exclusive right of one controller to control a run, held as a file lock. It ends with the process or with
+    """Exclusive right of one controller to control a run, held as a file lock. The right ends with the process or with
     ``release``."""
 
     epoch: int

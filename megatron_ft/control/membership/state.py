@@ -239,7 +239,7 @@ class Decision(Enum):
     """Order the members to stop at the next iteration boundary and report their positions, because nodes join or leave
     at this boundary."""
     START_NODES = "start_nodes"
-    """Start the ranks of nodes that are not members (``Step.nodes``); they wait until a membership includes them."""
+    """Start the ranks of nodes that are not members (``Step.nodes``). The ranks wait until they are in a membership."""
     START_AGENTS = "start_agents"
     """Start the agents of nodes that have none (``Step.nodes``), or wait for them if the job starts no agents."""
     KILL_NODES = "kill_nodes"

@@ -1,1 +1,1 @@
-"""A node: its agent, the ranks that it starts, and the processes beside them."""
+"""Processes of a node: its agent, the ranks that the agent starts, and sidecars beside the ranks."""

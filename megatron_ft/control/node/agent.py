@@ -1,4 +1,4 @@
-"""A node's agent: starts its ranks, watches them, forwards their reports.
+"""The agent of a node: starts the node's ranks, watches them, and forwards their reports.
 
 ``python -m megatron_ft.control.node.agent`` reads one line of JSON from standard input (address and token of the
 controller, node number, sockets); when standard input closes, the launcher has ended and the node ends. The main thread

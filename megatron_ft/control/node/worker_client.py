@@ -127,11 +127,11 @@ class RankContext:
     (``generation`` > 0); None if training begins at iteration 0 or from ``checkpoint.load``."""
     worker: WorkerClient
     sidecars: Mapping[str, Any] = field(default_factory=dict)
-    """Sidecars by name: ``socket`` (path on this node), ``token``, and ``addresses`` (node number as text to
-    ``host:port``)."""
+    """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses`` (node number as
+    text to ``host:port``)."""
     nodes: tuple[int, ...] = ()
-    """Node of each rank; these are fewer nodes than configured if some were lost before this start. Empty if unknown,
-    as under torchrun."""
+    """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
+    under torchrun."""
     is_joining: bool = False
     """Whether this process was started while the job was running. Before it joins any group, it must call
     ``worker.await_membership()``, which returns its rank. Until then, ``rank``, ``world_size``, ``num_nodes``,
