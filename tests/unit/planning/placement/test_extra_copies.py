@@ -1,6 +1,7 @@
 """Base copies stay where they are and survive; extra copies follow the load and make ranks equally full."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -150,18 +151,19 @@ def test_every_plan_holds_its_copies_whatever_was_held(
     experts = st.frozensets(st.integers(0, len(loads) - 1), max_size=num_slots + 1)
     held = (tuple(data.draw(st.lists(experts, min_size=num_ranks, max_size=num_ranks))),)
     counts = allocate(loads, num_ranks * num_slots, 2).replica_counts
-    plan = OverlapSearch(num_kicks=0).place(
+    place = partial(
+        OverlapSearch(num_kicks=0).place,
         [counts],
         Cluster.of(num_nodes, ranks_per_node),
         num_slots_per_rank=num_slots,
         loads=[loads],
         min_replicas=2,
-        previous=held,
     )
+    plan = place(previous=held)
     found = plan.replica_counts(0)
     assert sum(found) == sum(counts), "every slot is in use"
     assert min(found) >= min(2, *counts), "every expert keeps its base copies"
-    by_rank = plan.slots[0]
+    by_rank = place().slots[0]
     if len(loads) >= num_slots * ranks_per_node and sum(counts) > 2 * len(loads):
         assert all(len(set(experts)) == len(experts) for experts in by_rank), "no rank holds an expert twice"
     assert all(len(of_rank) == num_slots for of_rank in plan.slots[0])
