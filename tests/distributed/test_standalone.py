@@ -60,7 +60,7 @@ def test_a_restart_without_a_store_that_lasts_needs_the_runs_name(tmp_path: Path
     output = wait(job, LIMIT_SECONDS)
     assert job.returncode != 0
     if name is None:
-        assert "run.name=null: must be given, with run.resume=auto" in output
+        assert "run.name=null: must be given together with run.resume=auto" in output
         assert list(tmp_path.iterdir()) == [], "no attempt has begun"
     else:
         hits = (tmp_path / name / "failpoints.jsonl").read_text().splitlines()

@@ -40,11 +40,22 @@ class SlowDisk(Journal):
         super().append(entry)
 
 
+class SteppedClock:
+    """Monotonic clock that a test can stop and move forward."""
+
+    def __init__(self) -> None:
+        self.ahead_seconds = 0.0
+        self.stopped_at: float | None = None
+
+    def __call__(self) -> float:
+        return (time.monotonic() if self.stopped_at is None else self.stopped_at) + self.ahead_seconds
+
+
 class Job:
     """Controller whose clock and thread the test can stop, and its agents."""
 
     def __init__(self, path: Path, policy: MembershipPolicy = POLICY, detection: DetectorPolicy = PATIENT) -> None:
-        self.ahead_seconds = 0.0
+        self.clock = SteppedClock()
         self.path, self.journal = path, SlowDisk(path)
         self.controller = Controller(
             policy,
@@ -54,7 +65,7 @@ class Job:
             record_decision=lambda _: None,
             detection=detection,
             journal=self.journal,
-            clock=lambda: time.monotonic() + self.ahead_seconds,
+            clock=self.clock,
         )
         self.hold_at: Decision | None = None
         self.held, self.go = threading.Event(), threading.Event()
@@ -125,7 +136,7 @@ def test_positions_that_came_while_the_controller_was_busy_are_in_time(begin: Ca
     assert job.held.wait(10)
     waiting = [job.calls.submit(job.deliver, node, 1, broken(node)) for node in (2, 3)]
     assert eventually(lambda: job.controller._server._inbox._queue.qsize() == 2)
-    job.ahead_seconds = POLICY.position_timeout_seconds + 1
+    job.clock.ahead_seconds = POLICY.position_timeout_seconds + 1
     job.go.set()
     assert [call.result(timeout=20) for call in waiting] == [2, 2]
     assert eventually(lambda: job.controller.state.generation == 1)
@@ -142,7 +153,7 @@ def test_a_position_that_came_too_late_is_too_late(begin: Callable[..., Job]) ->
     job.hold_at = Decision.BREAK
     job.controller.post(NodeLost(0, 1.0, "its process was killed by SIGKILL", 7))
     assert job.held.wait(10)
-    job.ahead_seconds = POLICY.position_timeout_seconds + 1
+    job.clock.ahead_seconds = POLICY.position_timeout_seconds + 1
     waiting = job.calls.submit(job.deliver, 3, 1, broken(3))
     assert eventually(lambda: job.controller._server._inbox._queue.qsize() == 1)
     job.go.set()
@@ -161,7 +172,7 @@ def test_a_limit_counts_from_the_decision_and_not_from_what_led_to_it(begin: Cal
     first = job.calls.submit(job.deliver, 1, 1, broken(1))
     assert eventually(lambda: job.controller._server._inbox._queue.qsize() == 1)
     job.controller.post(NodeLost(0, 1.0, "its process was killed by SIGKILL", 7))
-    job.ahead_seconds = POLICY.position_timeout_seconds + 1
+    job.clock.ahead_seconds = POLICY.position_timeout_seconds + 1
     job.hold_at = None
     job.go.set()
     orders = job.call("poll", node=1, after=1, wait_seconds=10)["orders"]
@@ -193,22 +204,23 @@ def test_a_node_lives_as_long_as_it_waits_to_be_taken_in(begin: Callable[..., Jo
 def test_a_node_that_has_called_since_it_was_found_silent_is_not_lost(begin: Callable[..., Job]) -> None:
     """Two nodes exceed the timeout at the same moment. The second one calls while the loss of the first is handled."""
     job = begin(POLICY, ATTENTIVE)
+    job.clock.stopped_at = time.monotonic()
     job.run()
     job.hold_at = Decision.BREAK
-    over, living = threading.Event(), [2, 3]
-    signs = job.calls.submit(
-        lambda: [job.deliver(node, 10**6) for _ in iter(lambda: over.wait(0.05), True) for node in list(living)]
-    )
+    for _ in range(2):
+        job.clock.ahead_seconds += 0.5
+        for node in (2, 3):
+            job.deliver(node, 10**6)
+        assert eventually(lambda: job.controller._detector._nodes._asked_at == job.clock())
+    job.clock.ahead_seconds += 0.5
     assert job.held.wait(20)
     assert [(event.node, job.steps[-1].nodes) for event in job.controller._found] == [(1, (0,))]
     job.deliver(1, 10**6)
-    living.append(1)
     job.go.set()
     for node in (1, 2, 3):
         job.deliver(node, 1, broken(node))
     assert job.controller.state.members == (1, 2, 3)
-    over.set()
-    signs.result(timeout=10)
+    job.clock.stopped_at = None
 
 
 def test_what_is_delivered_again_while_it_waits_is_queued_once(
