@@ -14,10 +14,10 @@ from benchmarks.report import finish, parse_arguments
 from megatron_ft.config.placement import BALANCED, EVEN
 from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.allocation import allocate
+from megatron_ft.planning.placement.layout import busiest_tokens
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap
 from megatron_ft.planning.placement.migration import holdings
 from megatron_ft.planning.placement.overlap_search import OverlapSearch, search_base
-from megatron_ft.planning.placement.rebalance import busiest_tokens
 from megatron_ft.topology import Cluster
 
 ID = "planner-speed"
@@ -106,7 +106,7 @@ def measure(
             repeats.append(time.process_time() - started)
         times.append(min(repeats))
         held = holdings(plan)
-        even, balanced = (busiest_tokens(plan, 0, loads, shares) for shares in (EVEN, BALANCED))
+        even, balanced = (busiest_tokens(plan.replicas_per_rank(0), loads, shares) for shares in (EVEN, BALANCED))
         gaps.append(even / balanced)
     return {
         "algorithm": name,

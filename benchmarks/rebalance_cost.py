@@ -23,7 +23,7 @@ from megatron_ft.config.checks.placement import derive_placement
 from megatron_ft.config.job import JobConfig
 from megatron_ft.corpus.samples import check_data
 from megatron_ft.planning.cost.memory import expert_state_bytes
-from megatron_ft.testing.ranks import Rank, compose, join, run_ranks
+from megatron_ft.testing.ranks import Rank, compose, join, resident_growth, run_ranks
 
 ID = "rebalance-cost"
 WORLD_SIZE, NUM_SLOTS, MIN_REPLICAS = 4, 5, 2
@@ -135,14 +135,13 @@ def _measure(trainer: Any, migration: Any, iteration: int) -> dict[str, Any]:
     # Memory that the process has freed but kept would hide what the rebalance allocates.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = _memory("VmRSS")
     trainer.collectives.any(False)  # a barrier, so that waits for slower iterations do not count
-    seconds = _seconds(partial(trainer.move, migration, iteration))
+    seconds: list[float] = []
+    grown = resident_growth(lambda: seconds.append(_seconds(partial(trainer.move, migration, iteration))))
     del trainer.engine.replace_experts
     return {
-        "seconds": seconds,
-        "peak_bytes": _memory("VmHWM") - before,
+        "seconds": seconds[0],
+        "peak_bytes": grown,
         "moved_bytes": migration.num_bytes,
         "is_in_place": bool(received),
         "num_steps": received[0][0] if received else 0,
@@ -154,12 +153,6 @@ def _seconds(function: Any) -> float:
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
-
-
-def _memory(name: str) -> int:
-    """Return a figure of ``/proc/self/status`` in bytes: ``VmRSS``, or ``VmHWM``, its maximum since the last reset."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

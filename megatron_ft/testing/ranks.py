@@ -175,3 +175,17 @@ def _context(rank: Rank) -> RankContext:
         resume_from=None,
         worker=RecordFile(rank.run_dir / f"records-{rank.rank}.jsonl"),
     )
+
+
+def resident_growth(function: Callable[[], object]) -> int:
+    """Call ``function``, and return by how many bytes the resident memory of this process grew at most meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the maximum of VmRSS
+    before = _memory("VmRSS")
+    function()
+    return _memory("VmHWM") - before
+
+
+def _memory(name: str) -> int:
+    """Return a figure of ``/proc/self/status`` in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

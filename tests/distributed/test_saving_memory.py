@@ -48,22 +48,13 @@ def test_a_save_takes_what_the_plan_says(layout: tuple[str, ...], tmp_path: Path
 # -- the runner: forks two ranks and measures them ---------------------------------------------------------------
 
 
-def _memory(name: str) -> int:
-    """Return a figure of ``/proc/self/status`` in bytes: ``VmRSS``, or ``VmHWM``, its maximum since the last reset."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
 def _measure(config: JobConfig, rank: Any) -> int:
     """Return the largest growth of this rank's resident memory during a save."""
-    from megatron_ft.testing.ranks import join
+    from megatron_ft.testing.ranks import join, resident_growth
 
     trainer, _ = join(config, rank)
     trainer.iterate(1)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _memory("VmRSS")
-    trainer.save()
-    return _memory("VmHWM") - before
+    return resident_growth(trainer.save)
 
 
 def main(folder: Path, overrides: list[str]) -> None:

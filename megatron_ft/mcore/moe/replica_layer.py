@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft import failpoints
 from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.planning.placement.layout import copies_per_rank
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.runtime.dispatch.backend import DispatchBackend
 from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, gather_counts, return_rows, send_rows
@@ -393,8 +394,4 @@ class ReplicaMixtureLayer(MixtureLayer):
 
 def _replica_matrix(slots: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
     """Count the copies of each expert on each rank: int64 [num_experts, ranks]."""
-    matrix = torch.zeros((num_experts, len(slots)), dtype=torch.int64)
-    for rank, experts in enumerate(slots):
-        for expert in experts:
-            matrix[expert, rank] += 1
-    return matrix
+    return torch.from_numpy(copies_per_rank(slots, num_experts))

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ft.config.placement import BALANCED
 from megatron_ft.errors import ConfigError
+from megatron_ft.planning.balanced_shares import least_load
 from megatron_ft.topology import Cluster
 
 Counts = npt.NDArray[np.int64]
@@ -142,3 +144,26 @@ def per_replica_loads(counts: Counts, loads: Sequence[float] | None) -> npt.NDAr
         return np.ones(counts.shape[0])
     # An estimate: the dispatcher gives the replicas of an expert equal shares only with placement.shares=even.
     return np.asarray(np.asarray(loads, dtype=np.float64) / np.maximum(counts.sum(axis=1), 1))
+
+
+def copies_per_rank(by_rank: Sequence[Sequence[int]], num_experts: int) -> Counts:
+    """Return the number of copies of each expert on each rank, ``[E, N]``, from the experts in the slots of each
+    rank."""
+    matrix = np.zeros((num_experts, len(by_rank)), dtype=np.int64)
+    for position, experts in enumerate(by_rank):
+        # A rank may hold an expert in several slots: ``+=`` with repeated indices would count only one of them.
+        np.add.at(matrix[:, position], list(experts), 1)
+    return matrix
+
+
+def busiest_tokens(copies: Counts, load: Sequence[float], shares: str = BALANCED) -> float:
+    """Return the number of tokens of the busiest rank in a layer.
+
+    Args:
+        copies: number of copies of each expert on each rank, ``[E, N]``.
+        load: tokens of each expert, ``[E]``.
+        shares: value of ``placement.shares``.
+    """
+    if shares == BALANCED:
+        return least_load(load, copies)
+    return float((per_replica_loads(copies, load) @ copies).max())

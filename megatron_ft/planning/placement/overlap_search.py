@@ -10,11 +10,18 @@ from typing import ClassVar
 
 import numpy as np
 
+from megatron_ft.config.placement import BALANCED, EVEN
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.balanced_shares import least_load
 from megatron_ft.planning.placement.algorithm import PlacementBase, spread_to_floor
 from megatron_ft.planning.placement.extra_copies import add_extra_copies, base_capacities, base_counts, match_domains
-from megatron_ft.planning.placement.layout import Counts, Holdings, Layout, per_replica_loads
+from megatron_ft.planning.placement.layout import (
+    Counts,
+    Holdings,
+    Layout,
+    busiest_tokens,
+    copies_per_rank,
+    per_replica_loads,
+)
 from megatron_ft.planning.placement.local_search import EPSILON, Bools, Losses, Search, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import group_sizes, overlap, overlap_groups
 from megatron_ft.planning.placement.objective import SurvivalObjective
@@ -305,25 +312,10 @@ def _cheaper(
 ) -> tuple[tuple[int, ...], ...]:
     """Return ``fresh`` if it saves at least ``WORTH_MOVING`` of the busiest rank's tokens compared with ``kept``,
     otherwise ``kept``."""
-    before, after = (_busiest_tokens(_per_rank(slots, len(loads)), loads) for slots in (kept, fresh))
+    # Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
+    shares = BALANCED if len(kept) <= MAX_BALANCED_RANKS else EVEN
+    before, after = (busiest_tokens(copies_per_rank(slots, len(loads)), loads, shares) for slots in (kept, fresh))
     return kept if before * (1 - WORTH_MOVING) <= after else fresh
-
-
-def _busiest_tokens(copies: Counts, loads: Sequence[float]) -> float:
-    """Return the tokens of the busiest rank with balanced shares, or with even shares if there are many ranks.
-
-    Even shares never give the busiest rank fewer tokens than balanced shares, and they are cheaper to compute.
-    """
-    if copies.shape[1] <= MAX_BALANCED_RANKS:
-        return least_load(loads, copies)
-    return float((per_replica_loads(copies, loads) @ copies).max())
-
-
-def _per_rank(slots: Sequence[Sequence[int]], num_experts: int) -> Counts:
-    matrix = np.zeros((num_experts, len(slots)), dtype=np.int64)
-    for rank, experts in enumerate(slots):
-        np.add.at(matrix[:, rank], list(experts), 1)
-    return matrix
 
 
 def _mask(held: np.ndarray) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning.placement.layout import Layout
+from megatron_ft.planning.placement.layout import Layout, copies_per_rank
 
 Slots = tuple[tuple[tuple[int, ...], ...], ...]
 """Expert ids ``[layer][rank][slot]``, with ranks in the order of the plan."""
@@ -110,11 +110,7 @@ class PlacementPlan:
 
     def replicas_per_rank(self, layer: int) -> npt.NDArray[np.int64]:
         """Return ``R[E, N]``, the number of replicas of each expert on each rank, for the dispatcher."""
-        matrix = np.zeros((self.num_experts, len(self.ranks)), dtype=np.int64)
-        for position, experts in enumerate(self.slots[layer]):
-            # A rank may hold an expert in several slots: ``+=`` with repeated indices would count only one of them.
-            np.add.at(matrix[:, position], list(experts), 1)
-        return matrix
+        return copies_per_rank(self.slots[layer], self.num_experts)
 
     def expert_domains(self, layer: int) -> tuple[frozenset[str], ...]:
         """Return the failure domains that hold each expert of one layer."""

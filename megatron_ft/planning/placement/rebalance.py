@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ft.config.placement import BALANCED
-from megatron_ft.planning.balanced_shares import least_load
-from megatron_ft.planning.placement.layout import per_replica_loads
+from megatron_ft.planning.placement.layout import busiest_tokens
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 
@@ -23,25 +22,12 @@ def smooth(
     ]
 
 
-def busiest_tokens(plan: PlacementPlan, layer: int, load: Sequence[float], shares: str = BALANCED) -> float:
-    """Return the number of tokens of the busiest rank in a layer, from the tokens of each expert ``[E]``.
-
-    Args:
-        layer: position in the plan.
-        shares: value of ``placement.shares``.
-    """
-    copies = plan.replicas_per_rank(layer)
-    if shares == BALANCED:
-        return least_load(load, copies)
-    return float((per_replica_loads(copies, load) @ copies).max())
-
-
 def critical_tokens(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str = BALANCED) -> float:
     """Return the number of tokens of the busiest rank of each layer, summed over layers.
 
     The all-to-all of a layer synchronizes all ranks, so a layer takes as long as the busiest rank in this layer.
     """
-    return sum(busiest_tokens(plan, layer, load, shares) for layer, load in enumerate(loads))
+    return sum(busiest_tokens(plan.replicas_per_rank(layer), load, shares) for layer, load in enumerate(loads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +83,7 @@ def imbalance(plan: PlacementPlan, loads: Sequence[Sequence[float]], shares: str
     """Return the largest ratio, over all layers, of the busiest rank's tokens to the mean of the ranks; 1 if equal."""
     means = [sum(load) / len(plan.ranks) for load in loads]
     ratios = [
-        busiest_tokens(plan, layer, load, shares) / mean
+        busiest_tokens(plan.replicas_per_rank(layer), load, shares) / mean
         for layer, (load, mean) in enumerate(zip(loads, means, strict=True))
         if mean
     ]

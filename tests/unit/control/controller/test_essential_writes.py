@@ -25,7 +25,7 @@ class Disk:
         return "written"
 
 
-class Told:
+class Reports:
     """Stores the reports about waits."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -35,19 +35,19 @@ class Told:
 
 
 @pytest.fixture
-def reported(tmp_path: Path) -> Told:
+def reported(tmp_path: Path) -> Reports:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    return Told(run_dir)
+    return Reports(run_dir)
 
 
-def test_a_write_that_succeeds_waits_for_nothing(reported: Told) -> None:
+def test_a_write_that_succeeds_waits_for_nothing(reported: Reports) -> None:
     assert reported.writes.do(Disk(0).write) == "written"
     assert (reported.waits, reported.waited) == ([], [])
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_waited_for_and_reported_once(reported: Told, number: int) -> None:
+def test_a_full_disk_is_waited_for_and_reported_once(reported: Reports, number: int) -> None:
     before = reported.writes.clock()
     assert reported.writes.do(Disk(3, number).write) == "written"
     assert len(reported.waits) == 1 and reported.waits[0].endswith(f"/run: [Errno {number}] refused")
@@ -55,13 +55,13 @@ def test_a_full_disk_is_waited_for_and_reported_once(reported: Told, number: int
     assert reported.writes.clock() - before < seconds, "the clock was stopped"
 
 
-def test_another_error_of_the_disk_is_not_waited_for(reported: Told) -> None:
+def test_another_error_of_the_disk_is_not_waited_for(reported: Reports) -> None:
     with pytest.raises(OSError, match="refused"):
         reported.writes.do(Disk(1, errno.EIO).write)
     assert reported.waits == []
 
 
-def test_who_asks_for_the_end_need_not_wait_for_room(reported: Told) -> None:
+def test_who_asks_for_the_end_need_not_wait_for_room(reported: Reports) -> None:
     asks = threading.Timer(0.05, reported.writes.request_end)
     asks.start()
     with pytest.raises(CannotDecide, match="asked to stop") as raised:
@@ -81,7 +81,7 @@ def replace(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("happens", [delete, replace])
 def test_nothing_is_written_where_the_folder_is_gone(
-    reported: Told, tmp_path: Path, happens: Callable[[Path], None]
+    reported: Reports, tmp_path: Path, happens: Callable[[Path], None]
 ) -> None:
     happens(tmp_path / "run")
     with pytest.raises(CannotDecide, match=r"/run was deleted or moved away") as raised:
@@ -139,7 +139,7 @@ def test_what_could_not_be_synced_is_written_again(tmp_path: Path, monkeypatch: 
     """After a failed sync, the kernel has dropped the data that it could not write."""
     import os
 
-    path, reported = tmp_path / "journal.jsonl", Told(tmp_path)
+    path, reported = tmp_path / "journal.jsonl", Reports(tmp_path)
     journal = Journal(path, reported.writes.do)
     journal.append({"a": 1})
     journal.sync()
