@@ -186,7 +186,7 @@ def _figures(files: Files, tab: Tab) -> Iterator[tuple[str, Any, Any]]:
     for name, key in (("ETTR, measured", "ettr"), ("ETTR, predicted by the formula", "ettr_predicted")):
         yield name, tiles.get(name), f"{100 * goodput[key]:.1f} %"
     yield "goodput", _number(tiles.get("goodput")), float(f"{goodput['tokens_per_second']:.4g}")
-    rows = _table(tab, "Loss of some iterations")
+    rows = _table(tab, "Training loss of some iterations")
     yield "rows of the loss table", len(rows) > 0, True
     for iteration, loss in rows:
         yield f"loss of iteration {iteration}", _number(loss), files.losses[int(iteration.replace(",", ""))]

@@ -313,7 +313,7 @@ def _held(cost: LossCost) -> str:
     state."""
     if cost.rung in ("replicas", "localized"):
         return "keep their current state"
-    return "have their current state on remaining nodes, but it is not used"
+    return "have their current state on remaining nodes, but the recovery does not use this state"
 
 
 def grouped(operators: Sequence[OperatorId]) -> str:

@@ -131,7 +131,9 @@ def _check(options: argparse.Namespace) -> None:
     if options.seconds is not None and options.stop is None and not lasting:
         raise ConfigError.of("--for", options.seconds, "can only be used with --stop, --partition or --disk-error")
     if lasting and options.seconds is None:
-        raise ConfigError.of("--for", None, "must be given with --partition and --disk-error, which need an end")
+        raise ConfigError.of(
+            "--for", None, "must be given with --partition and --disk-error, because these failures must end"
+        )
     if options.seconds is not None and not 0 < options.seconds < float("inf"):
         raise ConfigError.of("--for", options.seconds, "must be finite and above 0")
 

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--survival-share",
         type=float,
         metavar="SHARE",
-        help="for overlap_search: share of the slots whose copies are placed for survival alone (default: 0)",
+        help="for overlap_search: share of the slots whose copies are placed only for survival (default: 0)",
     )
     result.add_argument(
         "--curve",
@@ -270,7 +270,7 @@ def table(result: Result) -> str:
     if lowered:
         wanted = result.allocations[0].requested_min_replicas
         lines.append(
-            f"too few slots: the smallest number of replicas of an expert is {min(lowered)} instead of {wanted}"
+            f"too few slots: the smallest number of replicas of any expert is {min(lowered)} instead of {wanted}"
         )
     lines += ["", "survival        " + "".join(f"{value.num_lost:>3} lost" for value in result.joint)]
     for number, values in enumerate(result.layers, start=1):

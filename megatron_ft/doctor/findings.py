@@ -22,8 +22,8 @@ class Finding:
     """Action that solves the problem; empty for level ``info``."""
 
     def __post_init__(self) -> None:
-        assert self.level in LEVELS, f"no level {self.level!r}"
-        assert self.fix or self.level == "info", f"{self.what}: needs a fix"
+        assert self.level in LEVELS, f"level={self.level!r}: must be one of {LEVELS}"
+        assert self.fix or self.level == "info", f"{self.what}: must have a fix, because the level is not info"
 
     def to_json(self) -> dict[str, str]:
         return asdict(self)

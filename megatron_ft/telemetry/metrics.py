@@ -44,12 +44,12 @@ _ALL = (
     _Metric(
         "num_padding_microbatches",
         "microbatches",
-        "Padding microbatches of all pipelines, added where the batch does not divide evenly; their loss weight is 0.",
+        "Padding microbatches of all pipelines, added if a batch does not divide evenly. They do not affect loss.",
     ),
     _Metric(
         "slowest_rank",
         "rank",
-        "Rank with the longest recent time in the attention of its first layer, which is equal work on all ranks.",
+        "Rank whose first attention layer recently took the longest time. Its work is the same on all ranks.",
         is_timed=True,
     ),
     _Metric(
@@ -61,7 +61,7 @@ _ALL = (
     _Metric(
         "slowest_rank_over_median",
         "1",
-        "Time of `slowest_rank` over the time of the (lower) median rank; about 1 if no rank is slow.",
+        "Time of `slowest_rank` divided by the time of the (lower) median rank; about 1 if no rank is slow.",
         is_timed=True,
     ),
 )
@@ -91,7 +91,7 @@ _FROM_EVENTS = (
     *_spread("expert_load/layer_<n>_", "the experts of layer n"),
     _Metric("expert_load/layer_<n>_hhi_over_even", "1", f"{_HHI}."),
     *_spread("expert_load/", "the experts of all layers"),
-    _Metric("expert_load/hhi_over_even", "1", "HHI times experts (see above), mean over layers."),
+    _Metric("expert_load/hhi_over_even", "1", "HHI times the number of experts (see above), mean over layers."),
     _Metric("replicas/fewest", "copies", "Smallest number of copies of any expert in any layer."),
     _Metric("replicas/mean", "copies", "Mean number of copies of an expert in the current placement."),
     _Metric("replicas/most", "copies", "Largest number of copies of any expert in any layer."),
@@ -112,7 +112,7 @@ _FROM_EVENTS = (
         "s",
         "Time that training on the job's first rank has waited for captures, over all attempts.",
     ),
-    _Metric("snapshot/captured_bytes", "bytes", "Bytes that the first rank has captured so far."),
+    _Metric("snapshot/captured_bytes", "bytes", "Bytes of state that the first rank has captured so far."),
     _Metric(
         "snapshot/replicated_bytes",
         "bytes",

@@ -61,7 +61,7 @@ def test_short_slots_are_said(capsys: pytest.CaptureFixture[str], tmp_path: Path
     path = tmp_path / "loads.json"
     path.write_text("[[1, 1, 1, 1, 1, 1]]")
     _, out, _ = run(capsys, "--loads", str(path), *NODES)
-    assert "too few slots: the smallest number of replicas of an expert is 1 instead of 2" in out
+    assert "too few slots: the smallest number of replicas of any expert is 1 instead of 2" in out
     assert document(capsys, "--loads", str(path), *NODES)["min_replicas"] == [1]
 
 

@@ -126,7 +126,7 @@ def receive_all(ranks: Sequence[RankProcess], deadline: float) -> list[Any]:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             names = ", ".join(str(rank.rank) for rank in waiting.values())
-            raise RuntimeError(f"of {len(ranks)} ranks, these did not report in time: {names}")
+            raise RuntimeError(f"{names} did not report in time (the job has {len(ranks)} ranks)")
         for pipe in ready:
             rank = waiting.pop(pipe)
             results[rank.rank] = rank.receive(deadline)

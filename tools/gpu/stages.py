@@ -19,9 +19,17 @@ class Stage:
 
 _FIRST = (
     Stage(
-        name="facts", entry="tools.gpu.facts:run", seconds=90, about="versions, imports, limits of copies and products"
+        name="facts",
+        entry="tools.gpu.facts:run",
+        seconds=90,
+        about="versions, imports, speed of copies and matrix products",
     ),
-    Stage(name="training", entry="tools.gpu.training:run", seconds=150, about="training gives the losses of the CPU"),
+    Stage(
+        name="training",
+        entry="tools.gpu.training:run",
+        seconds=150,
+        about="training gives the same losses as on the CPU",
+    ),
     Stage(
         name="recovery", entry="tools.gpu.recovery:run", seconds=150, about="after kills, training gives the same bits"
     ),
@@ -47,7 +55,7 @@ _TE = (
     ),
 )
 _SPEED = tuple(
-    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="only the claim with this name")
+    Stage(name=name, entry="tools.gpu.claims:run", seconds=seconds, about="measures the claim with this name")
     for name, seconds in (
         ("gpu-copy-bandwidth", 60.0),
         ("gpu-dispatch", 180.0),

@@ -229,7 +229,7 @@ def load_maps(loads: ExpertLoads | None) -> Iterator[Element]:
         "expert-load",
         maps,
         title="Load of experts",
-        description=f"{words} The table below lists how uneven the newest loads are.",
+        description=f"{words} The table below shows how uneven the newest loads are.",
         more="Layers not shown above",
     )
     rows = [
@@ -274,7 +274,10 @@ MAX_PLACEMENT_CELLS = 200_000
 """Largest product of the numbers of experts and ranks, summed over all layers. Larger placements are not drawn."""
 MAX_CHANGES = 40
 _PLACEMENT_WORDS = "A map for each layer: experts from top to bottom, ranks from left to right."
-_PLACEMENT_LEGEND = (("held-1", "a replica"), ("held-2", "two slots or more: one set of weights, more tokens"))
+_PLACEMENT_LEGEND = (
+    ("held-1", "a replica"),
+    ("held-2", "replicas in two or more slots, which share one set of weights"),
+)
 
 
 def placement_maps(placements: Sequence[PlacementInForce], plans: Sequence[PlacementPlan]) -> Iterator[Element]:
@@ -339,8 +342,8 @@ def _ranks(plans: Sequence[PlacementPlan]) -> Element:
             held = [len(by_rank[position]) for by_rank in plan.slots]
             few, most = min(held, default=0), max(held, default=0)
             rows.append((str(rank), str(stage), domain, str(most) if few == most else f"{few} to {most}"))
-    header = ("rank", "stage", "failure domain", "filled slots per layer")
-    return Element.table("Columns of the map", header, rows, numbers={0, 1, 3}, words=2)
+    header = ("rank", "stage", "failure domain", "slots with a replica, per layer")
+    return Element.table("Ranks, which are the columns of the map", header, rows, numbers={0, 1, 3}, words=2)
 
 
 def _changes(placements: Sequence[PlacementInForce]) -> Element:

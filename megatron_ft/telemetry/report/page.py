@@ -284,7 +284,9 @@ def _loss(report: RunReport) -> Iterator[Element]:
     kinds += [(kind, words) for kind, words in _MARKS if any(mark.kind == kind for mark in report.marks)]
     yield Element.of("ul", *(Element.of("li", _legend_mark(kind), words) for kind, words in kinds), class_="legend")
     rows = [(f"{iteration:,}", figure(value)) for iteration, value in _sampled(report.loss, _ROWS_OF_LOSS)]
-    found = Element.table("Loss of some iterations", ("iteration", "loss (nats per token)"), rows, numbers={0, 1})
+    found = Element.table(
+        "Training loss of some iterations", ("iteration", "loss (nats per token)"), rows, numbers={0, 1}
+    )
     yield Element.of("details", Element.of("summary", "The curve as a table"), found)
 
 

@@ -376,7 +376,7 @@ def _steps_of(recovery: Recovery) -> list[tuple[float | None, str]]:
     notes = [(record.time_unix_seconds, record.describe()) for record in recovery.records]
     steps = [(after(at), note.text) for at, note in notes if note is not None]
     if decision is not None:
-        words = decision.declined or f"decided how to continue: {decision.reason}"
+        words = decision.declined or f"the controller decided how to continue: {decision.reason}"
         steps.append((after(decision.time_unix_seconds), words))
     for first in () if course is None else course.after[:1]:
         steps.append((after(first.time_unix_seconds), f"first iteration after the recovery: {first.iteration}"))

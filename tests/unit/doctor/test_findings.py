@@ -17,7 +17,7 @@ def test_exit_codes() -> None:
     assert [exit_code([FACT, DOUBT, FAULT], strict=strict) for strict in (False, True)] == [2, 2]
 
 
-def test_the_worst_comes_first_with_its_mend() -> None:
+def test_the_worst_comes_first_with_its_fix() -> None:
     assert render([FACT, DOUBT, FAULT]).splitlines() == [
         "error    ports          taken",
         "                        fix: wait",
@@ -28,8 +28,8 @@ def test_the_worst_comes_first_with_its_mend() -> None:
     ]
 
 
-def test_what_is_judged_has_a_mend() -> None:
-    with pytest.raises(AssertionError, match="needs a fix"):
+def test_what_needs_action_names_a_fix() -> None:
+    with pytest.raises(AssertionError, match="must have a fix"):
         Finding(check="x", level="error", what="broken")
 
 

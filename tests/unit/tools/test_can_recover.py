@@ -248,7 +248,7 @@ def test_the_configuration_file_gives_the_job_back(run: MadeUpRun) -> None:
 def test_state_on_living_nodes_is_no_promise_where_the_job_ends(capsys: pytest.CaptureFixture[str]) -> None:
     for overrides, words in (
         (["recovery.min_nodes=3"], "keep their current state"),
-        ([], "have their current state on remaining nodes, but it is not used"),
+        ([], "have their current state on remaining nodes, but the recovery does not use this state"),
     ):
         can_recover.main(["--config", *ELASTIC, "training.device=cpu", *overrides, "--lose", "1"])
         assert words in capsys.readouterr().out

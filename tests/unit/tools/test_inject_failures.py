@@ -123,7 +123,11 @@ def test_a_trace_that_begins_with_other_nodes_is_refused(
         ("--kill 1 --for 2", 2, "--for=2.0: can only be used with --stop, --partition or --disk-error"),
         ("--stop 1 --for 0", 2, "--for=0.0"),
         ("--stop 1 --for nan", 2, "--for=nan"),
-        ("--partition 1", 2, "--for=None: must be given with --partition and --disk-error, which need an end"),
+        (
+            "--partition 1",
+            2,
+            "--for=None: must be given with --partition and --disk-error, because these failures must end",
+        ),
         ("--disk-error 1 --for 0", 2, "--for=0.0: must be finite and above 0"),
         ("--add 1 --minutes 2", 2, "--minutes=2.0: can only be used with --trace"),
         ("--add 1 --most-nodes 2", 2, "--most-nodes=2: can only be used with --trace"),
